@@ -1,0 +1,49 @@
+# Everything runs in .venv, which is made on first use and made again when the dependencies change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+SOURCES := p2ptrain $(wildcard tests benchmarks examples)
+TESTS := $(wildcard tests/unit tests/sim tests/swarm)
+ARGS ?=
+
+.PHONY: help venv demo test test-nat lint format bench clean
+
+help:  ## show this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+venv: $(STAMP)  ## make .venv with p2ptrain and everything it needs
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "p2ptrain needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "cannot make $(VENV): on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1" passes options
+	$(BIN)/p2ptrain up $(ARGS)
+
+test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
+	$(BIN)/python -m pytest $(TESTS) $(ARGS)
+
+test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
+	$(BIN)/python -m pytest tests/nat $(ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy $(SOURCES)
+
+format: $(STAMP)  ## let ruff format and fix
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: $(STAMP)  ## benchmarks: a table on screen; ARGS="--json FILE" passes options
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv, caches and build outputs (runs/ is kept)
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
