@@ -1,0 +1,40 @@
+"""Train and serve one model together, over the internet, on machines that come and go.
+
+::
+
+    from p2ptrain import Swarm
+
+    with Swarm.join(link) as swarm:
+        opt = swarm.optimizer(model, torch.optim.AdamW(model.parameters(), 3e-4))
+
+Names are imported when they are first used: ``import p2ptrain`` alone loads neither torch nor the network.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from p2ptrain._version import __version__
+
+__all__ = ["Manifest", "P2PTrainError", "SignedManifest", "Swarm", "__version__"]
+
+_HOMES = {
+    "Manifest": "p2ptrain.manifest",
+    "P2PTrainError": "p2ptrain.errors",
+    "SignedManifest": "p2ptrain.manifest",
+    "Swarm": "p2ptrain.node.swarm",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'p2ptrain' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

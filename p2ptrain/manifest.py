@@ -1,0 +1,262 @@
+"""The manifest: what a swarm agrees on, named by its digest and signed by the organizer.
+
+A manifest is written as TOML by an organizer (``run.toml``), validated here, and travels as a *signed manifest*:
+canonical msgpack (keys sorted, no floats that differ only in spelling) with the organizer's signature. Its SHA-256
+digest names the swarm, so a peer that holds the right digest (from the swarm link) cannot be given another manifest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from typing import Any, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.signing import Signer
+
+PROTOCOL_VERSION = 1
+"""Raised whenever peers of the old version could no longer take part; a joiner with another version is refused."""
+
+MAX_MANIFEST_BYTES = 256 * 1024
+
+
+class Section(BaseModel):
+    """A frozen group of settings that rejects unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class ModelSpec(Section):
+    """Which model the swarm trains."""
+
+    family: str = "llama"
+    """``llama`` (built here from the settings below) or ``custom`` (the researcher's own script builds it)."""
+    layers: int = Field(4, ge=1, le=1024)
+    """Transformer blocks."""
+    hidden: int = Field(128, ge=8, le=65536)
+    """Width of the residual stream."""
+    heads: int = Field(4, ge=1, le=1024)
+    """Attention heads; must divide ``hidden``."""
+    kv_heads: int = Field(4, ge=1, le=1024)
+    """Key/value heads (grouped-query attention); must divide ``heads``."""
+    intermediate: int = Field(352, ge=8, le=1 << 20)
+    """Width of the feed-forward layer."""
+    vocabulary: int = Field(256, ge=2, le=1 << 20)
+    """Tokens; 256 for byte-level text."""
+    context: int = Field(128, ge=2, le=1 << 20)
+    """Sequence length in tokens."""
+    tied_embeddings: bool = True
+    """Whether input and output embeddings share one matrix."""
+    initial_seed: int = Field(1, ge=0, lt=1 << 63)
+    """Seed of the initial parameters: every peer builds the same ones."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> ModelSpec:
+        if self.hidden % self.heads:
+            raise ValueError(f"model.heads = {self.heads} must divide model.hidden = {self.hidden}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"model.kv_heads = {self.kv_heads} must divide model.heads = {self.heads}")
+        return self
+
+
+class DataSpec(Section):
+    """Which text the swarm reads."""
+
+    source: str = "stdlib"
+    """``stdlib`` (the Python standard library's sources), ``path:DIR_OR_FILE``, ``datasets:NAME`` or ``custom``."""
+    tokenizer: str = "bytes"
+    """``bytes``, or ``path:DIR`` of a Hugging Face tokenizer that every peer has."""
+    held_out_fraction: float = Field(0.02, gt=0, lt=0.5)
+    """Share of the text kept for measuring loss, never trained on."""
+    seed: int = Field(1, ge=0, lt=1 << 63)
+    """Seed of the order in which samples are read."""
+
+
+class TrainingSpec(Section):
+    """How peers train between and at synchronisations."""
+
+    every: int = Field(32, ge=1, le=100_000)
+    """Inner steps between outer steps (H). 1: gradients are averaged each global batch."""
+    global_batch: int = Field(24, ge=1, le=1 << 24)
+    """With ``every = 1``: samples in the swarm's global batch."""
+    local_batch: int = Field(4, ge=1, le=1 << 16)
+    """Samples in one local batch."""
+    learning_rate: float = Field(1.5e-3, gt=0, le=10)
+    """Inner AdamW learning rate."""
+    warmup_steps: int = Field(20, ge=0, le=1 << 24)
+    """Linear warm-up of the inner learning rate, in optimizer steps."""
+    weight_decay: float = Field(0.01, ge=0, le=1)
+    """Inner AdamW weight decay."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Gradient norm limit of every optimizer step; 0 switches clipping off."""
+    outer: Literal["nesterov", "average"] = "average"
+    """Outer optimizer on averaged pseudo-gradients (``every`` > 1): ``average`` for runs of tens to hundreds of rounds,
+    in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones."""
+    outer_learning_rate: float = Field(0.7, gt=0, le=10)
+    """Outer learning rate (DiLoCo: 0.7)."""
+    outer_momentum: float = Field(0.9, ge=0, lt=1)
+    """Outer momentum (DiLoCo: 0.9)."""
+    rounds: int = Field(0, ge=0, le=1 << 40)
+    """Stop after this many rounds; 0 trains until stopped."""
+
+
+class AveragingSpec(Section):
+    """How a round is averaged."""
+
+    codec: str = "int8"
+    """``fp32``, ``fp16`` or ``int8``."""
+    group_size: int = Field(64, ge=1, le=256)
+    """Peers that average together at most."""
+    min_peers: int = Field(1, ge=1, le=256)
+    """Fewer peers than this do not commit a round."""
+    below_min: Literal["pause", "continue"] = "pause"
+    """What a trainer does below ``min_peers``: wait, or go on with inner steps without synchronising."""
+    quorum: float = Field(0.5, gt=0, le=1)
+    """Share of the expected peers that must be ready before the round may close without the rest."""
+    grace_seconds: float = Field(3.0, ge=0, le=600)
+    """How long the rest may take once the quorum is ready."""
+    matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
+    """Deadline of finding a group."""
+    round_seconds: float = Field(60.0, gt=0, le=3600)
+    """Deadline of one attempt at averaging, once the group stands."""
+    max_weight: float = Field(1e9, gt=0)
+    """Largest token weight that a contribution may claim."""
+    history_rounds: int = Field(8, ge=1, le=256)
+    """Encoded results that each peer keeps for laggards."""
+
+
+class Manifest(Section):
+    """Everything that peers of one swarm must agree on."""
+
+    name: str = Field("my-swarm", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$")
+    """A name for people; not unique."""
+    protocol: int = PROTOCOL_VERSION
+    """The wire protocol's version."""
+    model: ModelSpec = ModelSpec()
+    data: DataSpec = DataSpec()
+    training: TrainingSpec = TrainingSpec()
+    averaging: AveragingSpec = AveragingSpec()
+
+    def to_bytes(self) -> bytes:
+        """Canonical msgpack: the same manifest gives the same bytes everywhere."""
+        return canonical_bytes(self.model_dump(mode="json"))
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of `to_bytes`: the swarm's identity, 32 bytes."""
+        return hashlib.sha256(self.to_bytes()).digest()
+
+
+def canonical_bytes(value: Any) -> bytes:
+    """msgpack with sorted map keys; for plain dicts, lists, str, int, float, bool, bytes and None."""
+
+    def ordered(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: ordered(item[key]) for key in sorted(item)}
+        if isinstance(item, (list, tuple)):
+            return [ordered(element) for element in item]
+        return item
+
+    return msgpack.packb(ordered(value), use_bin_type=True)  # type: ignore[no-any-return]
+
+
+def explain(error: ValidationError, where: str) -> str:
+    """One line for a person from a pydantic error: the first field at fault, and the nearest valid key if unknown.
+
+    Args:
+        error: What pydantic raised.
+        where: The file or thing that was read.
+    """
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(error.title, first["loc"])
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(sorted(known))}"
+        return f"{where}: unknown key {path!r}{hint}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{where}: {path}: {message}" if path else f"{where}: {message}"
+
+
+_ROOTS: dict[str, type[BaseModel]] = {}
+
+
+def register_root(model: type[BaseModel]) -> type[BaseModel]:
+    """Let `explain` name the valid keys of ``model`` and its sections."""
+    _ROOTS[model.__name__] = model
+    return model
+
+
+def _known_keys(title: str, location: tuple[int | str, ...]) -> list[str]:
+    model: Any = _ROOTS.get(title)
+    for part in location[:-1]:
+        field = model.model_fields.get(str(part)) if model is not None else None
+        model = field.annotation if field is not None else None
+    return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
+
+
+register_root(Manifest)
+
+
+def parse_manifest(values: dict[str, Any], where: str) -> Manifest:
+    """Validate plain values (from TOML or the network).
+
+    Raises:
+        ManifestError: A key is unknown or a value out of range; one line that names it.
+    """
+    try:
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        raise ManifestError(explain(error, where)) from error
+
+
+class SignedManifest:
+    """A manifest with the organizer's signature, as peers hand it to each other."""
+
+    def __init__(self, manifest: Manifest, organizer: str, proof: bytes) -> None:
+        self.manifest = manifest
+        self.organizer = organizer
+        self.proof = proof
+
+    @classmethod
+    def create(cls, manifest: Manifest, organizer: Signer) -> SignedManifest:
+        """Sign ``manifest`` with the organizer's key."""
+        return cls(manifest, organizer.peer_id, organizer.sign(b"p2ptrain manifest" + manifest.digest))
+
+    def to_bytes(self) -> bytes:
+        """The wire and file form."""
+        return canonical_bytes({"manifest": self.manifest.to_bytes(), "organizer": self.organizer, "proof": self.proof})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, digest: bytes | None, verifier: Signer) -> SignedManifest:
+        """Parse and check what came from a peer or a file.
+
+        Args:
+            data: The result of `to_bytes`.
+            digest: The digest that the swarm link names, 32 bytes; None for a file of the organizer's own.
+            verifier: Any signer; its ``verify`` checks the organizer's signature.
+
+        Raises:
+            ManifestError: It is malformed, does not have this digest, or is not signed by its organizer.
+        """
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise ManifestError(
+                f"the manifest is larger than {MAX_MANIFEST_BYTES} bytes: ask the organizer for another"
+            )
+        try:
+            outer = msgpack.unpackb(data, raw=False)
+            body, organizer, proof = outer["manifest"], outer["organizer"], outer["proof"]
+            values = msgpack.unpackb(body, raw=False)
+            if not (isinstance(organizer, str) and isinstance(proof, bytes) and isinstance(values, dict)):
+                raise ValueError("fields have the wrong types")
+        except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
+            raise ManifestError("the manifest cannot be parsed: ask the organizer for a new link") from error
+        actual = hashlib.sha256(body).digest()
+        if digest is not None and actual != digest:
+            raise ManifestError("the manifest does not match the link's digest: do not trust the peer that sent it")
+        if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):
+            raise ManifestError("the manifest is not signed by its organizer: do not trust the peer that sent it")
+        return cls(parse_manifest(values, "manifest"), organizer, proof)

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, canonical_bytes, parse_manifest
+from p2ptrain.signing import Signer
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+class HashSigner(Signer):
+    """Signs with a hash over its name: enough to tell one signer from another."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def peer_id(self) -> str:
+        return self._name
+
+    def sign(self, message: bytes) -> bytes:
+        return hashlib.sha256(self._name.encode() + message).digest()
+
+    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
+        return HashSigner(peer_id).sign(message) == proof
+
+
+ALICE, MALLORY = HashSigner("alice"), HashSigner("mallory")
+
+
+@given(VALUES)
+def test_canonical_bytes_do_not_depend_on_the_order_of_keys(value: Any) -> None:
+    def reversed_keys(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: reversed_keys(item[key]) for key in reversed(item)}
+        return [reversed_keys(element) for element in item] if isinstance(item, list) else item
+
+    assert canonical_bytes(value) == canonical_bytes(reversed_keys(value))
+
+
+def test_a_number_spelled_as_an_integer_gives_the_same_digest() -> None:
+    assert parse_manifest({"training": {"learning_rate": 1}}, "a") == parse_manifest(
+        {"training": {"learning_rate": 1.0}}, "b"
+    )
+    one = parse_manifest({"training": {"learning_rate": 1}}, "a")
+    assert one.digest == parse_manifest({"training": {"learning_rate": 1.0}}, "b").digest
+
+
+@pytest.mark.parametrize("change", [{"name": "b"}, {"model": {"layers": 5}}, {"averaging": {"codec": "fp16"}}])
+def test_any_change_is_another_swarm(change: dict[str, Any]) -> None:
+    assert parse_manifest(change, "a").digest != Manifest().digest
+
+
+def test_a_signed_manifest_survives_the_wire() -> None:
+    signed = SignedManifest.create(Manifest(name="x"), ALICE)
+    received = SignedManifest.from_bytes(signed.to_bytes(), signed.manifest.digest, MALLORY)
+    assert received.manifest == signed.manifest
+    assert (received.organizer, received.proof) == (signed.organizer, signed.proof)
+
+
+def test_another_manifest_than_the_links_is_refused() -> None:
+    theirs = SignedManifest.create(Manifest(name="theirs"), MALLORY)
+    with pytest.raises(ManifestError, match="digest"):
+        SignedManifest.from_bytes(theirs.to_bytes(), Manifest(name="mine").digest, ALICE)
+
+
+def test_a_manifest_that_its_organizer_did_not_sign_is_refused() -> None:
+    signed = SignedManifest.create(Manifest(), MALLORY)
+    forged = SignedManifest(signed.manifest, ALICE.peer_id, signed.proof)
+    with pytest.raises(ManifestError, match="not signed"):
+        SignedManifest.from_bytes(forged.to_bytes(), signed.manifest.digest, ALICE)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x00" * 40,
+        b"\x93\x01\x02\x03",
+        b"x" * (MAX_MANIFEST_BYTES + 1),
+        msgpack.packb({"manifest": 1, "organizer": 2, "proof": 3}),
+        msgpack.packb({"manifest": b"\xc1", "organizer": "alice", "proof": b""}),
+        msgpack.packb({"manifest": msgpack.packb([1]), "organizer": "alice", "proof": b""}),
+        SignedManifest.create(Manifest(), ALICE).to_bytes()[:-1],
+        SignedManifest.create(Manifest(), ALICE).to_bytes() + b"\x00",
+    ],
+)
+def test_garbage_is_refused_with_one_line(data: bytes) -> None:
+    with pytest.raises(ManifestError) as caught:
+        SignedManifest.from_bytes(data, Manifest().digest, ALICE)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> None:
+    with pytest.raises(ManifestError):
+        SignedManifest.from_bytes(data, Manifest().digest, ALICE)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"trainin": {}}, "did you mean 'training'"),
+        ({"training": {"evry": 1}}, "did you mean 'every'"),
+        ({"training": {"every": 0}}, "training.every"),
+        ({"model": {"heads": 3}}, "must divide"),
+        ({"name": ""}, "name"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_one_line_that_names_it(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        parse_manifest(values, "run.toml")
+    assert str(caught.value).startswith("run.toml: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
