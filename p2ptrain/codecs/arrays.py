@@ -1,0 +1,61 @@
+"""What all codecs share: checks of their arguments, and the size of the pieces they work in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from p2ptrain.codecs.base import CodecError
+
+CHUNK_VALUES = 65_536
+"""Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+def check_vector(vector: torch.Tensor) -> torch.Tensor:
+    """Return ``vector`` detached from autograd.
+
+    Raises:
+        ValueError: It is not a contiguous, one-dimensional fp32 tensor on the CPU.
+    """
+    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
+        raise ValueError(
+            f"codecs take contiguous fp32 CPU vectors, not {vector.dtype} {tuple(vector.shape)} on {vector.device}"
+        )
+    return vector.detach()
+
+
+def check_weight(weight: float) -> float:
+    """Return ``weight`` rounded to fp32, so that every implementation multiplies by the same number.
+
+    Raises:
+        ValueError: It is not finite in fp32.
+    """
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(weight))
+    if not math.isfinite(rounded):
+        raise ValueError(f"a weight must be finite in fp32, not {weight}")
+    return rounded
+
+
+def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
+    """View ``data`` as ``uint8[expected_bytes]`` without a copy; read-only if ``data`` is.
+
+    Raises:
+        CodecError: The length is another.
+    """
+    view = memoryview(data)
+    if view.nbytes != expected_bytes:
+        raise CodecError(f"{codec}: got {view.nbytes} bytes where {expected_bytes} were expected")
+    return np.frombuffer(view, dtype=np.uint8)
+
+
+def chunks(num_items: int, items_per_chunk: int) -> Iterator[slice]:
+    """Consecutive slices of at most ``items_per_chunk`` that cover ``[0, num_items)``."""
+    for start in range(0, num_items, items_per_chunk):
+        yield slice(start, min(start + items_per_chunk, num_items))

@@ -1,0 +1,74 @@
+"""The contract of a codec: a flat fp32 vector to bytes and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CodecError(ValueError):
+    """Encoded bytes are not what this codec writes: wrong length, or values that are not finite."""
+
+
+class Codec(ABC):
+    """Encodes flat fp32 CPU vectors. Stateless; safe to call from any thread.
+
+    Every method is deterministic: equal input gives equal bits on every machine. A vector may be split at any multiple
+    of ``block_size`` values: encoding the pieces one by one gives the same bytes as encoding the whole, piece by piece.
+
+    Attributes:
+        name: The name in the manifest.
+        version: Raised whenever the bytes change; peers with another version are refused.
+        block_size: The number of values that are encoded together.
+        lossy: Whether decoding can differ from the input, so that error feedback is needed.
+    """
+
+    name: str
+    version: int = 1
+    block_size: int = 1
+    lossy: bool = False
+
+    @abstractmethod
+    def encoded_bytes(self, num_values: int) -> int:
+        """The exact size in bytes of ``num_values`` encoded values."""
+
+    def encode(self, vector: torch.Tensor) -> bytearray:
+        """Encode ``vector`` (fp32, shape ``[num_values]``, contiguous, CPU; it is not changed).
+
+        Raises:
+            CodecError: A value is not finite, or too large for the format.
+        """
+        encoded = bytearray(self.encoded_bytes(len(vector)))
+        self.encode_into(vector, encoded)
+        return encoded
+
+    @abstractmethod
+    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
+        """As `encode`, into ``out``, which is writable and has exactly ``encoded_bytes(num_values)`` bytes.
+
+        Raises:
+            CodecError: As `encode`; ``out`` then holds anything. Or its length is another.
+        """
+
+    @abstractmethod
+    def decode_into(self, data: bytes | bytearray | memoryview, out: torch.Tensor) -> None:
+        """Decode into ``out`` (fp32, shape ``[num_values]``, contiguous, CPU), overwriting it.
+
+        Raises:
+            CodecError: The length is wrong. Call `validate` first on bytes from the network.
+        """
+
+    @abstractmethod
+    def accumulate_into(self, data: bytes | bytearray | memoryview, weight: float, out: torch.Tensor) -> None:
+        """Add ``weight`` times the decoded values to ``out`` (fp32, ``[num_values]``) without large temporaries."""
+
+    @abstractmethod
+    def validate(self, data: bytes | bytearray | memoryview, num_values: int) -> None:
+        """Check that ``data`` decodes to ``num_values`` finite numbers.
+
+        Raises:
+            CodecError: It does not; the message says why.
+        """

@@ -1,0 +1,198 @@
+"""What every codec promises: size, determinism, pieces, validation, accumulation."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.codecs import Codec, CodecError, codec_names, get_codec
+from p2ptrain.errors import IncompatibleError
+
+CODECS = [get_codec(name) for name in codec_names()]
+every_codec = pytest.mark.parametrize("codec", CODECS, ids=codec_names())
+LENGTHS = [0, 1, 2, 255, 256, 257, 1000, 65_536, 65_537, 70_000]
+
+
+def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
+
+
+def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
+    out = torch.full((num_values,), torch.nan)
+    codec.decode_into(data, out)
+    return out
+
+
+def test_names_are_listed_from_exact_to_compact() -> None:
+    assert codec_names() == ("fp32", "fp16", "int8")
+    assert [get_codec(name).name for name in codec_names()] == list(codec_names())
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(IncompatibleError, match="fp32, fp16, int8"):
+        get_codec("int3")
+
+
+@every_codec
+@pytest.mark.parametrize("num_values", LENGTHS)
+def test_encoding_has_the_announced_size_and_validates(codec: Codec, num_values: int) -> None:
+    vector = gaussian(num_values)
+    before = vector.clone()
+    encoded = codec.encode(vector)
+    assert isinstance(encoded, bytearray)
+    assert len(encoded) == codec.encoded_bytes(num_values)
+    codec.validate(encoded, num_values)
+    assert torch.equal(vector, before)
+    assert torch.allclose(decode(codec, encoded, num_values), vector, atol=0.02)
+
+
+@every_codec
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_pieces_cut_at_blocks_concatenate_to_the_whole(codec: Codec, data: st.DataObject) -> None:
+    num_values = data.draw(st.integers(1, 3000))
+    cut = data.draw(st.integers(0, num_values // codec.block_size)) * codec.block_size
+    vector = gaussian(num_values, seed=num_values)
+    whole = codec.encode(vector)
+    assert codec.encode(vector[:cut]) + codec.encode(vector[cut:]) == whole
+    border = codec.encoded_bytes(cut)
+    tail = decode(codec, memoryview(whole)[border:], num_values - cut)
+    assert torch.equal(tail, decode(codec, whole, num_values)[cut:])
+
+
+@every_codec
+def test_cutting_at_blocks_across_inner_chunks_changes_nothing(codec: Codec) -> None:
+    vector = gaussian(200_000)
+    cut = 100_096
+    assert cut % codec.block_size == 0
+    assert codec.encode(vector[:cut]) + codec.encode(vector[cut:]) == codec.encode(vector)
+
+
+@every_codec
+def test_bytes_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
+    vector, threads = gaussian(300_000), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = codec.encode(vector)
+        torch.set_num_threads(2)
+        assert codec.encode(vector) == alone
+    finally:
+        torch.set_num_threads(threads)
+
+
+@every_codec
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_any_buffer_decodes_even_read_only_and_unaligned(codec: Codec, kind: type) -> None:
+    vector = gaussian(1000)
+    encoded = codec.encode(vector)
+    shifted = memoryview(b"?" + encoded)[1:]
+    assert torch.equal(decode(codec, kind(bytes(encoded)), 1000), decode(codec, shifted, 1000))
+    codec.validate(shifted, 1000)
+    out = torch.zeros(1000)
+    codec.accumulate_into(shifted, 1.0, out)
+    assert torch.equal(out, decode(codec, encoded, 1000))
+
+
+@every_codec
+@pytest.mark.parametrize("num_values", LENGTHS)
+@pytest.mark.parametrize("weight", [1.0, 0.0, 0.3, -2.5, 1e6])
+def test_accumulating_adds_the_weighted_decoded_values(codec: Codec, num_values: int, weight: float) -> None:
+    encoded = codec.encode(gaussian(num_values))
+    start = gaussian(num_values, seed=1)
+    out = start.clone()
+    codec.accumulate_into(encoded, weight, out)
+    expected = start.double() + weight * decode(codec, encoded, num_values).double()
+    # Three fp32 roundings at most: scale * weight, the product, the sum.
+    slack = 2.0**-22 * (abs(weight) * decode(codec, encoded, num_values).abs() + start.abs()).double()
+    assert bool(((out.double() - expected).abs() <= slack).all())
+
+
+@every_codec
+def test_accumulating_uses_separately_rounded_multiply_and_add(codec: Codec) -> None:
+    """A fused multiply-add would keep the product's low bits, and so differ on some of these values."""
+    encoded = codec.encode(gaussian(4096))
+    start = gaussian(4096, seed=1)
+    out = start.clone()
+    codec.accumulate_into(encoded, 1 / 3, out)
+    third = torch.tensor(1 / 3)
+    if codec.name == "int8":
+        blocks = [struct.unpack_from("<f256b", encoded, 260 * block) for block in range(16)]
+        scales = torch.tensor([block[0] for block in blocks]).mul(third).unsqueeze(1)
+        products = torch.tensor([block[1:] for block in blocks], dtype=torch.float32).mul(scales).flatten()
+    else:
+        products = decode(codec, encoded, 4096).mul(third)
+    assert torch.equal(out, (start.double() + products.double()).float())
+    fused = (start.double() + decode(codec, encoded, 4096).double() * third.double()).float()
+    assert not torch.equal(out, fused)
+
+
+@every_codec
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", [0, 255, 256, 66_000, 69_999])
+def test_values_that_are_not_finite_are_not_encoded(codec: Codec, bad: float, where: int) -> None:
+    vector = gaussian(70_000)
+    vector[where] = bad
+    with pytest.raises(CodecError, match="not finite"):
+        codec.encode(vector)
+
+
+@every_codec
+@pytest.mark.parametrize("change", [-1, 1])
+def test_another_length_is_refused(codec: Codec, change: int) -> None:
+    size = codec.encoded_bytes(300) + change
+    data, out = bytes(size), torch.full((300,), 7.0)
+    with pytest.raises(CodecError, match=f"got {size} bytes"):
+        codec.validate(data, 300)
+    with pytest.raises(CodecError, match="bytes"):
+        codec.decode_into(data, out)
+    with pytest.raises(CodecError, match="bytes"):
+        codec.accumulate_into(data, 1.0, out)
+    assert bool((out == 7.0).all())
+
+
+@every_codec
+@settings(deadline=None)
+@given(data=st.data())
+def test_bytes_that_validate_decode_to_finite_numbers(codec: Codec, data: st.DataObject) -> None:
+    num_values = data.draw(st.integers(0, 40))
+    size = codec.encoded_bytes(num_values)
+    encoded = data.draw(st.binary(min_size=size, max_size=size))
+    try:
+        codec.validate(encoded, num_values)
+    except CodecError:
+        return
+    assert bool(torch.isfinite(decode(codec, encoded, num_values)).all())
+
+
+@every_codec
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2]],
+    ids=["float64", "matrix", "strided"],
+)
+def test_tensors_that_are_not_flat_fp32_are_the_callers_mistake(codec: Codec, wrong: torch.Tensor) -> None:
+    data = bytes(codec.encoded_bytes(4))
+    for action in (
+        lambda: codec.encode(wrong),
+        lambda: codec.decode_into(data, wrong),
+        lambda: codec.accumulate_into(data, 1.0, wrong),
+    ):
+        with pytest.raises(ValueError, match="contiguous fp32 CPU vectors"):
+            action()
+
+
+@every_codec
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e300])
+def test_weights_beyond_fp32_are_the_callers_mistake(codec: Codec, weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        codec.accumulate_into(bytes(codec.encoded_bytes(4)), weight, torch.zeros(4))
+
+
+@every_codec
+def test_parameters_that_require_gradients_encode(codec: Codec) -> None:
+    vector = gaussian(300)
+    assert codec.encode(vector.clone().requires_grad_()) == codec.encode(vector)
