@@ -1,0 +1,319 @@
+"""Starts, watches and ends the libp2p daemon (p2pd, which hivemind ships).
+
+The daemon must not outlive its owner, however that ends:
+
+* ``setpriv --pdeathsig KILL`` makes the kernel kill it together with the *thread* that started it. So start it on a
+  thread that lives as long as the peer does: the event loop's.
+* It leaves by itself when the last persistent control connection closes, or when none is opened within `IDLE_SECONDS`.
+* Forked children (data-loader workers) inherit the sockets to the daemon and would keep it and our streams alive;
+  `SocketDirectory` closes them in every child, and the sockets do not survive an exec.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import socket
+import tempfile
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from p2ptrain.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 30
+START_ATTEMPTS = 3
+MAX_UNARY_BYTES = 16 << 20
+"""Largest directory message; hivemind's default of 4 MiB is less than a full key of records."""
+
+
+class SocketDirectory:
+    """A private folder for the daemon's sockets, whose connections forked children lose.
+
+    It is locked while in use; folders that killed owners left behind are removed when the next one is made.
+    """
+
+    def __init__(self) -> None:
+        root = Path(tempfile.gettempdir())
+        for left in root.glob(f"{_DIRECTORY_PREFIX}*"):
+            _remove_if_unused(left)
+        self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=root))
+        self._lock: int | None = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        _directories.add(self)
+
+    def remove(self) -> None:
+        """Remove the folder; idempotent."""
+        _directories.discard(self)
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.forget_lock()
+
+    def forget_lock(self) -> None:
+        """Close the lock, in a forked child or at the end."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _remove_if_unused(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # in use, another user's, or just removed
+        if directory.stat().st_uid != os.getuid():
+            return
+        lock = os.open(directory / "lock", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(directory, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+_DIRECTORY_PREFIX = "p2ptrain-sockets-"
+_directories: set[SocketDirectory] = set()
+
+
+def _after_fork() -> None:
+    """Replace every inherited descriptor of a daemon socket by ``/dev/null``.
+
+    Replaced rather than closed: the parent's objects are in this process too, and closing one of them later must not
+    hit a file that got the same number.
+    """
+    if not _directories:
+        return
+    folders = tuple(f"{directory.path}/" for directory in _directories)
+    for directory in _directories:
+        directory.forget_lock()
+    _directories.clear()
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                ours = any(str(end).startswith(folders) for end in (copy.getsockname(), _peer_name(copy)))
+        except OSError:  # not a socket, or already closed
+            continue
+        if ours:
+            os.dup2(null, int(name), inheritable=False)
+    os.close(null)
+
+
+def _peer_name(sock: socket.socket) -> object:
+    try:
+        return sock.getpeername()
+    except OSError:
+        return ""
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Daemon:
+    """A running p2pd. Create one with `start`."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: SocketDirectory, log: _Output) -> None:
+        self.process_id = process.pid
+        self.control_socket = directory.path / "p2pd.sock"
+        self.own_socket = directory.path / "streams.sock"
+        self.directory = directory.path
+        self._process = process
+        self._directory = directory
+        self._log = log
+        self._stopping = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, arguments: Sequence[str], listen: Sequence[str], timeout_seconds: float) -> Daemon:
+        """Start a daemon, trying again when it does not come up, and wait until it answers.
+
+        Args:
+            arguments: p2pd's own (``-hostAddrs=…``), without its control socket.
+            listen: The multiaddrs that it is to listen at; a port among them that is taken is found before the start.
+            timeout_seconds: For each of the attempts.
+
+        Raises:
+            ResourceError: The daemon is missing, a port is taken, or it failed three times; says why.
+        """
+        check_ports_free(listen)
+        binary = _binary()
+        reason = ""
+        for attempt in range(1, START_ATTEMPTS + 1):
+            try:
+                return await cls._start_once(binary, arguments, timeout_seconds)
+            except _StartFailed as error:
+                reason = str(error)
+                logger.warning("network daemon did not start (attempt %d of %d): %s", attempt, START_ATTEMPTS, reason)
+                taken = re.search(r"(\S+): bind: address already in use", reason)
+                if taken:
+                    raise ResourceError(_port_taken(taken[1].rpartition(":")[2])) from error
+                if error.is_final:
+                    break
+        raise ResourceError(f"the network daemon (p2pd) did not start: {reason}; run 'p2ptrain doctor'")
+
+    @classmethod
+    async def _start_once(cls, binary: str, arguments: Sequence[str], timeout_seconds: float) -> Daemon:
+        directory = SocketDirectory()
+        command = [binary, f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s", *arguments]
+        setpriv = shutil.which("setpriv")
+        if setpriv is not None:
+            command = [setpriv, "--pdeathsig", "KILL", *command]
+        else:
+            logger.warning("setpriv (util-linux) is missing: a killed peer's daemon may live on for some seconds")
+        log = _Output()
+        process = None
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
+                limit=1 << 16,
+                start_new_session=True,  # Ctrl-C at a terminal is for the peer, which still needs its daemon to drain
+            )
+            assert process.stdout is not None
+            log.follow(process.stdout)
+            async with asyncio.timeout(timeout_seconds):
+                await log.ready.wait()
+            if not log.is_up:
+                raise _StartFailed(log.last_words() or f"it ended with status {await process.wait()}")
+            return cls(process, directory, log)
+        except BaseException as error:
+            await _end(process, log)
+            directory.remove()
+            if isinstance(error, TimeoutError):
+                words = log.last_words()
+                said = f"; its last words: {words}" if words else ""
+                raise _StartFailed(f"no answer in {timeout_seconds:.0f} seconds{said}") from error
+            if isinstance(error, OSError):
+                raise _StartFailed(f"{binary} cannot be run: {error.strerror}", is_final=True) from error
+            raise
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call ``on_lost(reason)`` once if the daemon ends before `stop`."""
+
+        async def wait() -> None:
+            status = await self._process.wait()
+            if not self._stopping:
+                words = self._log.last_words()
+                how = f"signal {-status}" if status < 0 else f"status {status}"
+                on_lost(f"the network daemon ended ({how}){': ' + words if words else ''}")
+
+        self._watcher = asyncio.create_task(wait(), name="p2pd-watcher")
+
+    def expect_end(self) -> None:
+        """From now on the daemon's end is not a loss."""
+        self._stopping = True
+
+    async def stop(self) -> None:
+        """End the daemon, wait for it, and remove its sockets; idempotent."""
+        self.expect_end()
+        await _end(self._process, self._log)
+        if self._watcher is not None:
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        self._directory.remove()
+
+
+class _StartFailed(Exception):
+    def __init__(self, message: str, is_final: bool = False) -> None:
+        super().__init__(message)
+        self.is_final = is_final
+
+
+class _Output:
+    """Follows what the daemon prints: when it is up, and its last lines."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.is_up = False
+        self._lines: deque[str] = deque(maxlen=5)
+        self._task: asyncio.Task[None] | None = None
+
+    def follow(self, stdout: asyncio.StreamReader) -> None:
+        self._task = asyncio.create_task(self._read(stdout), name="p2pd-output")
+
+    def last_words(self) -> str:
+        return self._lines[-1][-300:] if self._lines else ""
+
+    async def end(self) -> None:
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=1)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self, stdout: asyncio.StreamReader) -> None:
+        while True:
+            try:
+                line = await stdout.readline()
+            except ValueError:  # a line longer than the buffer: readline dropped it
+                continue
+            if not line:
+                break
+            text = line.decode(errors="replace").strip()
+            logger.debug("p2pd: %s", text)
+            if text.startswith("Peer ID:"):
+                self.is_up = True
+                self.ready.set()
+            elif not text.startswith(("Control socket:", "Peer Addrs:", "/")):
+                self._lines.append(text)
+        self.ready.set()
+
+
+async def _end(process: asyncio.subprocess.Process | None, log: _Output) -> None:
+    if process is None:
+        return
+    if process.returncode is None:
+        try:
+            process.terminate()
+            async with asyncio.timeout(2):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+        except ProcessLookupError:
+            pass
+        await process.wait()
+    await log.end()
+
+
+def _binary() -> str:
+    import hivemind.hivemind_cli as package
+
+    path = Path(package.__path__[0]) / "p2pd"
+    if not path.is_file():
+        raise ResourceError(f"the network daemon is missing at {path}: reinstall hivemind from its binary wheel")
+    return str(path)
+
+
+def check_ports_free(listen: Sequence[str]) -> None:
+    """Check that the explicit ports among the multiaddrs can be listened on.
+
+    Done before the daemon starts, because it listens with SO_REUSEPORT: two daemons of one user would share a port, and
+    each lose a part of its connections.
+
+    Raises:
+        ResourceError: One is taken, or not ours to take; names it.
+    """
+    for address in listen:
+        found = re.match(r"/ip([46])/([^/]+)/(tcp|udp)/(\d+)(/|$)", address)
+        if found is None or found[4] == "0":
+            continue
+        family = socket.AF_INET if found[1] == "4" else socket.AF_INET6
+        kind = socket.SOCK_STREAM if found[3] == "tcp" else socket.SOCK_DGRAM
+        with socket.socket(family, kind) as probe:
+            if found[3] == "tcp":
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((found[2], int(found[4])))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ResourceError(_port_taken(found[4])) from error
+                raise ResourceError(f"cannot listen at {address}: {error.strerror}; choose another address") from error
+
+
+def _port_taken(port: str) -> str:
+    return f"port {port} is taken by another program: stop it, or choose another port (0 takes any free one)"

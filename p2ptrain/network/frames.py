@@ -1,0 +1,80 @@
+"""The frames that peers exchange over a stream, and the messages inside them.
+
+Wire format: frames of ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and
+one BULK_END, so that its length is checked exactly. END is the last frame of whoever closes, and is answered by ACK, so
+that the closing side knows that all it wrote has arrived before it lets go of the stream.
+ERROR refuses, with a reason for people. A message is a msgpack map with text keys.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import Any
+
+import msgpack
+
+from p2ptrain.errors import ProtocolError
+from p2ptrain.network.transport import PeerId
+
+MAX_FRAME_BYTES = 1 << 20
+"""The longest payload of a BULK frame, and of any message unless its receiver asks for more."""
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""The longest message; its receiver must ask for that much."""
+
+MAX_REASON_BYTES = 1024
+
+FRAME = struct.Struct(">IB")
+
+Message = dict[str, Any]
+Buffer = bytes | bytearray | memoryview
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    MESSAGE = 1
+    BULK = 2
+    BULK_END = 3
+    PING = 4
+    END = 5
+    ACK = 6
+    ERROR = 7
+
+
+def pack(message: Message) -> bytes:
+    """Encode one message; raises `ValueError` when it is too long or holds what msgpack cannot encode."""
+    try:
+        data: bytes = msgpack.packb(message, use_bin_type=True)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"a message must hold plain values only: {error}") from error
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ValueError(f"a message of {len(data)} bytes: send more than {MAX_MESSAGE_BYTES} as bulk")
+    return data
+
+
+def unpack(data: Buffer, peer: PeerId) -> Message:
+    """Decode one message from ``peer``; raises `ProtocolError` when it is not a msgpack map with text keys."""
+    try:
+        message = msgpack.unpackb(data, raw=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ProtocolError(peer, "sent bytes that are not a message") from error
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise ProtocolError(peer, "sent a message that is not a map")
+    return message
+
+
+def frame(kind: Kind, payload: bytes = b"") -> bytes:
+    """One whole frame."""
+    return FRAME.pack(len(payload), kind) + payload
+
+
+PING = frame(Kind.PING)
+END = frame(Kind.END)
+ACK = frame(Kind.ACK)
+
+
+def error_frame(reason: str) -> bytes:
+    """The frame that refuses, cut to a bounded length."""
+    return frame(Kind.ERROR, reason.encode("utf-8", "replace")[:MAX_REASON_BYTES])

@@ -1,0 +1,267 @@
+"""This peer's identity: an RSA-2048 libp2p key, its file and its lock.
+
+The file has the format that libp2p daemons read (``-id``): a protobuf ``PrivateKey`` with the key type (RSA = 0) and
+the PKCS#1 DER bytes. The peer id is the base58 text of the SHA-256 multihash of the protobuf public key.
+Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+
+Only the Python package ``cryptography`` is needed, so that keys can be made and checked without a network stack.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+
+import base58
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
+
+from p2ptrain.errors import IdentityError
+from p2ptrain.signing import Signer
+
+KEY_BITS = 2048
+MAX_KEY_BITS = 4096
+MAX_PROOF_BYTES = 2048
+_PUBLIC_EXPONENT = 65537
+_SIGNING_CONTEXT = b"p2ptrain signature 1\0"
+"""Put before every signed message, so that no signature made for libp2p itself can pass for one of ours."""
+_KEY_TYPES = {0: "RSA", 1: "Ed25519", 2: "Secp256k1", 3: "ECDSA"}
+_MAX_KEY_FILE_BYTES = 16 * 1024
+
+
+class Identity(Signer):
+    """An RSA key that names this peer, locked against use by a second process until `close`.
+
+    Create one with `create_or_load` or `ephemeral`; it is a context manager.
+    """
+
+    def __init__(self, key: rsa.RSAPrivateKey, path: Path, lock_file: int | None, remove_file: bool = False) -> None:
+        self.path = path
+        self._key = key
+        self._public_der = _public_der(key.public_key())
+        self._peer_id = peer_id_of(self._public_der)
+        self._lock_file = lock_file
+        self._remove_file = remove_file
+        _open_identities.add(self)
+
+    @classmethod
+    def create_or_load(cls, path: Path | str) -> Identity:
+        """Load the key at ``path``, or make one there (mode 0600), and lock it for this process.
+
+        Raises:
+            IdentityError: The file is in use by another process, readable by others, or not an RSA key; the message
+                says how to repair it.
+        """
+        path = Path(path).expanduser()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock_file = _lock(path)
+        except OSError as error:
+            raise IdentityError(f"cannot use {path}: {error.strerror}; choose a writable place for the key") from error
+        try:
+            if not path.exists():
+                _write_key(path)
+            return cls(_read_key(path), path, lock_file)
+        except BaseException:
+            os.close(lock_file)
+            raise
+
+    @classmethod
+    def ephemeral(cls, directory: Path | str) -> Identity:
+        """A new key in ``directory`` that nobody else knows; `close` removes its file."""
+        file, name = tempfile.mkstemp(prefix="identity-", suffix=".key", dir=directory)
+        os.close(file)
+        path = Path(name)
+        path.unlink()
+        _write_key(path)
+        return cls(_read_key(path), path, None, remove_file=True)
+
+    @property
+    def peer_id(self) -> str:
+        return self._peer_id
+
+    def sign(self, message: bytes) -> bytes:
+        """A two-byte length, the DER public key, and the PSS-SHA256 signature: about 550 bytes."""
+        signature = self._key.sign(_SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
+        return len(self._public_der).to_bytes(2, "big") + self._public_der + signature
+
+    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
+        return verify_proof(peer_id, message, proof)
+
+    def close(self) -> None:
+        """Let other processes use the key again; idempotent."""
+        _open_identities.discard(self)
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+        if self._remove_file:
+            self.path.unlink(missing_ok=True)
+
+    def __enter__(self) -> Identity:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _forget_lock_after_fork(self) -> None:
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+        self._remove_file = False
+
+
+_PSS = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=hashes.SHA256.digest_size)
+_open_identities: set[Identity] = set()
+
+
+def _after_fork() -> None:
+    # A forked worker shares the lock's file description and would keep the identity in use after its owner has died.
+    for identity in list(_open_identities):
+        identity._forget_lock_after_fork()
+    _open_identities.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def verify_proof(peer_id: str, message: bytes, proof: bytes) -> bool:
+    """Whether ``proof`` (see `Identity.sign`) is a signature of ``message`` by the key that hashes to ``peer_id``."""
+    if not isinstance(proof, bytes) or not 2 < len(proof) <= MAX_PROOF_BYTES:
+        return False
+    length = int.from_bytes(proof[:2], "big")
+    public_der, signature = proof[2 : 2 + length], proof[2 + length :]
+    named = _parsed_public_key(public_der)
+    if named is None or named[0] != peer_id:
+        return False
+    try:
+        named[1].verify(signature, _SIGNING_CONTEXT + message, _PSS, hashes.SHA256())
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def peer_id_of(public_der: bytes) -> str:
+    """The base58 peer id of a DER SubjectPublicKeyInfo RSA key."""
+    digest = hashlib.sha256(_protobuf_key(public_der)).digest()
+    return base58.b58encode(b"\x12\x20" + digest).decode()
+
+
+@lru_cache(maxsize=4096)
+def _parsed_public_key(public_der: bytes) -> tuple[str, rsa.RSAPublicKey] | None:
+    """The peer id and the key, or None for what is not an RSA key of acceptable size and canonical encoding."""
+    try:
+        key = serialization.load_der_public_key(public_der)
+    except (ValueError, UnsupportedAlgorithm):
+        return None
+    if not isinstance(key, rsa.RSAPublicKey) or not KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        return None
+    if key.public_numbers().e != _PUBLIC_EXPONENT or _public_der(key) != public_der:
+        return None
+    return peer_id_of(public_der), key
+
+
+def _public_der(key: rsa.RSAPublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def _protobuf_key(data: bytes) -> bytes:
+    """``{1: key type RSA (0), 2: data}`` in protobuf."""
+    length, varint = len(data), bytearray()
+    while length > 0x7F:
+        varint.append(length & 0x7F | 0x80)
+        length >>= 7
+    varint.append(length)
+    return b"\x08\x00\x12" + bytes(varint) + data
+
+
+def _parse_protobuf_key(raw: bytes) -> tuple[int, bytes]:
+    """The key type and data of a protobuf ``PrivateKey``; ValueError for anything else."""
+    if len(raw) < 4 or raw[0] != 0x08 or raw[2] != 0x12:
+        raise ValueError("not a protobuf key")
+    length, shift, position = 0, 0, 3
+    while True:
+        if position >= len(raw) or shift > 21:
+            raise ValueError("truncated")
+        byte = raw[position]
+        length |= (byte & 0x7F) << shift
+        position, shift = position + 1, shift + 7
+        if not byte & 0x80:
+            break
+    if len(raw) != position + length:
+        raise ValueError("truncated")
+    return raw[1], raw[position:]
+
+
+def _lock(path: Path) -> int:
+    """Take the lock beside ``path`` and return its file descriptor, which must stay open."""
+    lock_path = path.with_name(path.name + ".lock")
+    file = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(file, 32, 0).decode(errors="replace").strip() or "?"
+        os.close(file)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise IdentityError(
+            f"identity {path} is in use by process {holder}: stop it, or give this peer another identity file"
+        ) from error
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    return file
+
+
+def _write_key(path: Path) -> None:
+    """Write a new key to ``path`` (mode 0600) so that a crash leaves either the whole file or none."""
+    key = rsa.generate_private_key(public_exponent=_PUBLIC_EXPONENT, key_size=KEY_BITS)
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(_protobuf_key(der))
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise IdentityError(f"cannot write {path}: {error.strerror}; choose a writable place for the key") from error
+
+
+def _read_key(path: Path) -> rsa.RSAPrivateKey:
+    try:
+        mode = path.stat().st_mode
+        raw = path.read_bytes()[:_MAX_KEY_FILE_BYTES]
+    except OSError as error:
+        raise IdentityError(f"cannot read {path}: {error.strerror}; check its owner and mode") from error
+    if mode & 0o077:
+        raise IdentityError(f"identity {path} can be read by other users: run 'chmod 600 {path}'")
+    remove = f"remove {path} to get a new identity"
+    try:
+        key_type, der = _parse_protobuf_key(raw)
+    except ValueError as error:
+        raise IdentityError(
+            f"{path} is not a libp2p key, or is damaged: restore it from a backup, or {remove}"
+        ) from error
+    if key_type != 0:
+        name = _KEY_TYPES.get(key_type, f"type {key_type}")
+        raise IdentityError(f"{path} holds an {name} key, but peers need RSA: {remove}")
+    try:
+        key = serialization.load_der_private_key(der, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise IdentityError(f"the RSA key in {path} is damaged: restore it from a backup, or {remove}") from error
+    if not isinstance(key, rsa.RSAPrivateKey) or not KEY_BITS <= key.key_size <= MAX_KEY_BITS:
+        raise IdentityError(f"{path} does not hold an RSA key of {KEY_BITS} to {MAX_KEY_BITS} bits: {remove}")
+    if key.public_key().public_numbers().e != _PUBLIC_EXPONENT:
+        raise IdentityError(f"the RSA key in {path} has an unusual exponent: {remove}")
+    return key

@@ -1,0 +1,436 @@
+"""`Transport` on libp2p: raw streams through a p2pd daemon of our own.
+
+The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it. Everything that
+the daemon or the operating system raise is mapped to this package's errors here (`_mapped`), and nowhere else.
+
+Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
+under way when a side closes may be lost. The layer above marks ends and waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError
+from p2ptrain.network.control import DaemonControl, DaemonGone, DaemonRefusal
+from p2ptrain.network.daemon import MAX_UNARY_BYTES, Daemon
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.link import check_address, check_peer_address
+from p2ptrain.network.reachability import Scope, answering, scope
+from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""How long `Stream.close` tries to hand over what was written."""
+
+REQUEST_SECONDS = 5.0
+"""Deadline of requests that the daemon answers by itself."""
+
+REDIAL_SECONDS = 5.0
+"""Pause between attempts to reach the bootstrap peers while there is no connection at all."""
+
+Reachability = Literal["direct", "relay", "unknown"]
+
+
+@dataclass(frozen=True)
+class Libp2pSettings:
+    """How a peer's daemon listens and what it does for others. Multiaddrs are text.
+
+    Attributes:
+        listen: Where to listen; port 0 takes any free one.
+        announce: Where others are told to dial; empty: wherever the daemon listens.
+        bootstrap: Peers to stay connected with, each address ending in ``/p2p/<id>``.
+        nat_port_map: Ask the gateway to open a port (UPnP, NAT-PMP).
+        auto_nat: Help others to find out whether they can be reached, and take part in hole punching.
+        relay: Serve as a relay for peers that cannot be reached.
+        trusted_relays: Relays to be reached through, each ending in ``/p2p/<id>``; used when this peer's reachability
+            is private.
+        force_reachability: ``private`` takes the relays at once, ``public`` never; None lets the daemon find out.
+        find_peers: Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only
+            what `Libp2pTransport.connect` was told is dialled.
+        startup_timeout_seconds: For each of three attempts to start the daemon.
+        max_streams: Incoming streams at a time; more are refused.
+    """
+
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    bootstrap: tuple[str, ...] = ()
+    nat_port_map: bool = False
+    auto_nat: bool = False
+    relay: bool = False
+    trusted_relays: tuple[str, ...] = ()
+    force_reachability: Literal["private", "public"] | None = None
+    find_peers: bool = True
+    startup_timeout_seconds: float = 15.0
+    max_streams: int = 1024
+
+    def __post_init__(self) -> None:
+        for address in (*self.listen, *self.announce):
+            check_address(address)
+        for address in (*self.bootstrap, *self.trusted_relays):
+            check_peer_address(address)
+
+    def daemon_arguments(self, identity_path: str) -> list[str]:
+        """p2pd's command line for these settings."""
+        switches = {
+            "connManager": True,
+            "dhtServer": self.find_peers,
+            "tls": True,
+            "natPortMap": self.nat_port_map,
+            "autonat": self.auto_nat,
+            "relay": True,
+            "relayService": self.relay,
+            "autoRelay": bool(self.trusted_relays),
+            # Discovery waits for minutes before it takes the relays that it was given.
+            "relayDiscovery": False,
+        }
+        arguments = [f"-{name}={int(value)}" for name, value in switches.items()]
+        arguments += [f"-id={identity_path}", f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}"]
+        for name, addresses in (
+            ("hostAddrs", self.listen),
+            ("announceAddrs", self.announce),
+            ("trustedRelays", self.trusted_relays),
+        ):
+            if addresses:
+                arguments.append(f"-{name}={','.join(addresses)}")
+        if not self.listen:
+            arguments.append("-noListenAddrs=1")
+        if self.force_reachability is not None:
+            arguments.append(f"-forceReachability{self.force_reachability.capitalize()}=1")
+        return arguments
+
+
+class Libp2pStream(Stream):
+    """A stream through the daemon: one Unix socket."""
+
+    def __init__(
+        self,
+        remote: PeerId,
+        socket: SocketStream,
+        on_end: Callable[[Libp2pStream], None],
+    ) -> None:
+        self._remote = remote
+        self._on_end = on_end
+        self._socket = socket
+        self._closed = False
+
+    @property
+    def remote(self) -> PeerId:
+        return self._remote
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._socket.is_closing:
+            raise PeerLostError(self._remote, "the stream is closed; open another")
+        try:
+            await self._socket.write(data)
+        except (OSError, RuntimeError) as error:
+            raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
+
+    async def read(self, num_bytes: int) -> bytes:
+        try:
+            return await self._socket.read(num_bytes)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def read_into(self, view: memoryview) -> None:
+        try:
+            await self._socket.read_into(view)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
+        except (OSError, RuntimeError, TimeoutError):
+            self._socket.abort()
+        except BaseException:
+            self._socket.abort()
+            raise
+        finally:
+            self._on_end(self)
+
+    def abort(self) -> None:
+        self._closed = True
+        self._socket.abort()
+        self._on_end(self)
+
+
+class Libp2pTransport(Transport):
+    """Streams through a daemon that this object owns.
+
+    When the daemon dies all streams break, `open` raises, `lost` is set and the callback of `on_lost` runs: the owner
+    then closes this transport and starts another, or ends with the reason.
+
+    Attributes:
+        lost: Set when the daemon ended by itself; ``lost_reason`` says how.
+    """
+
+    def __init__(self, daemon: Daemon, control: DaemonControl, settings: Libp2pSettings, peer_id: PeerId) -> None:
+        self.settings = settings
+        self.daemon = daemon
+        self.control = control
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+        self._peer_id = peer_id
+        self._on_lost: Callable[[str], None] | None = None
+        self._streams: set[Libp2pStream] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._redialler: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(cls, identity: Identity, settings: Libp2pSettings | None = None) -> Libp2pTransport:
+        """Start a daemon with this identity. Bootstrap peers are dialled in the background, as often as it takes.
+
+        Call it on the thread that the peer lives on: the daemon dies with the thread that started it.
+
+        Raises:
+            ResourceError: The daemon does not start, or a port is taken; says why.
+        """
+        settings = settings or Libp2pSettings()
+        arguments = settings.daemon_arguments(str(identity.path))
+        daemon = await Daemon.start(arguments, settings.listen, settings.startup_timeout_seconds)
+        control = DaemonControl(daemon.control_socket, daemon.own_socket)
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await control.hold()
+                peer_id, _ = await control.identify()
+            if peer_id != identity.peer_id:
+                raise ResourceError(f"the network daemon took {peer_id} from {identity.path}: make a new identity")
+        except BaseException as error:
+            control.close()
+            await daemon.stop()
+            if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
+                raise ResourceError(
+                    f"the network daemon does not answer after its start ({error}): try again"
+                ) from error
+            raise
+        transport = cls(daemon, control, settings, peer_id)
+        daemon.watch(transport._daemon_lost)
+        if settings.bootstrap:
+            transport._redialler = asyncio.create_task(transport._keep_connected(), name="bootstrap-dialler")
+        return transport
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._peer_id
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback(reason)`` called on the event loop when the daemon ends by itself; at once if it has."""
+        self._on_lost = callback
+        if self.lost.is_set():
+            callback(self.lost_reason)
+
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+        with self._mapped(peer):
+            async with asyncio.timeout(timeout_seconds):
+                socket = await self.control.open_stream(peer, protocol)
+        return self._stream(peer, socket)
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        async def accept(peer: str, socket: SocketStream) -> None:
+            if len(self._tasks) >= self.settings.max_streams or self._closed:
+                socket.abort()
+                return
+            stream = self._stream(peer, socket)
+            task = asyncio.create_task(_handle(stream, handler), name=f"stream-{protocol}-{peer[-8:]}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        with self._mapped(self._peer_id):
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await self.control.serve_stream(protocol, accept)
+
+    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
+        by_peer: dict[str, list[str]] = {}
+        for address in addresses:
+            by_peer.setdefault(check_peer_address(address), []).append(address)
+        if not by_peer:
+            raise PeerUnreachableError("?", "there is no address to dial: ask for a new swarm link")
+
+        async def dial(peer: PeerId) -> PeerId:
+            if peer == self._peer_id:
+                return peer
+            found, refusals = await answering(by_peer[peer])
+            if not found:
+                raise DaemonRefusal("; ".join(refusals))
+            await self.control.connect(peer, found)
+            return peer
+
+        dials = {asyncio.create_task(dial(peer)) for peer in by_peer}
+        reasons: list[str] = []
+        try:
+            with self._mapped(next(iter(by_peer))):
+                async with asyncio.timeout(timeout_seconds):
+                    for attempt in asyncio.as_completed(dials):
+                        try:
+                            return await attempt
+                        except DaemonRefusal as error:
+                            reasons.append(str(error))
+            raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({reasons[0][:200]})")
+        finally:
+            for task in dials:
+                task.cancel()
+            await asyncio.gather(*dials, return_exceptions=True)
+
+    async def connected_peers(self) -> list[PeerId]:
+        """The peers that there is a connection with now.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self.control.connected_peers()
+
+    async def connections(self) -> list[tuple[PeerId, str]]:
+        """The peers that there are connections with now, and for each connection the remote multiaddr.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self.control.connections()
+
+    async def reserved_relays(self) -> set[PeerId]:
+        """The relays at which the daemon has a place; it tells only of relays with a public address.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                _, found = await self.control.identify()
+        circuits = [address.partition("/p2p-circuit")[0] for address in found if "/p2p-circuit" in address]
+        return {relay.rpartition("/p2p/")[2] for relay in circuits}
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close all connections with ``peer``, for instance to try again to reach it without a relay.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await self.control.disconnect(peer)
+
+    async def addresses(self) -> list[str]:
+        """As `Transport.addresses`, the most widely useful first: public, relayed, private, loopback.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                _, found = await self.control.identify()
+                connected = set(await self.control.connected_peers())
+        if self.settings.force_reachability == "private":
+            # The daemon reserves a place at its relays within 0.1 s, but tells only of relays with public addresses.
+            relays = [relay for relay in self.settings.trusted_relays if check_peer_address(relay) in connected]
+            found += [f"{relay}/p2p-circuit" for relay in relays]
+        return [f"{address}/p2p/{self._peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
+
+    async def reachability(self) -> Reachability:
+        """Whether others can reach this peer, as far as the daemon's own addresses tell.
+
+        ``relay`` when it is reached through one; ``direct`` when it has a public or an announced address, or listens on
+        loopback alone (a swarm on one machine); otherwise, and while a private peer has no relay yet, ``unknown``:
+        only another peer can tell, by dialling back.
+        """
+        addresses = await self.addresses()
+        if any("/p2p-circuit" in address for address in addresses):
+            return "relay"
+        if self.settings.force_reachability == "private":
+            return "unknown"
+        if self.settings.announce or self.settings.force_reachability == "public":
+            return "direct"
+        is_public = any(scope(address) is Scope.PUBLIC for address in addresses)
+        listens_on = {scope(address) for address in self.settings.listen}
+        return "direct" if is_public or listens_on == {Scope.LOOPBACK} else "unknown"
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        tasks = [*self._tasks, *([self._redialler] if self._redialler else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in list(self._streams):
+            stream.abort()
+        self.daemon.expect_end()
+        self.control.close()
+        await self.daemon.stop()
+        await asyncio.sleep(0)  # lets the aborted sockets close
+
+    def _stream(self, peer: PeerId, socket: SocketStream) -> Libp2pStream:
+        stream = Libp2pStream(peer, socket, self._streams.discard)
+        self._streams.add(stream)
+        return stream
+
+    def _daemon_lost(self, reason: str) -> None:
+        logger.error("%s", reason)
+        self.lost_reason = reason
+        self.lost.set()
+        for stream in list(self._streams):
+            stream.abort()
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    async def _keep_connected(self) -> None:
+        """Dial the bootstrap peers now, and again whenever there is no connection with anybody."""
+        while True:
+            try:
+                if not await self.connected_peers():
+                    await self.connect(self.settings.bootstrap, timeout_seconds=REDIAL_SECONDS)
+            except TemporaryError as error:
+                logger.info("no bootstrap peer answers yet: %s", error)
+            await asyncio.sleep(REDIAL_SECONDS)
+
+    @contextlib.contextmanager
+    def _mapped(self, peer: PeerId) -> Iterator[None]:
+        """Turn what the daemon and the system raise into a PeerUnreachableError about ``peer``."""
+        try:
+            yield
+        except DaemonRefusal as error:
+            raise PeerUnreachableError(peer, f"cannot be reached ({_first_line(str(error))})") from error
+        except TimeoutError as error:
+            raise PeerUnreachableError(peer, "does not answer within the time allowed") from error
+        except (DaemonGone, OSError, ValueError) as error:
+            raise PeerUnreachableError(peer, self.lost_reason or str(error)) from error
+
+    @contextlib.contextmanager
+    def _mapped_to_temporary(self) -> Iterator[None]:
+        try:
+            yield
+        except (DaemonRefusal, DaemonGone, OSError, TimeoutError, ValueError) as error:
+            reason = self.lost_reason or str(error) or "no answer in time"
+            raise TemporaryError(f"the network daemon does not answer ({reason}): restart this peer") from error
+
+
+async def _handle(stream: Libp2pStream, handler: StreamHandler) -> None:
+    try:
+        await handler(stream)
+    except BaseException as error:
+        stream.abort()
+        if isinstance(error, Exception):
+            logger.warning("stream of peer %s failed: %r", stream.remote[-8:], error)
+            return
+        raise
+    await stream.close()
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split())[:200]

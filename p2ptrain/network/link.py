@@ -1,0 +1,116 @@
+"""The swarm link: the text that invites somebody into a swarm.
+
+``p2ptrain://<digest>?b=<multiaddr>&b=<multiaddr>…``: the digest of the manifest in base58, and where bootstrap peers
+can be dialled. The digest pins what is trained, so whoever passes a link on cannot be cheated by the peers it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import base58
+from multiaddr import Multiaddr
+
+from p2ptrain.errors import LinkError
+
+SCHEME = "p2ptrain://"
+DIGEST_BYTES = 32
+MAX_ADDRESSES = 32
+MAX_LINK_CHARS = 8192
+_FIX = "copy the whole link that 'p2ptrain seed' prints"
+
+
+@dataclass(frozen=True)
+class SwarmLink:
+    """A swarm's digest and the addresses of peers that let others in.
+
+    Attributes:
+        digest: SHA-256 of the manifest, 32 bytes.
+        addresses: Multiaddrs that each end in ``/p2p/<peer id>``, at least one.
+    """
+
+    digest: bytes
+    addresses: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.digest) != DIGEST_BYTES:
+            raise LinkError(f"a swarm link holds a digest of {DIGEST_BYTES} bytes, not {len(self.digest)}: {_FIX}")
+        if not 1 <= len(self.addresses) <= MAX_ADDRESSES:
+            raise LinkError(
+                f"a swarm link holds 1 to {MAX_ADDRESSES} bootstrap addresses, not {len(self.addresses)}: {_FIX}"
+            )
+        for address in self.addresses:
+            check_peer_address(address)
+
+    def __str__(self) -> str:
+        query = "&".join(f"b={address}" for address in self.addresses)
+        return f"{SCHEME}{base58.b58encode(self.digest).decode()}?{query}"
+
+    @classmethod
+    def parse(cls, text: str) -> SwarmLink:
+        """Read what `str` printed.
+
+        Raises:
+            LinkError: It is truncated, has another scheme or holds a bad address; one line that says what to do.
+        """
+        text = text.strip()
+        if len(text) > MAX_LINK_CHARS:
+            raise LinkError(f"the link is longer than {MAX_LINK_CHARS} characters: {_FIX}")
+        if not text.startswith(SCHEME):
+            raise LinkError(f"{text[:24]!r} does not start with {SCHEME}: {_FIX}")
+        encoded, separator, query = text.removeprefix(SCHEME).partition("?")
+        try:
+            digest = base58.b58decode(encoded)
+        except ValueError as error:
+            raise LinkError(f"the link's digest {encoded[:48]!r} is not base58: {_FIX}") from error
+        if len(digest) != DIGEST_BYTES:
+            raise LinkError(f"the link's digest has {len(digest)} bytes instead of {DIGEST_BYTES}: {_FIX}")
+        if not separator or not query:
+            raise LinkError(f"the link names no bootstrap peer, so it is cut off: {_FIX}")
+        addresses = []
+        for part in query.split("&"):
+            name, _, value = part.partition("=")
+            if name != "b":
+                raise LinkError(f"the link has an unknown part {part[:40]!r}: {_FIX}")
+            addresses.append(value)
+        return cls(digest, tuple(addresses))
+
+
+def check_peer_address(address: str) -> str:
+    """Check that ``address`` is a multiaddr that ends in ``/p2p/<peer id>``; return that peer id.
+
+    Raises:
+        LinkError: It is not; one line with an example.
+    """
+    example = "an address looks like /ip4/203.0.113.5/tcp/31337/p2p/Qm…"
+    head, marker, peer_id = address.rpartition("/p2p/")
+    check_address(address)
+    if not marker or not head or not is_peer_id(peer_id):
+        raise LinkError(f"{address[:120]!r} does not end in /p2p/<peer id>: {_FIX}; {example}")
+    return peer_id
+
+
+def check_address(address: str) -> None:
+    """Check that ``address`` is a multiaddr.
+
+    Raises:
+        LinkError: It is not.
+    """
+    forbidden = set("&?#,= \t\r\n")  # they would change the meaning of the link or of a daemon's list of addresses
+    if not address.startswith("/") or forbidden & set(address):
+        raise LinkError(f"{address[:120]!r} is not a multiaddr: one looks like /ip4/203.0.113.5/tcp/31337")
+    try:
+        Multiaddr(address)
+    except Exception as error:  # py-multiaddr's codecs raise whatever the value made them raise
+        raise LinkError(f"{address[:120]!r} is not a multiaddr ({type(error).__name__}): {_FIX}") from error
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether ``text`` has the form of an RSA key's peer id: a base58 SHA-256 multihash."""
+    if not 40 <= len(text) <= 60:
+        return False
+    try:
+        raw = base58.b58decode(text)
+    except ValueError:
+        return False
+    return len(raw) == 34 and raw[:2] == b"\x12\x20"

@@ -1,0 +1,322 @@
+"""Records: what peers say about themselves in the directory, signed and bounded.
+
+A sealed record is canonical msgpack ``[body, proof]``; the body holds version, kind, swarm, peer, sequence, expiry and
+payload, and the proof is the peer's signature over all of it. So a record cannot be passed off as another peer's,
+another kind's or another swarm's, and neither its lifetime nor its order can be changed.
+
+What is in a payload still comes from a stranger: `PeerRecord.from_payload` checks every type, length and range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import msgpack
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import canonical_bytes
+from p2ptrain.signing import Signer
+
+MAX_RECORD_BYTES = 16 * 1024
+RECORD_VERSION = 1
+MAX_KIND_CHARS = 64
+MAX_REPORTS = 8
+MAX_NOTE_CHARS = 200
+MAX_ADDRESSES = 16
+MAX_ADDRESS_CHARS = 512
+ROLES = ("bootstrap", "trainer", "stage", "monitor", "client")
+STATES = ("starting", "syncing", "training", "paused", "draining")
+REACHABILITIES = ("direct", "relay", "unknown")
+_CONTEXT = b"p2ptrain record\0"
+_BODY_KEYS = {"version", "kind", "swarm", "peer", "sequence", "expires_at", "payload"}
+
+
+@dataclass(frozen=True)
+class OpenedRecord:
+    """What a sealed record says, after its signature was checked.
+
+    Attributes:
+        peer: Who signed it.
+        payload: Plain msgpack values; not checked any further.
+        sequence: Grows with each record of this peer and kind.
+        expires_at: Wall-clock second (since the epoch) after which it means nothing.
+    """
+
+    peer: str
+    payload: dict[str, Any]
+    sequence: int
+    expires_at: float
+
+
+def peers_key(swarm: bytes) -> str:
+    """The directory key under which the peers of a swarm publish themselves; the subkey is the peer id."""
+    return f"p2ptrain/{swarm.hex()}/peers"
+
+
+def seal_record(
+    kind: str, swarm: bytes, payload: dict[str, Any], sequence: int, expires_at: float, signer: Signer
+) -> bytes:
+    """Sign a payload as this peer's record.
+
+    Args:
+        kind: What the payload is, at most 64 characters; readers ask for the same.
+        swarm: The manifest's digest, 32 bytes.
+        payload: Plain msgpack values with str keys.
+        sequence: Larger than in this peer's earlier records of this kind, and less than 2**63.
+        expires_at: Wall-clock second at which it stops being valid.
+        signer: This peer's key.
+
+    Raises:
+        ValueError: The record would be larger than 16 KiB, or an argument is out of range.
+    """
+    if not 0 < len(kind) <= MAX_KIND_CHARS or len(swarm) != 32 or not 0 <= sequence < 1 << 63:
+        raise ValueError("kind has 1 to 64 characters, swarm 32 bytes, and sequence is in [0, 2**63)")
+    body = canonical_bytes(
+        {
+            "version": RECORD_VERSION,
+            "kind": kind,
+            "swarm": swarm,
+            "peer": signer.peer_id,
+            "sequence": sequence,
+            "expires_at": float(expires_at),
+            "payload": payload,
+        }
+    )
+    sealed = canonical_bytes([body, signer.sign(_CONTEXT + body)])
+    if len(sealed) > MAX_RECORD_BYTES:
+        raise ValueError(f"the record has {len(sealed)} bytes, and at most {MAX_RECORD_BYTES} are allowed")
+    return sealed
+
+
+def open_record(data: bytes, kind: str | None, swarm: bytes, verifier: Signer) -> OpenedRecord:
+    """Check a sealed record and return what it says. The caller compares ``expires_at`` with its clock.
+
+    Args:
+        data: The result of `seal_record`, from anywhere.
+        kind: The kind that is wanted; None takes any (for those who only store records).
+        swarm: The manifest's digest, 32 bytes.
+        verifier: Any signer of this swarm's kind of key.
+
+    Raises:
+        IntegrityError: It is oversized, malformed, of another kind or swarm, or not signed by the peer it names.
+    """
+    if len(data) > MAX_RECORD_BYTES:
+        raise IntegrityError(f"a record of {len(data)} bytes is larger than {MAX_RECORD_BYTES}: ignored")
+    try:
+        body_bytes, proof = _unpack(data)
+        body = _unpack(body_bytes)
+        if not isinstance(body, dict) or set(body) != _BODY_KEYS or not isinstance(proof, bytes):
+            raise ValueError("its fields differ")
+        peer, payload, sequence, expires_at = (body[name] for name in ("peer", "payload", "sequence", "expires_at"))
+        if not (isinstance(peer, str) and isinstance(payload, dict) and type(sequence) is int and sequence >= 0):
+            raise ValueError("its fields have the wrong types")
+        if not isinstance(expires_at, float) or not math.isfinite(expires_at):
+            raise ValueError("its expiry is not a time")
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise IntegrityError(f"a record cannot be parsed ({error}): ignored") from error
+    if body["version"] != RECORD_VERSION:
+        raise IntegrityError(f"a record has version {body['version']!r}, this peer reads {RECORD_VERSION}: ignored")
+    if body["swarm"] != swarm or (kind is not None and body["kind"] != kind):
+        raise IntegrityError("a record belongs to another swarm or is of another kind: ignored")
+    if not verifier.verify(peer, _CONTEXT + body_bytes, proof):
+        raise IntegrityError(f"a record of peer {peer[-8:]} is not signed by that peer: ignored")
+    return OpenedRecord(peer, payload, sequence, expires_at)
+
+
+def _unpack(data: object) -> Any:
+    if not isinstance(data, bytes):
+        raise ValueError("not bytes")
+    return msgpack.unpackb(data, raw=False, strict_map_key=True, max_ext_len=0)
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """How one round went for one peer.
+
+    Attributes:
+        reason: Why it was not committed; empty when it was. At most 200 characters.
+        seconds: From the start of matchmaking to the end of the round.
+        members: Peers in the group.
+        contributors: Peers whose contribution counted.
+    """
+
+    round: int
+    committed: bool
+    reason: str
+    seconds: float
+    members: int
+    contributors: int
+
+
+@dataclass(frozen=True)
+class PeerRecord:
+    """What a peer publishes about itself; the status page and all others read nothing else.
+
+    Attributes:
+        peer: Its id. Not in the payload: it comes from the signature.
+        name: Chosen by its owner; at most 64 characters.
+        version: Of the software; ``protocol`` is the wire protocol's.
+        round: The round that it is working towards.
+        lineage: Head of its chain of certificates, 32 bytes; ``digest``: of its state, 32 bytes.
+        lineage_tokens: Tokens that the lineage's rounds were trained on; ``round_tokens``: in the current round, here.
+        loss: Of the last batches, in nats; None before the first.
+        addresses: Multiaddrs at which it can be dialled.
+        started_at: Wall-clock second at which it started.
+        last_rounds: How its last rounds went, oldest first, at most 8.
+        note: One line for people, at most 200 characters.
+    """
+
+    peer: str
+    name: str
+    version: str
+    protocol: int
+    role: str
+    state: str
+    device: str
+    round: int
+    lineage: bytes
+    digest: bytes
+    lineage_tokens: int
+    round_tokens: int
+    loss: float | None
+    tokens_per_second: float
+    bytes_sent: int
+    bytes_received: int
+    reachability: str
+    addresses: tuple[str, ...]
+    started_at: float
+    last_rounds: tuple[RoundReport, ...]
+    note: str = ""
+
+    def to_payload(self) -> dict[str, Any]:
+        """Plain values for `seal_record`: text cut to its limits, and values that are not finite as 0 or None."""
+        values = asdict(self)
+        del values["peer"]
+        values["name"] = self.name[:64]
+        values["note"] = self.note[:MAX_NOTE_CHARS]
+        values["addresses"] = [address for address in self.addresses if len(address) <= MAX_ADDRESS_CHARS]
+        values["addresses"] = values["addresses"][:MAX_ADDRESSES]
+        values["loss"] = self.loss if self.loss is not None and math.isfinite(self.loss) else None
+        values["tokens_per_second"] = self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0
+        values["last_rounds"] = [
+            asdict(report) | {"reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
+        ]
+        return values
+
+    @classmethod
+    def from_payload(cls, peer: str, payload: dict[str, Any]) -> PeerRecord:
+        """Check what a peer says about itself.
+
+        Args:
+            peer: Who signed it (`OpenedRecord.peer`).
+            payload: The result of `to_payload`, from the network.
+
+        Raises:
+            IntegrityError: A field is missing or unknown, of the wrong type, too long or out of range.
+        """
+        known = {field.name for field in fields(cls)} - {"peer"}
+        try:
+            _expect(set(payload) == known, "fields", "differ from what this version knows")
+            return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in known})
+        except (ValueError, TypeError, KeyError) as error:
+            raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
+
+
+def _expect(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise ValueError(f"{name} {message}")
+
+
+def _text(max_chars: int) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        _expect(
+            isinstance(value, str) and len(value) <= max_chars, name, f"is not text of up to {max_chars} characters"
+        )
+        _expect(value.isprintable(), name, "holds control characters")  # it is printed on terminals
+        return str(value)
+
+    return check
+
+
+def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        _expect(isinstance(value, str) and value in choices, name, f"is none of {', '.join(choices)}")
+        return str(value)
+
+    return check
+
+
+def _count(name: str, value: Any) -> int:
+    _expect(type(value) is int and 0 <= value < 1 << 63, name, "is not a count")
+    return int(value)
+
+
+def _amount(name: str, value: Any) -> float:
+    _expect(type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1e18, name, "is not an amount")
+    return float(value)
+
+
+def _loss(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    _expect(type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e12, name, "is not a loss")
+    return float(value)
+
+
+def _hash(name: str, value: Any) -> bytes:
+    _expect(isinstance(value, bytes) and len(value) == 32, name, "is not 32 bytes")
+    return bytes(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    _expect(isinstance(value, bool), name, "is not a truth value")
+    return bool(value)
+
+
+def _addresses(name: str, value: Any) -> tuple[str, ...]:
+    _expect(isinstance(value, list) and len(value) <= MAX_ADDRESSES, name, f"is not a list of up to {MAX_ADDRESSES}")
+    return tuple(_text(MAX_ADDRESS_CHARS)(name, address) for address in value)
+
+
+def _reports(name: str, value: Any) -> tuple[RoundReport, ...]:
+    _expect(isinstance(value, list) and len(value) <= MAX_REPORTS, name, f"is not a list of up to {MAX_REPORTS}")
+    reports = []
+    for report in value:
+        _expect(isinstance(report, dict) and set(report) == set(_REPORT_CHECKS), name, "holds something else")
+        reports.append(RoundReport(**{key: check(key, report[key]) for key, check in _REPORT_CHECKS.items()}))
+    return tuple(reports)
+
+
+_REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "round": _count,
+    "committed": _boolean,
+    "reason": _text(MAX_NOTE_CHARS),
+    "seconds": _amount,
+    "members": _count,
+    "contributors": _count,
+}
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "name": _text(64),
+    "version": _text(32),
+    "protocol": _count,
+    "role": _one_of(ROLES),
+    "state": _one_of(STATES),
+    "device": _text(64),
+    "round": _count,
+    "lineage": _hash,
+    "digest": _hash,
+    "lineage_tokens": _count,
+    "round_tokens": _count,
+    "loss": _loss,
+    "tokens_per_second": _amount,
+    "bytes_sent": _count,
+    "bytes_received": _count,
+    "reachability": _one_of(REACHABILITIES),
+    "addresses": _addresses,
+    "started_at": _amount,
+    "last_rounds": _reports,
+    "note": _text(MAX_NOTE_CHARS),
+}

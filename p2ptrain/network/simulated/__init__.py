@@ -1,0 +1,24 @@
+"""A whole network in one process and in virtual time, deterministic from a seed; see `simulate`."""
+
+from __future__ import annotations
+
+from p2ptrain.network.simulated.directory import SimulatedDirectory
+from p2ptrain.network.simulated.identity import SimulatedSigner
+from p2ptrain.network.simulated.links import LinkModel
+from p2ptrain.network.simulated.loop import SimulationDeadlock, SimulationError, VirtualTimeLoop
+from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.simulated.run import simulate
+from p2ptrain.network.simulated.transport import SimulatedTransport
+
+__all__ = [
+    "LinkModel",
+    "SimulatedDirectory",
+    "SimulatedNetwork",
+    "SimulatedPeer",
+    "SimulatedSigner",
+    "SimulatedTransport",
+    "SimulationDeadlock",
+    "SimulationError",
+    "VirtualTimeLoop",
+    "simulate",
+]

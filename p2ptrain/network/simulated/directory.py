@@ -1,0 +1,115 @@
+"""The `Directory` of a simulated peer: one store per side of a partition, eventually consistent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from p2ptrain.network.directory import Directory, Entry
+
+if TYPE_CHECKING:
+    from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
+
+Verify = Callable[[str, str, bytes], bool]
+"""Whether a value may be stored under (key, subkey)."""
+
+MAX_VALUE_BYTES = 64 * 1024
+REQUEST_SECONDS = (0.010, 0.100)
+PROPAGATION_SECONDS = (0.0, 0.300)
+
+
+class Store:
+    """What the peers on one side of a partition hold together: per subkey the versions that were stored, by expiry."""
+
+    def __init__(self) -> None:
+        self._versions: dict[str, dict[str, list[tuple[float, Entry]]]] = {}
+
+    def put(self, key: str, subkey: str, entry: Entry, visible_at: float) -> bool:
+        """Store a version that lookups see from ``visible_at`` (loop time); False when a later one is there."""
+        versions = self._versions.setdefault(key, {}).setdefault(subkey, [])
+        if versions and versions[-1][1].expires_at >= entry.expires_at:
+            return versions[-1][1] == entry
+        versions.append((visible_at, entry))
+        return True
+
+    def get(self, key: str, loop_time: float, wall_time: float) -> dict[str, Entry]:
+        """The latest visible version of each subkey that has not expired at ``wall_time``."""
+        found: dict[str, Entry] = {}
+        for subkey, versions in self._versions.get(key, {}).items():
+            visible = [version for version in versions if version[0] <= loop_time]
+            if visible:
+                del versions[: versions.index(visible[-1])]
+                if visible[-1][1].expires_at > wall_time:
+                    found[subkey] = visible[-1][1]
+        return found
+
+    def copy(self) -> Store:
+        """An independent store with the same content."""
+        copy = Store()
+        copy.merge(self)
+        return copy
+
+    def merge(self, other: Store) -> None:
+        """Take what ``other`` has and this has not."""
+        for key, subkeys in other._versions.items():
+            for subkey, versions in subkeys.items():
+                for visible_at, entry in versions:
+                    self.put(key, subkey, entry, visible_at)
+
+
+class SimulatedDirectory(Directory):
+    """One peer's access to the store of its side of the network; made by `SimulatedNetwork.add_peer`.
+
+    Attributes:
+        delay_seconds: What each request takes longer.
+        failing: Whether requests get no answer.
+    """
+
+    def __init__(self, network: SimulatedNetwork, peer: SimulatedPeer, verify: Verify | None) -> None:
+        self.delay_seconds = 0.0
+        self.failing = False
+        self._network = network
+        self._peer = peer
+        self._verify = verify
+        self._closed = False
+
+    async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
+        """See `Directory.publish`."""
+        network = self._network
+        if not await self._request(timeout_seconds):
+            return False
+        value = bytes(value)
+        if len(value) > MAX_VALUE_BYTES or expires_at <= network.wall_time():
+            return False
+        if self._verify is not None and not self._verify(key, subkey, value):
+            network.record("publish refused", self._peer.name, key, subkey)
+            return False
+        visible_at = network.loop.time() + network.random.uniform(*PROPAGATION_SECONDS)
+        stored = network.store_of(self._peer).put(key, subkey, Entry(value, expires_at), visible_at)
+        network.record("publish", self._peer.name, key, subkey, stored)
+        return stored
+
+    async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
+        """See `Directory.look_up`; what has expired by this peer's own clock is left out."""
+        if not await self._request(timeout_seconds):
+            return None
+        network = self._network
+        found = network.store_of(self._peer).get(key, network.loop.time(), self._peer.runtime.now())
+        network.record("look up", self._peer.name, key, len(found))
+        return found
+
+    async def close(self) -> None:
+        """See `Directory.close`."""
+        self._closed = True
+
+    async def _request(self, timeout_seconds: float) -> bool:
+        """Wait as long as a request takes; False when it gets no answer."""
+        if self._closed or not self._peer.alive:
+            return False
+        duration = self._network.random.uniform(*REQUEST_SECONDS) + self.delay_seconds
+        if self.failing or self._network.isolated(self._peer) or duration > timeout_seconds:
+            await asyncio.sleep(timeout_seconds)
+            return False
+        await asyncio.sleep(duration)
+        return not self._closed and self._peer.alive and not self._network.isolated(self._peer)

@@ -1,0 +1,370 @@
+"""A network of simulated peers in one process, with every fault at the call of a method.
+
+::
+
+    async def main(network: SimulatedNetwork) -> None:
+        alice, bob = network.add_peer("alice"), network.add_peer("bob")
+        ...
+        network.crash(bob)
+
+    simulate(main, seed=7)
+
+All that happens follows from the seed; `SimulatedNetwork.trace` holds it, for comparison between runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterable
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from p2ptrain.network.simulated.directory import SimulatedDirectory, Store, Verify
+from p2ptrain.network.simulated.identity import SimulatedSigner
+from p2ptrain.network.simulated.links import Link, LinkModel
+from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop, current_owner
+from p2ptrain.network.simulated.streams import Endpoint, SimulatedStream, stream_pair
+from p2ptrain.network.simulated.transport import SimulatedTransport
+from p2ptrain.network.transport import PeerId
+from p2ptrain.runtime import Runtime
+
+T = TypeVar("T")
+
+EPOCH_SECONDS = 1.7e9
+"""Wall-clock time at the start of every simulation."""
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """What distinguishes one peer's machine; None takes what the `LinkModel` says."""
+
+    up_bytes_per_second: float | None = None
+    down_bytes_per_second: float | None = None
+    skew_seconds: float = 0.0
+    """Added to its wall clock."""
+    latency_seconds: float = 0.0
+    """Added to the latency of all its streams, one way."""
+
+
+class SimulatedPeer:
+    """One simulated process; made by `SimulatedNetwork.add_peer`, and dead for good after `SimulatedNetwork.crash`.
+
+    Attributes:
+        transport, directory, runtime, signer: What a real peer's protocol code is given.
+        alive: False once it crashed.
+    """
+
+    def __init__(self, network: SimulatedNetwork, name: str, incarnation: int, options: PeerOptions) -> None:
+        model = network.model
+        self.name = name
+        self.incarnation = incarnation
+        self.options = options
+        self.alive = True
+        self.signer = SimulatedSigner(network.seed, name, network.keyring)
+        self.peer_id: PeerId = self.signer.peer_id
+        self.address = f"/dns4/{name}.example/tcp/4001/p2p/{self.peer_id}"
+        self.uplink = Link(network.loop, network.context, options.up_bytes_per_second or model.up_bytes_per_second)
+        self.downlink = Link(
+            network.loop, network.context, options.down_bytes_per_second or model.down_bytes_per_second
+        )
+        self.runtime = Runtime(
+            random=random.Random(f"{network.seed}/{name}/{incarnation}"),
+            clock=lambda: network.wall_time() + options.skew_seconds,
+        )
+        self.directory = SimulatedDirectory(network, self, network.verify)
+        self.transport = SimulatedTransport(network, self, self.spawn)
+        self._network = network
+        self._context = network.context.copy()
+        self._context.run(current_owner.set, self)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run ``coroutine`` as a task of this peer: it stalls and dies with it, and so do the tasks it starts."""
+        return self._network.loop.create_task(coroutine, context=self._context.copy())
+
+    async def close(self) -> None:
+        """Leave in good order: end streams and handlers. Tasks that were spawned are their starter's to end."""
+        await self.transport.close()
+        await self.directory.close()
+
+    def __repr__(self) -> str:
+        return f"<peer {self.name}>"
+
+
+class SimulatedNetwork:
+    """Peers, the links between them, and the faults that befall them; made by `simulate`.
+
+    Args:
+        loop: The virtual-time loop that runs all of it.
+        seed: What every random decision follows from.
+        model: What the links are like.
+        verify: Which directory records are stored; None: all.
+
+    Attributes:
+        peers: The current incarnation of each peer by name, crashed ones included.
+        trace: ``(time, event, details…)`` of all that happened.
+    """
+
+    def __init__(
+        self, loop: VirtualTimeLoop, seed: int, model: LinkModel | None = None, verify: Verify | None = None
+    ) -> None:
+        self.loop = loop
+        self.seed = seed
+        self.model = model or LinkModel()
+        self.verify = verify
+        self.random = random.Random(f"{seed}/network")
+        self.context: Context = copy_context()
+        self.context.run(current_owner.set, None)
+        self.peers: dict[str, SimulatedPeer] = {}
+        self.keyring: dict[str, bytes] = {}
+        self.trace: list[tuple[object, ...]] = []
+        self._by_id: dict[PeerId, SimulatedPeer] = {}
+        self._latencies: dict[tuple[str, str], float] = {}
+        self._streams: dict[int, tuple[SimulatedPeer, SimulatedStream, SimulatedPeer, SimulatedStream]] = {}
+        self._num_streams = 0
+        self._groups: dict[str, int] = {}
+        self._cut: dict[str, None] = {}
+        self._stores: dict[str, Store] = {"0": Store()}
+        self._sides: dict[str, str] = {}
+        self._disconnected: dict[int, asyncio.TimerHandle] = {}
+
+    # Peers
+
+    def add_peer(
+        self,
+        name: str,
+        *,
+        up_bytes_per_second: float | None = None,
+        down_bytes_per_second: float | None = None,
+        skew_seconds: float = 0.0,
+        latency_seconds: float = 0.0,
+    ) -> SimulatedPeer:
+        """Start a new peer; ``name`` decides its identity. The options are those of `PeerOptions`."""
+        if name in self.peers:
+            raise ValueError(f"there is a peer {name!r} already: restart it instead")
+        options = PeerOptions(up_bytes_per_second, down_bytes_per_second, skew_seconds, latency_seconds)
+        return self._start(name, 0, options)
+
+    def _start(self, name: str, incarnation: int, options: PeerOptions) -> SimulatedPeer:
+        peer = SimulatedPeer(self, name, incarnation, options)
+        self.peers[name] = self._by_id[peer.peer_id] = peer
+        self.record("start", name, incarnation)
+        self._rewire()
+        return peer
+
+    def restart(self, peer: SimulatedPeer) -> SimulatedPeer:
+        """Start ``peer`` again, after a crash, with the same identity; returns its new incarnation."""
+        if self.peers[peer.name].alive:
+            raise ValueError(f"{peer.name} is alive: crash it first")
+        return self._start(peer.name, self.peers[peer.name].incarnation + 1, peer.options)
+
+    @property
+    def alive(self) -> list[SimulatedPeer]:
+        """The peers that have not crashed, in the order in which they were added."""
+        return [peer for peer in self.peers.values() if peer.alive]
+
+    # Faults
+
+    def crash(self, peer: SimulatedPeer) -> None:
+        """Like SIGKILL: its tasks are cancelled, all its streams end, dials to it are refused."""
+        if not peer.alive:
+            return
+        self.record("crash", peer.name)
+        peer.alive = False
+        self.loop.thaw(peer)
+        peer.transport.kill()
+        self._reap(peer, 0)
+
+    def _reap(self, peer: SimulatedPeer, rounds: int) -> None:
+        """Cancel the peer's tasks again and again, so that none gets to wait for anything at its end."""
+        tasks = self.loop.pending_tasks(peer)
+        if not tasks:
+            self.loop.bury(peer)
+        elif rounds == MAX_REAP_ROUNDS:
+            raise SimulationError(f"tasks of {peer.name} outlive its crash; {self.loop.describe_tasks()}")
+        else:
+            current = asyncio.current_task()
+            for task in tasks:
+                if task is not current or rounds:
+                    task.cancel()
+            self.loop.call_soon(self._reap, peer, rounds + 1, context=self.context)
+
+    def stall(self, peer: SimulatedPeer, seconds: float | None = None) -> None:
+        """Like SIGSTOP: dials to it succeed and its buffers fill, but none of its code runs until it is resumed."""
+        self.record("stall", peer.name, seconds)
+        self.loop.freeze(peer)
+        if seconds is not None:
+            self.loop.call_later(seconds, self.resume, peer, context=self.context)
+
+    def resume(self, peer: SimulatedPeer) -> None:
+        """Like SIGCONT."""
+        if peer.alive:
+            self.record("resume", peer.name)
+            self.loop.thaw(peer)
+
+    def partition(self, *groups: Iterable[SimulatedPeer]) -> None:
+        """Let only peers of the same group reach each other; peers in none form one group of their own."""
+        self._groups = {peer.name: number for number, group in enumerate(groups, 1) for peer in group}
+        self.record("partition", *sorted(self._groups.items()))
+        self._rewire()
+
+    def heal(self) -> None:
+        """End the partition; peers whose cable is cut stay away."""
+        self._groups = {}
+        self.record("heal")
+        self._rewire()
+
+    def cut(self, peer: SimulatedPeer) -> None:
+        """Pull its cable: silence in both directions, no end of streams before `LinkModel.dead_seconds`."""
+        self._cut[peer.name] = None
+        self.record("cut", peer.name)
+        self._rewire()
+
+    def mend(self, peer: SimulatedPeer) -> None:
+        """Plug its cable in again."""
+        self._cut.pop(peer.name, None)
+        self.record("mend", peer.name)
+        self._rewire()
+
+    def set_latency(self, first: SimulatedPeer, second: SimulatedPeer, seconds: float) -> None:
+        """Set the one-way latency between two peers, in both directions."""
+        self._latencies[first.name, second.name] = self._latencies[second.name, first.name] = seconds
+
+    def _rewire(self) -> None:
+        """Bring stores and streams in line with who can reach whom now."""
+        before, self._sides = self._sides, {}
+        stores: dict[str, Store] = {}
+        sources: set[tuple[str, str]] = set()
+        for name in self.peers:
+            side = f"cut {name}" if name in self._cut else str(self._groups.get(name, 0))
+            self._sides[name] = side
+            source = before.get(name, side)
+            if side not in stores:
+                stores[side] = self._stores[source].copy() if source in self._stores else Store()
+            elif (side, source) not in sources and source in self._stores:
+                stores[side].merge(self._stores[source])
+            sources.add((side, source))
+        self._stores = stores
+        for number, (first, one, second, other) in list(self._streams.items()):
+            if self.connected(first, second):
+                timer = self._disconnected.pop(number, None)
+                if timer is not None:
+                    timer.cancel()
+                    one.reconnect()
+                    other.reconnect()
+            elif number not in self._disconnected:
+                delay = self.model.dead_seconds
+                self._disconnected[number] = self.loop.call_later(delay, self._reset, number, context=self.context)
+
+    def _reset(self, number: int) -> None:
+        self._disconnected.pop(number, None)
+        if number in self._streams:
+            _, one, _, other = self._streams[number]
+            one.reset()
+            other.reset()
+
+    # What streams, transports and directories ask
+
+    def record(self, event: str, *details: object) -> None:
+        """Add to the trace."""
+        self.trace.append((self.loop.time(), event, *details))
+
+    def wall_time(self) -> float:
+        """True wall-clock time in seconds since the epoch."""
+        return EPOCH_SECONDS + self.loop.time()
+
+    def connected(self, first: Endpoint, second: Endpoint) -> bool:
+        """Whether bytes get from one to the other now."""
+        return self._sides[first.name] == self._sides[second.name]
+
+    def latency(self, first: Endpoint, second: Endpoint) -> float:
+        """One way, in seconds."""
+        key = (first.name, second.name)
+        latency = self._latencies.get(key)
+        if latency is None:
+            low, high = sorted(key)
+            latency = self.model.draw_latency(random.Random(f"{self.seed}/{low}/{high}"))
+            latency += sum(self.peers[name].options.latency_seconds for name in key)
+            self._latencies[key] = self._latencies[high, low] = self._latencies[low, high] = latency
+        return latency
+
+    def isolated(self, peer: SimulatedPeer) -> bool:
+        """Whether other peers are alive, and this one can reach none of them."""
+        others = [other for other in self.alive if other is not peer]
+        return bool(others) and not any(self.connected(peer, other) for other in others)
+
+    def store_of(self, peer: SimulatedPeer) -> Store:
+        """The directory's store on the peer's side of the network."""
+        return self._stores[self._sides[peer.name]]
+
+    def forget(self, stream: int, end: Endpoint) -> None:
+        """One end of the stream is over; `Medium.forget`."""
+        entry = self._streams.get(stream)
+        if entry is None:
+            return
+        first, one, second, other = entry
+        (first if first is end else second).transport.detach(stream)
+        if one.over and other.over:
+            del self._streams[stream]
+            timer = self._disconnected.pop(stream, None)
+            if timer is not None:
+                timer.cancel()
+
+    def dial(
+        self, caller: SimulatedPeer, peer_id: PeerId, protocol: str, answer: asyncio.Future[SimulatedStream | None]
+    ) -> None:
+        """Set ``answer`` after a round trip: the caller's end of a new stream, or None when it is refused."""
+        target = self._by_id.get(peer_id)
+        self.record("dial", caller.name, target.name if target else "?", protocol)
+        delay = self.latency(caller, target) if target is not None and target is not caller else 0.0
+        self.loop.call_later(delay, self._arrive_dial, caller, peer_id, protocol, answer, delay, context=self.context)
+
+    def _arrive_dial(
+        self,
+        caller: SimulatedPeer,
+        peer_id: PeerId,
+        protocol: str,
+        answer: asyncio.Future[SimulatedStream | None],
+        delay: float,
+    ) -> None:
+        target = self._by_id.get(peer_id)
+        if not caller.alive or answer.done() or (target is not None and not self.connected(caller, target)):
+            return  # Nothing answers: the dial times out.
+        stream: SimulatedStream | None = None
+        if target is not None and target is not caller and target.alive and target.transport.serves(protocol):
+            number = self._num_streams = self._num_streams + 1
+            stream, remote = stream_pair(self, number, caller, target)
+            self._streams[number] = (caller, stream, target, remote)
+            caller.transport.attach(stream)
+            self.record("open", caller.name, target.name, number)
+            target.transport.accept(remote, protocol)
+        self.loop.call_later(delay, self._answer_dial, answer, stream, context=self.context)
+
+    def _answer_dial(self, answer: asyncio.Future[SimulatedStream | None], stream: SimulatedStream | None) -> None:
+        if not answer.done():
+            answer.set_result(stream)
+        elif stream is not None:
+            stream.abort()
+
+    async def ping(self, caller: SimulatedPeer, peer_id: PeerId, timeout_seconds: float) -> bool:
+        """Whether a connection to the peer stands within the time."""
+        target = self._by_id.get(peer_id)
+        if target is None or not target.alive:
+            return False
+        round_trip = 2 * self.latency(caller, target) if target is not caller else 0.0
+        await asyncio.sleep(min(round_trip, timeout_seconds))
+        if not self.connected(caller, target):
+            await asyncio.sleep(max(0.0, timeout_seconds - round_trip))
+            return False
+        return round_trip <= timeout_seconds and target.alive
+
+    def leftovers(self) -> str:
+        """Streams that a living peer left open, for an error message; empty when there are none."""
+        lines = [
+            f"stream {number} to {far.name} is open at {near.name}"
+            for number, (first, one, second, other) in self._streams.items()
+            for near, end, far in ((first, one, second), (second, other, first))
+            if near.alive and not end.over
+        ]
+        return "\n  ".join(lines[:20])

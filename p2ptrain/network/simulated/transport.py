@@ -1,0 +1,145 @@
+"""The `Transport` of a simulated peer: dials with latency, and tasks that the peer owns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.errors import PeerError, PeerUnreachableError
+from p2ptrain.network.simulated.streams import SimulatedStream
+from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+
+if TYPE_CHECKING:
+    from p2ptrain.network.simulated.network import SimulatedNetwork, SimulatedPeer
+
+logger = logging.getLogger(__name__)
+
+
+class SimulatedTransport(Transport):
+    """Streams of one simulated peer; made by `SimulatedNetwork.add_peer`.
+
+    Args:
+        network: What carries the streams.
+        peer: The peer that this is the transport of.
+        spawn: Starts a task that belongs to the peer.
+    """
+
+    def __init__(
+        self,
+        network: SimulatedNetwork,
+        peer: SimulatedPeer,
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self._network = network
+        self._peer = peer
+        self._spawn = spawn
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams: dict[int, SimulatedStream] = {}
+        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._closed = False
+
+    @property
+    def peer_id(self) -> PeerId:
+        """This peer's own id."""
+        return self._peer.peer_id
+
+    @property
+    def num_streams(self) -> int:
+        """Streams of which this end is open."""
+        return sum(not stream.over for stream in self._streams.values())
+
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+        """See `Transport.open`; takes one round trip."""
+        if self._closed:
+            raise PeerUnreachableError(peer, "this peer's transport is closed")
+        answer: asyncio.Future[SimulatedStream | None] = self._network.loop.create_future()
+        self._network.dial(self._peer, peer, protocol, answer)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                stream = await answer
+        except TimeoutError:
+            self._give_up(answer)
+            raise PeerUnreachableError(peer, f"not reached within {timeout_seconds:g} s") from None
+        except BaseException:
+            self._give_up(answer)
+            raise
+        if stream is None:
+            raise PeerUnreachableError(peer, f"refused the connection, or does not serve {protocol}")
+        if stream.over:
+            raise PeerUnreachableError(peer, "this peer's transport was closed while it dialled")
+        return stream
+
+    @staticmethod
+    def _give_up(answer: asyncio.Future[SimulatedStream | None]) -> None:
+        """Nobody waits for the dial any more: end the stream if there is one; the network ends a later one."""
+        stream = answer.result() if answer.done() and not answer.cancelled() else None
+        if stream is not None:
+            stream.abort()
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """See `Transport.serve`."""
+        self._handlers[protocol] = handler
+
+    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
+        """See `Transport.connect`."""
+        deadline = self._network.loop.time() + timeout_seconds
+        for address in addresses:
+            peer = address.rpartition("/p2p/")[2]
+            left = deadline - self._network.loop.time()
+            if left > 0 and await self._network.ping(self._peer, peer, left):
+                return peer
+        raise PeerUnreachableError("?", f"none of {len(addresses)} addresses answered within {timeout_seconds:g} s")
+
+    async def addresses(self) -> list[str]:
+        """See `Transport.addresses`."""
+        return [self._peer.address]
+
+    async def close(self) -> None:
+        """See `Transport.close`."""
+        self._closed = True
+        self._handlers.clear()
+        tasks = [task for task in self._serving.values() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    # What the network tells
+
+    def serves(self, protocol: str) -> bool:
+        """Whether a dial for ``protocol`` succeeds."""
+        return protocol in self._handlers and not self._closed
+
+    def attach(self, stream: SimulatedStream) -> None:
+        """A stream that has this peer at one end is there."""
+        self._streams[stream.number] = stream
+
+    def accept(self, stream: SimulatedStream, protocol: str) -> None:
+        """Serve an incoming stream."""
+        self.attach(stream)
+        self._serving[stream.number] = self._spawn(self._handle(self._handlers[protocol], stream))
+
+    def kill(self) -> None:
+        """The process is gone: no stream works any more, and the remotes see their ends."""
+        self._closed = True
+        self._handlers.clear()
+        for stream in list(self._streams.values()):
+            stream.abort()
+
+    def detach(self, number: int) -> None:
+        """This peer's end of the stream is over."""
+        self._streams.pop(number, None)
+
+    async def _handle(self, handler: StreamHandler, stream: SimulatedStream) -> None:
+        try:
+            await handler(stream)
+            await stream.close()
+        except PeerError as error:
+            logger.debug("a stream handler of %s gave up: %s", self._peer.name, error)
+        finally:
+            stream.abort()
+            del self._serving[stream.number]

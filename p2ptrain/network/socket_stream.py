@@ -1,0 +1,165 @@
+"""A Unix socket to the daemon that reads straight into the buffer where the bytes belong.
+
+asyncio's `StreamReader` copies every byte three times more, and moves all that it holds whenever more arrives; with
+bulk data that is most of what the event loop does. This protocol gives the kernel the reader's own buffer while
+somebody waits for bulk data, and a small one of its own otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+BUFFER_BYTES = 64 * 1024
+"""Read ahead of the reader; then the daemon, and with it the remote, is held back."""
+
+
+class SocketStream(asyncio.BufferedProtocol):
+    """Exact reads and back-pressured writes. One task may read at a time; several may write.
+
+    Args:
+        on_connected: Called once with this object when a server accepted the connection.
+    """
+
+    def __init__(self, on_connected: Callable[[SocketStream], None] | None = None) -> None:
+        self._on_connected = on_connected
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._start = self._end = 0
+        self._target: memoryview | None = None
+        self._arrival: asyncio.Future[None] | None = None
+        self._is_paused = False
+        self._ended: BaseException | None = None
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._transport is None or self._transport.is_closing()
+
+    async def read(self, num_bytes: int) -> bytes:
+        """Return exactly ``num_bytes`` bytes; see `read_into`."""
+        if self._end - self._start >= num_bytes:
+            data = bytes(self._buffer[self._start : self._start + num_bytes])
+            self._consume(num_bytes)
+            return data
+        whole = bytearray(num_bytes)
+        await self.read_into(memoryview(whole))
+        return bytes(whole)
+
+    async def read_into(self, view: memoryview) -> None:
+        """Fill ``view``, which nobody else may use until this returns or raises.
+
+        Raises:
+            EOFError: The stream ended first.
+            OSError: It broke.
+        """
+        ready = min(len(view), self._end - self._start)
+        view[:ready] = self._buffer[self._start : self._start + ready]
+        self._consume(ready)
+        if ready == len(view):
+            return
+        if self._ended is not None:
+            raise self._ended
+        self._target = view[ready:]
+        self._arrival = self._loop.create_future()
+        try:
+            await self._arrival
+        finally:
+            self._target = self._arrival = None
+
+    def _consume(self, num_bytes: int) -> None:
+        self._start += num_bytes
+        if self._start == self._end:
+            self._start = self._end = 0
+        if self._is_paused and self._end - self._start <= BUFFER_BYTES // 2 and not self.is_closing:
+            assert self._transport is not None
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write all of ``data``; it is not referenced any more when this returns.
+
+        Raises:
+            OSError: The stream broke.
+        """
+        if self._transport is None or self.is_closing:
+            raise BrokenPipeError("the stream is closed")
+        self._transport.write(data)
+        await self.drain()
+
+    async def drain(self) -> None:
+        """Wait until the system has taken all that was written; raises `OSError` when the stream broke."""
+        while not self._writable.is_set():
+            await self._writable.wait()
+        if self._gone.done():
+            raise BrokenPipeError("the stream is closed")
+
+    async def close(self) -> None:
+        """Hand over what is written and end the stream; raises `OSError` when it broke before."""
+        await self.drain()
+        assert self._transport is not None
+        self._transport.close()
+        await asyncio.shield(self._gone)
+
+    def abort(self) -> None:
+        """End the stream at once; idempotent."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # What the event loop calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        # `write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy.
+        self._transport.set_write_buffer_limits(high=0)
+        if self._on_connected is not None:
+            self._on_connected(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_reading(exc or EOFError("the stream ended"))
+        self._writable.set()
+        if not self._gone.done():
+            self._gone.set_result(None)
+
+    def eof_received(self) -> bool:
+        self._end_reading(EOFError("the stream ended"))
+        return True  # What is being written may still arrive.
+
+    def _end_reading(self, error: BaseException) -> None:
+        if self._ended is None:
+            self._ended = error
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_exception(self._ended)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._target is not None and len(self._target):
+            return self._target
+        if self._end == BUFFER_BYTES:
+            # There is room at the front, or reading would be paused.
+            left = self._end - self._start
+            self._buffer[:left] = bytes(self._buffer[self._start : self._end])
+            self._start, self._end = 0, left
+        return self._buffer[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._target is not None and len(self._target):
+            self._target = self._target[nbytes:]
+            if not len(self._target) and self._arrival is not None and not self._arrival.done():
+                self._arrival.set_result(None)
+            return
+        self._end += nbytes
+        if self._end == BUFFER_BYTES and self._start == 0 and not self.is_closing:
+            assert self._transport is not None
+            self._is_paused = True
+            self._transport.pause_reading()

@@ -1,0 +1,103 @@
+"""The seam between protocol code and bytes on a wire: streams between peers.
+
+Two implementations: `p2ptrain.network.libp2p` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time).
+Protocol code does not use streams directly; it uses `p2ptrain.network.rpc`, which adds framing, heartbeats, limits
+and deadlines on top of either.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+
+PeerId = str
+"""A libp2p peer id in base58 text (``Qm…``): the hash of the peer's public key."""
+
+
+class Stream(ABC):
+    """Ordered, reliable, back-pressured bytes between two peers; either side may write at any time.
+
+    There is no half-close. A stream that ends says nothing about completeness: the layer above marks ends.
+    """
+
+    @property
+    @abstractmethod
+    def remote(self) -> PeerId:
+        """The authenticated id of the peer at the other end."""
+
+    @abstractmethod
+    async def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Queue all of ``data``, returning when the bounded send buffer has room again.
+
+        ``data`` must not be changed until this returns.
+
+        Raises:
+            PeerLostError: The stream is gone.
+        """
+
+    @abstractmethod
+    async def read(self, num_bytes: int) -> bytes:
+        """Return exactly ``num_bytes`` bytes.
+
+        Raises:
+            PeerLostError: The stream ended first.
+        """
+
+    async def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` (writable, bytes) without a copy where possible; nobody else may use it meanwhile.
+
+        Raises:
+            PeerLostError: The stream ended first.
+        """
+        view[:] = await self.read(len(view))
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Flush what was written, for a bounded time, and end the stream; idempotent and never raises."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the stream at once, dropping what is buffered; idempotent."""
+
+
+StreamHandler = Callable[[Stream], Awaitable[None]]
+
+
+class Transport(ABC):
+    """Opens streams to peers by id and serves named protocols to them."""
+
+    @property
+    @abstractmethod
+    def peer_id(self) -> PeerId:
+        """This peer's own id."""
+
+    @abstractmethod
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+        """Open a stream to ``peer`` for ``protocol`` (a name such as ``/p2ptrain/rpc``).
+
+        Raises:
+            PeerUnreachableError: It cannot be dialled within the time, or does not serve the protocol.
+        """
+
+    @abstractmethod
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        """Run ``handler`` for every incoming stream of ``protocol``; the transport owns and cancels these tasks.
+
+        The stream is aborted when the handler raises, and closed when it returns.
+        """
+
+    @abstractmethod
+    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
+        """Dial the first of the multiaddrs (each ending in ``/p2p/<id>``) that answers; return that peer's id.
+
+        Raises:
+            PeerUnreachableError: None answers within the time.
+        """
+
+    @abstractmethod
+    async def addresses(self) -> list[str]:
+        """The multiaddrs, each ending in ``/p2p/<id>``, at which this peer can be dialled now."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Stop serving, end all streams and the daemon if there is one; idempotent."""

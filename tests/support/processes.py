@@ -1,0 +1,262 @@
+"""Swarms of real processes for tests: start workers and commands, follow what they say, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.support.daemons import ROOT, is_alive, wait_until
+
+Event = dict[str, Any]
+
+MANIFEST: dict[str, Any] = {
+    "name": "test",
+    "model": {"family": "custom"},
+    "data": {"source": "custom"},
+    "training": {"every": 4, "local_batch": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.5},
+    "averaging": {"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0},
+}
+"""A manifest with short deadlines, for workers."""
+
+PATIENCE_SECONDS = 60.0
+"""How long to wait for what should take a few seconds: other work may load the machine."""
+
+
+def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
+    """`MANIFEST` with some values of its sections replaced."""
+    return {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
+
+
+class Worker:
+    """One process of `tests.support.worker`.
+
+    Attributes:
+        name: The last part of its run directory.
+        events: What it said, oldest first; only grows.
+    """
+
+    def __init__(self, run_dir: Path, options: dict[str, Any]) -> None:
+        self.name = run_dir.name
+        self.run_dir = run_dir
+        self.log = run_dir.with_suffix(".log")
+        self.events: list[Event] = []
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.worker", json.dumps({"run_dir": str(run_dir), **options})],
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        self._reader = threading.Thread(target=self._follow, daemon=True)
+        self._reader.start()
+
+    def _follow(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.append(json.loads(line))
+
+    def wait_for(
+        self, what: str, condition: Callable[[Event], bool] = lambda event: True, since: int = 0,
+        timeout_seconds: float = PATIENCE_SECONDS,
+    ) -> Event:  # fmt: skip
+        """The first event of kind ``what``, number ``since`` or later, for which ``condition`` holds."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            over = not self._reader.is_alive()
+            for event in self.events[since:]:
+                if event["event"] == what and condition(event):
+                    return event
+            assert not over, f"{self.name} ended with {self.process.wait()}: {self.last_words()}"
+            assert time.monotonic() < deadline, f"{self.name} said no such {what!r}: {self.last_words()}"
+            time.sleep(0.02)
+
+    def last_words(self) -> str:
+        """For a failure: its last events and the end of its log."""
+        brief = [{k: v for k, v in event.items() if k not in ("values", "samples")} for event in self.events[-3:]]
+        return f"{brief}\n{self.log.read_text()[-1500:]}"
+
+    @property
+    def link(self) -> str:
+        """The swarm link that leads to it."""
+        return str(self.wait_for("joined")["link"])
+
+    @property
+    def daemon(self) -> int:
+        """The process id of its network daemon."""
+        return int(self.wait_for("joined")["daemon"])
+
+    def rounds(self, since: int = 0) -> list[Event]:
+        """Its synchronisations, from event number ``since`` on."""
+        return [event for event in self.events[since:] if event["event"] == "round"]
+
+    def wait_for_commit(
+        self, members: int = 0, since: int = 0, after_round: int = -1, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> Event:
+        """Its first committed round beyond ``after_round`` with so many members (0: any number)."""
+
+        def fits(event: Event) -> bool:
+            right_size = members in (0, event["members"])
+            return bool(event["committed"]) and right_size and bool(event["round"] > after_round)
+
+        return self.wait_for("round", fits, since, timeout_seconds)
+
+    def order(self, word: str) -> None:
+        """Give it an order: see `tests.support.worker`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
+        """Its exit code, once it has ended and everything that it said is in ``events``."""
+        code = self.process.wait(timeout_seconds)
+        self._reader.join(timeout_seconds)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return code
+
+    def kill(self) -> None:
+        """SIGKILL it; its daemon goes with it."""
+        self.process.kill()
+        self.wait()
+
+    def end(self) -> None:
+        """Have it leave in good order; kill it if it does not."""
+        with contextlib.suppress(OSError, ValueError):
+            self.order("leave")
+        try:
+            self.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class Swarmlet:
+    """Workers of one swarm; a context manager that ends them and checks that no process is left."""
+
+    def __init__(self, directory: Path, **manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.manifest = make_manifest(**manifest)
+        self.workers: list[Worker] = []
+
+    def start(self, name: str, link: str | None = None, **options: Any) -> Worker:
+        """Start a worker. The first one makes the swarm; later ones join it through ``link`` or the first worker."""
+        if link is None and self.workers:
+            link = self.workers[0].link
+        where = {"link": link} if link else {"manifest": self.manifest}
+        worker = Worker(self.directory / name, {**where, "seed": len(self.workers) + 1, **options})
+        self.workers.append(worker)
+        return worker
+
+    def start_all(self, *names: str, **options: Any) -> list[Worker]:
+        """Start workers together, and wait until all of them are in one group."""
+        workers = [self.start(name, **options) for name in names]
+        for worker in workers:
+            worker.wait_for_commit(len(workers))
+        return workers
+
+    def __enter__(self) -> Swarmlet:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        daemons = [e["daemon"] for worker in self.workers for e in worker.events if e["event"] == "joined"]
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.kill()
+        for worker in self.workers:
+            worker.wait()
+        wait_until(lambda: not any(map(is_alive, daemons)))
+
+
+def check_states(*workers: Worker, since: int = 0) -> None:
+    """Each worker's state had its digest whenever it told, and holders of one certificate hold the same bits."""
+    digests: dict[str, str] = {}
+    for worker in workers:
+        for event in worker.rounds(since):
+            assert event["intact"], f"{worker.name}: {event}"
+            assert digests.setdefault(event["lineage"], event["digest"]) == event["digest"], worker.name
+
+
+def wait_for_agreement(*workers: Worker, after_round: int = -1) -> Event:
+    """Wait until all workers committed one and the same round beyond ``after_round``; the first one's event."""
+
+    def common() -> str | None:
+        sets = [{e["lineage"] for e in w.rounds() if e["committed"] and e["round"] > after_round} for w in workers]
+        return next(iter(set.intersection(*sets)), None)
+
+    wait_until(lambda: common() is not None, PATIENCE_SECONDS)
+    lineage = common()
+    check_states(*workers)
+    return next(event for event in workers[0].rounds() if event["lineage"] == lineage)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of ``p2ptrain``."""
+    return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
+
+
+def run_command(*arguments: str | Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run a ``p2ptrain`` command to its end; its output and exit code."""
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_seconds,
+        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def descendants() -> set[int]:
+    """The process ids of everything below this process."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Check that what was started inside has ended, daemons and other grandchildren included."""
+    before = descendants()
+    seen: set[int] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            seen.update(descendants() - before)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    wait_until(lambda: not any(map(is_alive, seen)))

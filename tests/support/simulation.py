@@ -1,0 +1,56 @@
+"""Simulated peers with an `Rpc` each, for tests of protocol code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from p2ptrain.network.rpc import Rpc, RpcLimits
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+
+SWARM = b"\x07" * 32
+
+
+@dataclass
+class Member:
+    """A simulated peer and its `Rpc`."""
+
+    peer: SimulatedPeer
+    rpc: Rpc
+
+
+async def start_member(
+    network: SimulatedNetwork, peer: SimulatedPeer, *, limits: RpcLimits | None = None, protocol: int = 1
+) -> Member:
+    """An `Rpc` that answers, on ``peer``."""
+    rpc = Rpc(peer.transport, peer.runtime, SWARM, limits, protocol=protocol)
+    await rpc.start()
+    return Member(peer, rpc)
+
+
+@asynccontextmanager
+async def members(
+    network: SimulatedNetwork, num_peers: int, *, limits: RpcLimits | None = None
+) -> AsyncIterator[list[Member]]:
+    """Start ``num_peers`` peers called ``peer0``…; close those that still live at the end."""
+    started = [await start_member(network, network.add_peer(f"peer{i}"), limits=limits) for i in range(num_peers)]
+    try:
+        yield started
+    finally:
+        for member in started:
+            if member.peer.alive:
+                network.resume(member.peer)
+                await member.rpc.close()
+                await member.peer.close()
+
+
+async def until(condition: Callable[[], bool], timeout_seconds: float = 60.0, step_seconds: float = 0.01) -> float:
+    """Wait until ``condition()``; returns the seconds that took, and raises `TimeoutError` when it never is."""
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    async with asyncio.timeout(timeout_seconds):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
+            await asyncio.sleep(step_seconds)
+    return loop.time() - start

@@ -1,0 +1,260 @@
+"""Simulated trainers: the real synchronisation code around a tiny model, and the invariants that always hold."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.codecs import get_codec
+from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.node.presence import Presence
+from p2ptrain.training.beginning import initial_state
+from p2ptrain.training.optimizer import LocalWork
+from p2ptrain.training.sync import RoundResult, Synchronizer
+
+TOKENS_PER_STEP = 10
+
+
+def make_manifest(**averaging: object) -> Manifest:
+    """A manifest with short deadlines; ``averaging`` overrides its averaging section."""
+    values: dict[str, object] = {
+        "codec": "int8",
+        "grace_seconds": 3.0,
+        "matchmaking_seconds": 15.0,
+        "round_seconds": 20.0,
+        **averaging,
+    }
+    training = TrainingSpec(every=4, outer="nesterov", outer_learning_rate=0.7, outer_momentum=0.9)
+    return Manifest(name="simulated", training=training, averaging=AveragingSpec.model_validate(values))
+
+
+def longest_wait_seconds(manifest: Manifest) -> float:
+    """A bound on one synchronisation, from the manifest's deadlines: three attempts, each matched, run and settled."""
+    spec = manifest.averaging
+    return 4 * (spec.matchmaking_seconds + spec.grace_seconds + spec.round_seconds + 30)
+
+
+class InvariantError(AssertionError):
+    """A promise was broken."""
+
+
+@dataclass
+class Ledger:
+    """What all trainers of one simulation did; checks what must hold among them at any time."""
+
+    digests: dict[bytes, bytes] = field(default_factory=dict)
+    tokens: dict[bytes, int] = field(default_factory=dict)
+    contributed: dict[str, int] = field(default_factory=dict)
+    produced: dict[str, int] = field(default_factory=dict)
+    longest_seconds: float = 0.0
+    commits: list[tuple[float, str, int]] = field(default_factory=list)
+
+    def check_head(self, trainer: SimulatedTrainer) -> None:
+        """Holders of one lineage hold the same bits."""
+        head = trainer.sync.head
+        digest = self.digests.setdefault(head.lineage, head.digest)
+        if digest != head.digest:
+            raise InvariantError(f"{trainer.peer.name} has another digest than others at round {head.round}")
+        if self.tokens.setdefault(head.lineage, head.tokens) != head.tokens:
+            raise InvariantError(f"{trainer.peer.name} counts other tokens than others at round {head.round}")
+
+
+class SimulatedTrainer:
+    """One trainer on a simulated peer; `run` trains until it is cancelled or ``stop`` is set."""
+
+    def __init__(
+        self, peer: SimulatedPeer, manifest: Manifest, ledger: Ledger, step_seconds: float = 0.5, seed: int = 0
+    ) -> None:
+        self.peer = peer
+        self.manifest = manifest
+        self.ledger = ledger
+        self.step_seconds = step_seconds
+        self.random = random.Random(f"{seed}/{peer.name}/{peer.incarnation}")
+        self.swarm = manifest.digest
+        generator = torch.Generator().manual_seed(1)
+        self.module = torch.nn.Linear(12, 12)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        inner = torch.optim.SGD(self.module.parameters(), lr=0.1)
+        self.state = initial_state(self.module, inner, manifest, self.swarm, 0.0)
+        self.rpc = Rpc(peer.transport, peer.runtime, self.swarm)
+        self.membership = Membership(peer.peer_id, peer.runtime)
+        self.status = "starting"
+        self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
+        self.sync = Synchronizer(
+            self.rpc, peer.runtime, peer.signer, self.swarm, manifest, self.state,
+            get_codec(manifest.averaging.codec), self.membership,
+        )  # fmt: skip
+        self.sync.on_change = self._changed
+        self.work = LocalWork(self.module, self.state, accumulate=False)
+        self.results: list[RoundResult] = []
+        self.stop = False
+        self.before_sync: Callable[[SimulatedTrainer], None] = lambda trainer: None
+
+    def _changed(self) -> None:
+        self.ledger.check_head(self)
+        self.presence.changed()
+
+    def describe(self) -> PeerRecord:
+        head = self.sync.head
+        return PeerRecord(
+            peer=self.peer.peer_id, name=self.peer.name, version="0", protocol=1, role="trainer", state=self.status,
+            device="cpu", round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=head.tokens,
+            round_tokens=self.work.tokens, loss=None, tokens_per_second=0.0, bytes_sent=0, bytes_received=0,
+            reachability="direct", addresses=(), started_at=0.0, last_rounds=tuple(self.sync.reports),
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        """Join, then train: local steps, and a synchronisation when H are done or the swarm closes the round."""
+        await self.rpc.start()
+        await self.presence.start()
+        try:
+            await self._join()
+            next_attempt = self.manifest.training.every
+            while not self.stop:
+                await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
+                self._step()
+                if self.work.steps >= next_attempt or self.sync.is_closing():
+                    result = await self.synchronize()
+                    next_attempt = self.manifest.training.every
+                    if not result.committed:
+                        next_attempt = self.work.steps + 1
+        finally:
+            await self.close()
+
+    async def _join(self) -> None:
+        self.status = "syncing"
+        for _ in range(20):
+            await self.presence.refresh()
+            await self.sync.follow_swarm(None)
+            if not any(r.state == "training" and r.round > self.sync.head.round for r in self.membership.records()):
+                break
+            await asyncio.sleep(0.5)
+        self.state.layout.write(self.state.vector, self.module)
+        self.status = "training"
+        self.sync.averager.matchmaker.participates = True
+        await self.presence.publish()
+
+    def _step(self) -> None:
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                noise = torch.tensor([self.random.gauss(0, 0.01) for _ in range(parameter.numel())])
+                parameter.add_(noise.reshape(parameter.shape))
+        self.work.steps += 1
+        self.work.samples += 1
+        self.work.tokens += TOKENS_PER_STEP
+        name = self.peer.name
+        self.ledger.produced[name] = self.ledger.produced.get(name, 0) + TOKENS_PER_STEP
+
+    async def synchronize(self) -> RoundResult:
+        """One synchronisation, with the promises around it checked."""
+        loop = asyncio.get_running_loop()
+        self.before_sync(self)
+        head, vector = self.sync.head, self.state.vector.clone()
+        started, tokens = loop.time(), self.work.tokens
+        result = await self.sync.synchronize(self.work)
+        seconds = loop.time() - started
+        self.ledger.longest_seconds = max(self.ledger.longest_seconds, seconds)
+        if seconds > longest_wait_seconds(self.manifest):
+            raise InvariantError(f"{self.peer.name} waited {seconds:.0f} s in a synchronisation")
+        if self.sync.head == head and not torch.equal(vector, self.state.vector):
+            raise InvariantError(f"{self.peer.name}: a round that was not applied changed parameters")
+        if self.work.tokens not in (0, tokens):
+            raise InvariantError(f"{self.peer.name}: work was split")
+        if result.committed:
+            self.ledger.commits.append((loop.time(), self.peer.name, result.round))
+            if result.contributed:
+                name = self.peer.name
+                self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
+        self.results.append(result)
+        return result
+
+    async def close(self) -> None:
+        """Leave in good order."""
+        self.status = "draining"
+        await self.presence.close()
+        await self.sync.close()
+        await self.rpc.close()
+        await self.peer.close()
+
+
+class SimulatedSwarm:
+    """Several trainers on one simulated network."""
+
+    def __init__(self, network: SimulatedNetwork, manifest: Manifest, seed: int) -> None:
+        self.network = network
+        self.manifest = manifest
+        self.seed = seed
+        self.ledger = Ledger()
+        self.trainers: dict[str, SimulatedTrainer] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, name: str, step_seconds: float = 0.5, **options: float) -> SimulatedTrainer:
+        """Start a new trainer."""
+        return self._launch(self.network.add_peer(name, **options), step_seconds)
+
+    def restart(self, name: str, step_seconds: float = 0.5) -> SimulatedTrainer:
+        """Start a crashed trainer again: same identity, no memory."""
+        return self._launch(self.network.restart(self.trainers[name].peer), step_seconds)
+
+    def _launch(self, peer: SimulatedPeer, step_seconds: float) -> SimulatedTrainer:
+        trainer = SimulatedTrainer(peer, self.manifest, self.ledger, step_seconds, self.seed)
+        self.trainers[peer.name] = trainer
+        self.tasks[peer.name] = peer.spawn(trainer.run())
+        return trainer
+
+    @property
+    def alive(self) -> list[SimulatedTrainer]:
+        """Trainers whose peers have not crashed."""
+        return [trainer for trainer in self.trainers.values() if trainer.peer.alive]
+
+    def crash(self, name: str) -> None:
+        """SIGKILL."""
+        self.network.crash(self.trainers[name].peer)
+
+    async def until(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait in virtual time for a condition, with a deadline; errors of trainers surface here."""
+        deadline = self.network.loop.time() + seconds
+        while not condition():
+            self._raise_errors()
+            if self.network.loop.time() >= deadline:
+                raise InvariantError(f"not within {seconds:.0f} s: {what}; {self.describe()}")
+            await asyncio.sleep(0.25)
+        self._raise_errors()
+
+    def _raise_errors(self) -> None:
+        for name, task in self.tasks.items():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise InvariantError(f"trainer {name} ended with {error!r}") from error
+
+    def in_agreement(self, rounds: int) -> bool:
+        """Whether all living trainers are at least at this round, and within one round of each other."""
+        reached = [t.sync.head.round for t in self.alive]
+        return bool(reached) and min(reached) >= rounds and max(reached) - min(reached) <= 1
+
+    def describe(self) -> str:
+        """Where everybody stands, for error messages."""
+        return "; ".join(
+            f"{t.peer.name} r{t.sync.head.round} {t.sync.head.lineage.hex()[:6]} {t.sync.phase} {t.status}"
+            f" {t.results[-1].reason if t.results else '-'}"
+            for t in self.alive
+        )
+
+    async def end(self) -> None:
+        """Stop all trainers in good order."""
+        for trainer in self.alive:
+            trainer.stop = True
+        pending = [task for name, task in self.tasks.items() if self.trainers[name].peer.alive and not task.done()]
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        self._raise_errors()

@@ -1,0 +1,234 @@
+"""A training script for swarm tests: one peer that trains a tiny model and says what it does, one JSON object a line.
+
+Run by `tests.support.processes.Swarmlet` as ``python -m tests.support.worker OPTIONS``; `Options` says what can be set.
+It obeys one order a line on standard input, and leaves when that ends:
+
+``hold ROUND``, ``go``
+    Stop training in this round or a later one; start again.
+``corrupt``
+    Change one value of the shared state behind its back.
+``fault PHASE SIGNAL``
+    Send itself this signal when it next enters this phase of a round; ``serving`` is a phase, too: in the middle of
+    sending its state to somebody.
+``leave``
+    Say goodbye and end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from p2ptrain import Manifest, Swarm
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.state import Snapshot
+from p2ptrain.training.sync import RoundResult, Synchronizer
+
+WIDTH = 8
+SERVED_CHUNKS = 3
+"""The phase ``serving`` begins when so many chunks of a state have been sent."""
+TRUTH = torch.linspace(-1.0, 1.0, WIDTH)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one worker does; JSON on its command line.
+
+    Attributes:
+        link: The swarm to join; without one, ``manifest`` starts one.
+        manifest: Values of a manifest.
+        run_dir: Where its key is kept; its last part is its name.
+        hidden: Width of the model.
+        seed: Of the samples that it draws.
+        step_seconds: Pause before each step, so that many workers can share a machine.
+        hold: Begin without training, until told to ``go``.
+        tell_values: Tell all parameters and the indices of the samples with every round.
+    """
+
+    run_dir: str
+    link: str = ""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    hidden: int = 8
+    seed: int = 0
+    step_seconds: float = 0.05
+    hold: bool = False
+    tell_values: bool = False
+
+
+def make_model(hidden: int) -> torch.nn.Module:
+    """Two layers, the same on every peer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+
+
+def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``[n, WIDTH]`` and targets ``[n, 1]``, each a function of its index."""
+    points = torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(i)) for i in indices])
+    return points, (points @ TRUTH).sin().unsqueeze(1)
+
+
+def loss_of(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
+    """Mean squared error on these samples."""
+    points, targets = make_samples(indices)
+    return torch.nn.functional.mse_loss(model(points), targets)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What every worker wraps."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+_say_lock = threading.Lock()
+
+
+def say(event: str, **values: Any) -> None:
+    """Tell the test something."""
+    with _say_lock:
+        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+        sys.stdout.flush()
+
+
+class Orders:
+    """What the test wants, from standard input."""
+
+    def __init__(self, hold: bool) -> None:
+        self.leave = threading.Event()
+        self.corrupt = threading.Event()
+        self.hold_from: int | None = 0 if hold else None
+        self.fault: tuple[str, signal.Signals] | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            match line.split():
+                case ["hold", number]:
+                    self.hold_from = int(number)
+                case ["go"]:
+                    self.hold_from = None
+                case ["corrupt"]:
+                    self.corrupt.set()
+                case ["fault", phase, name]:
+                    self.fault = phase, signal.Signals[name]
+                case ["leave"]:
+                    break
+        self.leave.set()
+
+    def on_phase(self, phase: str, round_: int) -> None:
+        """Carry out the fault that was ordered, if this is its phase."""
+        if self.fault is not None and self.fault[0] == phase:
+            number, self.fault = self.fault[1], None
+            say("fault", phase=phase, round=round_)
+            os.kill(os.getpid(), number)
+
+
+def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
+    """Let faults happen in the middle of a round, and in the middle of serving state."""
+    synchronizer.averager.on_phase = orders.on_phase
+    read = Snapshot.read
+
+    def read_chunk(snapshot: Snapshot, index: int, out: memoryview, *, wait: bool = True) -> int:
+        if index >= SERVED_CHUNKS:
+            orders.on_phase("serving", snapshot.head.round)
+        return read(snapshot, index, out, wait=wait)
+
+    Snapshot.read = read_chunk  # type: ignore[method-assign, assignment]
+
+
+def train(swarm: Swarm, options: Options, orders: Orders) -> None:
+    """Train until told to leave."""
+    model = make_model(options.hidden)
+    opt = swarm.optimizer(model, make_optimizer(model), tokens_per_step=swarm.manifest.training.local_batch)
+    synchronizer = swarm._peer.synchronizer
+    assert synchronizer is not None
+    follow_phases(orders, synchronizer)
+    say("training", **describe(synchronizer))
+    size = swarm.manifest.training.local_batch
+    index = 1_000_000 * options.seed
+    pending: list[int] = []
+    while not orders.leave.is_set():
+        hold_from = orders.hold_from
+        if hold_from is not None and synchronizer.head.round >= hold_from:
+            time.sleep(0.05)
+            continue
+        if orders.corrupt.is_set():
+            orders.corrupt.clear()
+            synchronizer.state.vector[3] += 1.0
+            say("corrupted", **describe(synchronizer))
+        time.sleep(options.step_seconds)
+        batch = list(range(index, index + size))
+        index += size
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        pending += batch
+        step(opt, synchronizer, options, pending, loss.item())
+
+
+def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pending: list[int], loss: float) -> None:
+    """Take one step, and tell of the synchronisation if there was one."""
+    opt.last_result = None
+    opt.step()
+    opt.zero_grad()
+    result: RoundResult | None = opt.last_result
+    if result is None:
+        return
+    told = {"loss": loss, **dataclasses.asdict(result), **describe(synchronizer)}
+    if options.tell_values:
+        told |= {"samples": list(pending), "values": synchronizer.state.vector.tolist()}
+    say("round", **told)
+    if opt.samples_in_round == 0:
+        pending.clear()
+
+
+def describe(synchronizer: Synchronizer) -> dict[str, Any]:
+    """Where this peer stands, and whether what it holds is what its head says."""
+    head = synchronizer.head
+    return {
+        "round": head.round,
+        "lineage": head.lineage.hex(),
+        "digest": head.digest.hex(),
+        "intact": synchronizer.state.tree().root == head.digest,
+        "resyncs": synchronizer.resyncs,
+        "tokens": head.tokens,
+    }
+
+
+def main() -> int:
+    """Run one worker; the exit code is the error's, as on the command line."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    options = Options(**json.loads(sys.argv[1]))
+    orders = Orders(options.hold)
+    name, loopback = os.path.basename(options.run_dir), ("/ip4/127.0.0.1/tcp/0",)
+    with contextlib.ExitStack() as stack:
+        try:
+            if options.link:
+                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=loopback)
+            else:
+                manifest = Manifest.model_validate(options.manifest)
+                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=loopback)
+            stack.enter_context(swarm)
+            daemon = swarm._peer.transport.daemon.process_id
+            say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)
+            train(swarm, options, orders)
+        except P2PTrainError as error:
+            say("error", kind=type(error).__name__, exit_code=error.exit_code, message=str(error))
+            return error.exit_code
+    say("left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
