@@ -1,0 +1,118 @@
+"""What one member knows about one roster's attempt at a round, and how an attempt fails."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
+from p2ptrain.averaging.head import Head
+from p2ptrain.codecs import Codec
+from p2ptrain.errors import TemporaryError
+from p2ptrain.signing import Signer
+
+
+class AttemptFailedError(TemporaryError):
+    """This attempt cannot give a result here.
+
+    Args:
+        message: What happened.
+        suspects: Members that did not do their part.
+    """
+
+    def __init__(self, message: str, suspects: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.suspects = suspects
+
+
+class UnencodableError(AttemptFailedError):
+    """This peer's own contribution does not fit the codec: trying again with the same one cannot help."""
+
+
+@dataclass
+class Attempt:
+    """Everything about one roster's attempt that outlives the streams.
+
+    Attributes:
+        roster: Who takes part.
+        head: The head that the result will extend.
+        bounds: Share offsets, ``len(roster) + 1``.
+        means: Encoded mean of each share, as far as they arrived.
+        hashes: Their SHA-256.
+        contributors: Indices into the roster, once agreed.
+        body: Once every mean is here.
+        proofs: By peer: valid signatures of ``body``.
+        phase: What this peer is doing, for logs and reports.
+    """
+
+    roster: Roster
+    head: Head
+    bounds: tuple[int, ...]
+    codec: Codec
+    swarm: bytes
+    means: list[bytes | bytearray | None] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    contributors: tuple[int, ...] | None = None
+    body: Body | None = None
+    proofs: dict[str, bytes] = field(default_factory=dict)
+    phase: str = "scatter"
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.tickets))]
+        self.hashes = [hashlib.sha256(b"").digest()] * len(self.means)
+
+    def size(self, index: int) -> int:
+        """Values in a member's share."""
+        return self.bounds[index + 1] - self.bounds[index]
+
+    def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
+        """Take in a share's mean and its SHA-256, unless one is here."""
+        if self.means[index] is None:
+            self.means[index] = mean
+            self.hashes[index] = digest
+            self.changed.set()
+
+    def is_complete(self) -> bool:
+        """Whether every share's mean is here."""
+        return all(mean is not None for mean in self.means)
+
+    def make_body(self) -> Body:
+        """The body for what is held."""
+        assert self.contributors is not None
+        assert self.is_complete()
+        tickets = self.roster.tickets
+        return Body(
+            swarm=self.swarm,
+            round=self.head.round,
+            lineage=self.head.lineage,
+            tokens_before=self.head.tokens,
+            samples_before=self.head.samples,
+            group_id=self.roster.group_id,
+            members=self.roster.members,
+            contributors=tuple((i, tickets[i].tokens, tickets[i].samples) for i in self.contributors),
+            codec=f"{self.codec.name}/{self.codec.version}",
+            bounds=self.bounds,
+            hashes=tuple(self.hashes),
+        )
+
+    def add_proof(self, peer: str, proof: Any, verifier: Signer) -> bool:
+        """Keep a member's signature if it is one of this body; whether it was."""
+        if self.body is None or peer not in self.roster.members:
+            return False
+        if type(proof) is not bytes or len(proof) > MAX_PROOF_BYTES:
+            return False
+        if peer not in self.proofs:
+            if not verifier.verify(peer, vote(self.body.body_hash), proof):
+                return False
+            self.proofs[peer] = proof
+            self.changed.set()
+        return True
+
+    def certificate(self) -> Certificate | None:
+        """The certificate, once a majority signed."""
+        if self.body is None or len(self.proofs) < self.roster.majority:
+            return None
+        return Certificate(self.body, tuple(sorted(self.proofs.items())))

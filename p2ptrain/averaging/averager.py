@@ -1,0 +1,283 @@
+"""One peer's averaging: find a group, reduce, certify; retry without who failed; typed errors for the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, UnencodableError
+from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.certificate import Certificate, Roster, Ticket
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.history import History, Result
+from p2ptrain.averaging.matchmaking import Matchmaker
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.settle import Settlements
+from p2ptrain.averaging.shares import split_shares
+from p2ptrain.codecs import Codec
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+ROSTER_WAIT_SECONDS = 5.0
+MIN_HISTORY_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """A certified round, as one member takes it home.
+
+    Attributes:
+        result: The certificate and the encoded means.
+        contributed: Whether this peer's contribution is in the mean.
+        sent_parts: By share: this peer's encoded parts, for error feedback.
+        own_index: Its place in the roster.
+        own_mean_exact: The mean of its share before encoding; None when the result came from another member.
+        attempts: How many attempts it took.
+        matchmaking_seconds: Time spent finding groups.
+        transfer_seconds: Time spent reducing and signing.
+    """
+
+    result: Result
+    contributed: bool
+    sent_parts: dict[int, bytearray]
+    own_index: int
+    own_mean_exact: torch.Tensor | None
+    attempts: int
+    matchmaking_seconds: float
+    transfer_seconds: float
+
+    @property
+    def total_over_own_weight(self) -> float:
+        """The round's total tokens divided by this peer's."""
+        contributors = self.result.certificate.body.contributors
+        own = [tokens for index, tokens, _ in contributors if index == self.own_index]
+        return sum(tokens for _, tokens, _ in contributors) / own[0] if own else 1.0
+
+
+class Averager:
+    """Averages contributions of one peer with those of the swarm, round by round.
+
+    Attributes:
+        phase: What it is doing: idle, matchmaking, scatter, reduce, gather or commit.
+        on_phase: Called with each new phase and the round in progress, on the event loop.
+        matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
+        history: The last results, for laggards.
+        gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        runtime: Runtime,
+        signer: Signer,
+        swarm: bytes,
+        spec: AveragingSpec,
+        codec: Codec,
+        membership: Membership,
+        head: Head,
+        num_values: int,
+        layout: bytes,
+        batch_target: int = 0,
+    ) -> None:
+        """
+        Args:
+            rpc: To reach other peers.
+            runtime: Time, chance, arithmetic.
+            signer: This peer's key.
+            swarm: The manifest's digest, 32 bytes.
+            spec: Quorum, grace, deadlines.
+            codec: How tensors travel.
+            membership: Who is there.
+            head: Where this peer stands.
+            num_values: Length of the vectors to average.
+            layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
+            batch_target: Samples that fill the global batch; 0 without one.
+        """
+        self._rpc = rpc
+        self._runtime = runtime
+        self._signer = signer
+        self._swarm = swarm
+        self._spec = spec
+        self._codec = codec
+        self._membership = membership
+        self._num_values = num_values
+        self._layout = layout
+        history_bytes = max(MIN_HISTORY_BYTES, 2 * codec.encoded_bytes(num_values))
+        self.history = History(rpc, runtime, signer, swarm, codec, spec.history_rounds, history_bytes)
+        self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
+        self.gave_up_on = b""
+        self.phase = "idle"
+        self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
+        self._settlements = Settlements(rpc, signer, self.history)
+        self._running: dict[bytes, Butterfly] = {}
+        self._arrived = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        self._attempt: Attempt | None = None
+        rpc.serve_channel("butterfly", self._serve_butterfly)
+
+    @property
+    def head(self) -> Head:
+        """Where this peer stands."""
+        return self.matchmaker.head
+
+    def set_head(self, head: Head) -> None:
+        """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
+        self.matchmaker.head = head
+
+    async def close(self) -> None:
+        """End everything that this averager started."""
+        await self.matchmaker.close()
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for butterfly in list(self._running.values()):
+            await butterfly.stop_sending()
+            await butterfly.stop_serving(linger=False)
+
+    async def average(self, vector: torch.Tensor, tokens: int, samples: int, bandwidth: int = 0) -> RoundOutcome:
+        """Average ``vector`` with the other peers' for the round of the current head.
+
+        Args:
+            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until this returns.
+            tokens: Its weight, at least 1.
+            samples: Samples read in this round.
+            bandwidth: Measured upload in bytes per second, 0 when unknown.
+
+        Raises:
+            BehindError: The swarm is ahead, or on a lineage that wins.
+            MismatchError: This peer's state is not that of the others.
+            NoGroupError: No group within the deadline.
+            AttemptFailedError: Every attempt broke.
+            UnencodableError: ``vector`` does not fit the codec.
+        """
+        loop = asyncio.get_running_loop()
+        matchmaking = transfer = 0.0
+        failure = AttemptFailedError("no attempt was made")
+        for attempt_number in range(1, MAX_ATTEMPTS + 1):
+            started = loop.time()
+            self._enter("matchmaking")
+            try:
+                roster = await self.matchmaker.find_group(self._ticket(tokens, samples, bandwidth))
+                matched = loop.time()
+                matchmaking += matched - started
+                butterfly = self._prepare(roster, vector)
+                self._enter("scatter")
+                certificate, failure = await self._attempt_round(butterfly, failure)
+                transfer += loop.time() - matched
+            finally:
+                self._enter("idle")
+            if certificate is not None:
+                attempt = butterfly.attempt
+                contributed = (
+                    attempt.contributors is not None and (roster.index_of(self._rpc.peer_id)) in attempt.contributors
+                )
+                means = [mean if mean is not None else b"" for mean in attempt.means]
+                return RoundOutcome(
+                    Result(certificate, means),
+                    contributed,
+                    butterfly.sent_parts,
+                    roster.index_of(self._rpc.peer_id),
+                    butterfly.own_mean_exact,
+                    attempt_number,
+                    matchmaking,
+                    transfer,
+                )
+        raise failure
+
+    def _enter(self, phase: str) -> None:
+        self.phase = phase
+        self.on_phase(phase, self.head.round)
+
+    def _ticket(self, tokens: int, samples: int, bandwidth: int) -> Ticket:
+        head = self.head
+        nonce = self._runtime.random.randbytes(16)
+        ticket = Ticket(
+            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, tokens, samples, bandwidth, nonce
+        )
+        return ticket.signed(self._swarm, self._signer)
+
+    def _prepare(self, roster: Roster, vector: torch.Tensor) -> Butterfly:
+        known = sorted(t.bandwidth for t in roster.tickets if t.bandwidth)
+        typical = known[len(known) // 2] if known else 1
+        bandwidths = [float(t.bandwidth or typical) for t in roster.tickets]
+        shares = split_shares(self._num_values, bandwidths, self._codec.block_size)
+        bounds = (0, *(high for _, high in shares))
+        attempt = Attempt(roster, self.head, bounds, self._codec, self._swarm)
+        butterfly = Butterfly(attempt, vector, self._rpc, self._runtime, self._signer, self._spec, self._enter)
+        self._settlements.remember(attempt)
+        self._running[roster.group_id] = butterfly
+        self._attempt = attempt
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+        return butterfly
+
+    async def _attempt_round(
+        self, butterfly: Butterfly, failure: AttemptFailedError
+    ) -> tuple[Certificate | None, AttemptFailedError]:
+        """Run one attempt to a certificate, settling it when it breaks; (None, why) when it is given up."""
+        attempt = butterfly.attempt
+        group = attempt.roster.group_id
+        certificate = None
+        try:
+            try:
+                certificate = await butterfly.run()
+            except AttemptFailedError as error:
+                failure = error
+                logger.info("round %d: attempt failed: %s", attempt.head.round, error)
+                for peer in error.suspects:
+                    self._membership.broke_with(peer, str(error))
+                await butterfly.stop_sending()
+                certificate = await self._settlements.settle(attempt)
+                if certificate is None:
+                    self.gave_up_on = attempt.head.lineage
+                    self.matchmaker.group_broke()
+                    if isinstance(error, UnencodableError):
+                        raise
+            self._judge(butterfly, certificate)
+        finally:
+            await asyncio.shield(butterfly.stop_sending())
+            task = asyncio.create_task(self._linger(group, butterfly, certificate is not None), name="linger")
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        return certificate, failure
+
+    def _judge(self, butterfly: Butterfly, certificate: Certificate | None) -> None:
+        """Remember with whom a round came to its end, and who sent what had to be refused."""
+        for peer, reason in butterfly.refused.items():
+            self._membership.broke_with(peer, reason)
+        if certificate is not None:
+            body = certificate.body
+            for index, *_ in body.contributors:
+                self._membership.finished_with(body.members[index])
+
+    async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
+        try:
+            await butterfly.stop_serving(linger=committed)
+        finally:
+            self._running.pop(group, None)
+
+    async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
+        group = request.get("group")
+        if type(group) is not bytes:
+            raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
+                while group not in self._running:
+                    await self._arrived.wait()
+        if group not in self._running:
+            raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
+        await self._running[group].serve(channel)

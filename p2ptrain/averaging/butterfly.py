@@ -1,0 +1,334 @@
+"""Butterfly all-reduce of one roster: scatter, agree on contributors, reduce once, gather, sign.
+
+Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and opens one stream to every other member j:
+
+====================  ==================================================================================
+i → j                 the group's id, then i's encoded part of j's share
+j → i                 the set of members whose part j holds completely (its *mask*)
+j → i                 the encoded mean of j's share
+j → i                 j's signature of the body, once j holds the mean of every share
+====================  ==================================================================================
+
+The contributors are the intersection of all owners' masks: incomplete at one owner counts nowhere. An owner closes its
+mask when every part is there, or when a quorum is and the grace period is over. The owner encodes its mean once and
+decodes those bytes like everybody else. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.)
+
+A failure of any kind ends an attempt with `AttemptFailedError`, which names the peers at fault. What a member holds at
+that point stays in its `Attempt`, from which other members can still complete theirs (`p2ptrain.averaging.settle`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, UnencodableError
+from p2ptrain.averaging.certificate import Certificate, vote
+from p2ptrain.averaging.pieces import Growing, cut, new_buffer, receive_checked, send_encoded
+from p2ptrain.codecs import CodecError
+from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+OPEN_TIMEOUT_SECONDS = 10.0
+LINGER_SECONDS = 2.0
+
+
+class Butterfly:
+    """One member's part in one attempt. Use once: `run`, `stop_sending`, `stop_serving`."""
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        vector: torch.Tensor,
+        rpc: Rpc,
+        runtime: Runtime,
+        signer: Signer,
+        spec: AveragingSpec,
+        on_phase: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        """
+        Args:
+            attempt: The roster and where to leave what is learnt.
+            vector: This member's contribution, fp32, shape ``[bounds[-1]]``; not changed.
+            rpc: To reach the others.
+            runtime: For arithmetic.
+            signer: Signs the body.
+            spec: Quorum, grace and deadline.
+            on_phase: Called as each phase begins: reduce, gather, commit.
+        """
+        self.attempt = attempt
+        self._vector = vector
+        self._rpc = rpc
+        self._runtime = runtime
+        self._signer = signer
+        self._spec = spec
+        self._on_phase = on_phase
+        self._index = attempt.roster.index_of(rpc.peer_id)
+        self._parts: dict[int, bytearray] = {}
+        self._part_changed = asyncio.Event()
+        self._masks: dict[int, frozenset[int]] = {}
+        self._agreed = asyncio.Event()
+        self._own_mask: asyncio.Future[frozenset[int]] = asyncio.get_running_loop().create_future()
+        self._own_mean: asyncio.Future[Growing] = asyncio.get_running_loop().create_future()
+        self._own_proof = asyncio.Event()
+        self._served: dict[int, asyncio.Task[Any]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._lost: dict[str, str] = {}
+        self._unencodable = ""
+        self.refused: dict[str, str] = {}
+        """By member: why its part was refused. The round goes on without it."""
+        self.sent_parts: dict[int, bytearray] = {}
+        """By share: the encoded parts that this member sent, kept for error feedback."""
+        self.own_mean_exact: torch.Tensor | None = None
+        """The mean of the own share before encoding, fp32, kept for error feedback."""
+
+    # --- the serving side: other members' parts come in, this owner's mean goes out ------------------------------
+
+    async def serve(self, channel: Channel) -> None:
+        """Handle another member's stream for this attempt."""
+        attempt, sender = self.attempt, self.attempt.roster.index_of(channel.remote)
+        if sender in (-1, self._index) or sender in self._served:
+            raise ProtocolError(channel.remote, "is not expected on this roster")
+        task = asyncio.current_task()
+        assert task is not None
+        self._served[sender] = task
+        size = attempt.size(self._index)
+        if size:
+            part = await self._receive_part(channel, size)
+            if not self._own_mask.done():
+                self._parts[sender] = part
+                self._part_changed.set()
+            mask = await asyncio.shield(self._own_mask)
+            await channel.send({"mask": sorted(mask)})
+            await (await asyncio.shield(self._own_mean)).send(channel)
+        await self._own_proof.wait()
+        assert attempt.body is not None
+        await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[self._rpc.peer_id]})
+
+    async def _receive_part(self, channel: Channel, size: int) -> bytearray:
+        codec, seconds = self.attempt.codec, self._spec.round_seconds
+        try:
+            part, _ = await receive_checked(channel, self._runtime, codec, size, seconds, hashed=False)
+        except ProtocolError as error:
+            self.refused[channel.remote] = str(error)
+            self._part_changed.set()
+            raise
+        return part
+
+    # --- the opening side: own parts go out, means and signatures come back --------------------------------------
+
+    async def _exchange(self, index: int, deadline: float) -> None:
+        """The stream that this member opens to member ``index``."""
+        attempt, loop = self.attempt, asyncio.get_running_loop()
+        peer, size = attempt.roster.members[index], attempt.size(index)
+        try:
+            header = {"group": attempt.roster.group_id}
+            async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
+                if size:
+                    low, high = attempt.bounds[index], attempt.bounds[index + 1]
+                    part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high])
+                    self.sent_parts[index] = part
+                    mask = (await channel.receive(deadline - loop.time())).get("mask")
+                    self._masks[index] = self._check_mask(peer, mask)
+                    self._agreed.set()
+                    mean, digest = await receive_checked(
+                        channel, self._runtime, attempt.codec, size, deadline - loop.time()
+                    )
+                    attempt.add_mean(index, mean, digest)
+                reply = await channel.receive(deadline - loop.time())
+                while attempt.body is None:
+                    attempt.changed.clear()
+                    async with asyncio.timeout_at(deadline):
+                        await attempt.changed.wait()
+                if reply.get("body") == attempt.body.body_hash:
+                    attempt.add_proof(peer, reply.get("proof"), self._signer)
+        except (PeerError, DeadlineError, TimeoutError) as error:
+            self._lost[peer] = str(error) or "did not answer in time"
+        except CodecError as error:
+            self._unencodable = str(error)
+        attempt.changed.set()
+        self._agreed.set()
+
+    def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:
+        size = len(self.attempt.roster.tickets)
+        if not isinstance(mask, list) or not all(type(i) is int and 0 <= i < size for i in mask):
+            raise ProtocolError(peer, "sent a malformed list of contributors")
+        return frozenset(mask)
+
+    # --- the owner: close the mask, agree, reduce -----------------------------------------------------------------
+
+    async def _close_mask(self, deadline: float) -> None:
+        """Decide which parts of the own share count: all, or who is there a grace period after the quorum."""
+        loop, total = asyncio.get_running_loop(), len(self.attempt.roster.tickets)
+        quorum_at: float | None = None
+        while len(self._parts.keys() | self._refused_indices()) + 1 < total:
+            now = loop.time()
+            if quorum_at is None and len(self._parts) + 1 >= self._spec.quorum * total:
+                quorum_at = now
+            until = deadline if quorum_at is None else min(deadline, quorum_at + self._spec.grace_seconds)
+            if now >= until:
+                break
+            self._part_changed.clear()
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._part_changed.wait()
+            except TimeoutError:
+                continue
+        mask = frozenset({self._index, *self._parts})
+        self._masks[self._index] = mask
+        self._own_mask.set_result(mask)
+        self._agreed.set()
+
+    def _refused_indices(self) -> set[int]:
+        return {self.attempt.roster.index_of(peer) for peer in self.refused}
+
+    async def _reduce(self, deadline: float) -> None:
+        """Wait for all owners' masks, then average the own share and encode the mean once."""
+        attempt = self.attempt
+        owners = [i for i in range(len(attempt.roster.tickets)) if attempt.size(i)]
+        while any(owner not in self._masks for owner in owners):
+            self._fail_if_lost([attempt.roster.members[i] for i in owners if i not in self._masks])
+            self._agreed.clear()
+            async with asyncio.timeout_at(deadline):
+                await self._agreed.wait()
+        agreed = frozenset.intersection(*(self._masks[owner] for owner in owners))
+        if not agreed:
+            raise AttemptFailedError("no contribution was complete at every owner")
+        attempt.contributors = tuple(sorted(agreed))
+        self._enter("reduce")
+        if attempt.size(self._index):
+            try:
+                await self._reduce_own_share()
+            except CodecError as error:
+                raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
+        self._enter("gather")
+        attempt.changed.set()
+
+    async def _reduce_own_share(self) -> None:
+        """Average the own share and encode the mean, piece by piece; the streams send each piece once it is there."""
+        import torch
+
+        attempt = self.attempt
+        size = attempt.size(self._index)
+        mean = Growing(await new_buffer(self._runtime, attempt.codec, size))
+        exact = torch.empty(size, dtype=torch.float32)
+        self._own_mean.set_result(mean)
+        for low, high in cut(size, attempt.codec.block_size):
+            await self._runtime.compute(self._reduce_piece, low, high, exact[low:high], mean.data)
+            mean.grow(attempt.codec.encoded_bytes(high))
+        self._parts.clear()
+        self.own_mean_exact = exact
+        digest = await self._runtime.compute(lambda: hashlib.sha256(mean.data).digest())
+        attempt.add_mean(self._index, mean.data, digest)
+
+    def _reduce_piece(self, low: int, high: int, exact: torch.Tensor, encoded: bytearray) -> None:
+        """Average the values ``[low, high)`` of the own share into ``exact``, and encode them to their place."""
+        import torch
+
+        attempt, codec = self.attempt, self.attempt.codec
+        assert attempt.contributors is not None
+        first, last = codec.encoded_bytes(low), codec.encoded_bytes(high)
+        start = attempt.bounds[self._index]
+        tickets = attempt.roster.tickets
+        total = float(sum(tickets[i].tokens for i in attempt.contributors))
+        if self._index in attempt.contributors:
+            torch.mul(self._vector[start + low : start + high], tickets[self._index].tokens / total, out=exact)
+        else:
+            exact.zero_()
+        for i in attempt.contributors:
+            if i != self._index:
+                codec.accumulate_into(memoryview(self._parts[i])[first:last], tickets[i].tokens / total, exact)
+        codec.encode_into(exact, memoryview(encoded)[first:last])
+
+    def _enter(self, phase: str) -> None:
+        self.attempt.phase = phase
+        self._on_phase(phase)
+
+    def _fail_if_lost(self, needed: list[str]) -> None:
+        if self._unencodable:
+            raise UnencodableError(f"the local update cannot be encoded: {self._unencodable}")
+        lost = tuple(peer for peer in needed if peer in self._lost)
+        if lost:
+            raise AttemptFailedError(f"{self.attempt.phase}: lost {self._lost[lost[0]]}", lost)
+
+    # --- the whole ------------------------------------------------------------------------------------------------
+
+    async def run(self) -> Certificate:
+        """Take part until a majority signed.
+
+        Raises:
+            AttemptFailedError: A member was lost or late, or the deadline passed; ``attempt`` keeps what is held.
+        """
+        deadline = asyncio.get_running_loop().time() + self._spec.round_seconds
+        others = [i for i in range(len(self.attempt.roster.tickets)) if i != self._index]
+        order = [i for i in others if i > self._index] + [i for i in others if i < self._index]
+        tasks = [asyncio.create_task(self._exchange(i, deadline), name=f"exchange-{i}") for i in order]
+        tasks.append(asyncio.create_task(self._close_mask(deadline), name="mask"))
+        self._tasks = tasks
+        try:
+            await self._reduce(deadline)
+            await self._gather(deadline)
+            return await self._collect_signatures(deadline)
+        except TimeoutError as error:
+            message = f"{self.attempt.phase}: the round's deadline passed"
+            raise AttemptFailedError(message, self._awaited()) from error
+
+    def _awaited(self) -> tuple[str, ...]:
+        """The other members whose mask, mean or signature is missing, whichever this member waits for."""
+        attempt, members = self.attempt, self.attempt.roster.members
+        if attempt.contributors is None:
+            missing = [i for i in range(len(members)) if attempt.size(i) and i not in self._masks]
+        elif not attempt.is_complete():
+            missing = [i for i, mean in enumerate(attempt.means) if mean is None]
+        else:
+            missing = [i for i, member in enumerate(members) if member not in attempt.proofs]
+        return tuple(members[i] for i in missing if i != self._index)
+
+    async def _gather(self, deadline: float) -> None:
+        attempt = self.attempt
+        while not attempt.is_complete():
+            self._fail_if_lost([attempt.roster.members[i] for i, mean in enumerate(attempt.means) if mean is None])
+            attempt.changed.clear()
+            async with asyncio.timeout_at(deadline):
+                await attempt.changed.wait()
+        self._enter("commit")
+        body = attempt.make_body()
+        attempt.body = body
+        attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
+        self._own_proof.set()
+        attempt.changed.set()
+
+    async def _collect_signatures(self, deadline: float) -> Certificate:
+        attempt = self.attempt
+        while (certificate := attempt.certificate()) is None:
+            unlost = [p for p in attempt.roster.members if p not in self._lost or p in attempt.proofs]
+            if len(unlost) < attempt.roster.majority:
+                self._fail_if_lost(list(self._lost))
+            attempt.changed.clear()
+            async with asyncio.timeout_at(deadline):
+                await attempt.changed.wait()
+        return certificate
+
+    async def stop_sending(self) -> None:
+        """End the streams that this member opened; the vector is not read any more when this returns."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def stop_serving(self, linger: bool) -> None:
+        """End the others' streams; with ``linger``, first let them fetch mean and signature for a bounded time."""
+        if linger and self._served:
+            await asyncio.wait(list(self._served.values()), timeout=LINGER_SECONDS)
+        self._own_mask.cancel()
+        self._own_mean.cancel()
+        for task in self._served.values():
+            task.cancel()

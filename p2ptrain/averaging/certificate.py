@@ -1,0 +1,288 @@
+"""Tickets, rosters, results and their certificates: what members sign, and when it binds.
+
+A *ticket* is a peer's signed wish to average one round. A *roster* is the list of tickets that a leader put together.
+The roster's members reduce, and each that holds the whole result signs its *body*. A body with the signatures of a
+majority of the roster is a *certificate*: only certificates advance a round, and a roster can have at most one, because
+two majorities of one roster share a member and a member signs one body per roster.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from p2ptrain.averaging.head import DIGEST_BYTES, MAX_COUNT, Head
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import canonical_bytes
+from p2ptrain.signing import Signer
+
+MAX_PROOF_BYTES = 2048
+MAX_CERTIFICATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One peer's readiness to average one round, signed by it.
+
+    Attributes:
+        peer: Who.
+        round: The round that it wants to close.
+        lineage: The lineage of its head, 32 bytes.
+        digest: The digest of its state, 32 bytes.
+        layout: Fingerprint of codec, codec version and parameter layout, 32 bytes; members must agree.
+        tokens: The weight of its contribution.
+        samples: Samples that it read in this round.
+        bandwidth: Measured upload in bytes per second, for share sizes; 0 when unknown.
+        nonce: Makes every attempt of a peer distinct, 16 bytes.
+        proof: Its signature.
+    """
+
+    peer: str
+    round: int
+    lineage: bytes
+    digest: bytes
+    layout: bytes
+    tokens: int
+    samples: int
+    bandwidth: int
+    nonce: bytes
+    proof: bytes = b""
+
+    def message(self, swarm: bytes) -> bytes:
+        """The bytes that the peer signs."""
+        return b"p2ptrain ticket" + swarm + canonical_bytes(self._fields()[:-1])
+
+    def _fields(self) -> list[Any]:
+        return [
+            self.peer, self.round, self.lineage, self.digest, self.layout,
+            self.tokens, self.samples, self.bandwidth, self.nonce, self.proof,
+        ]  # fmt: skip
+
+    def signed(self, swarm: bytes, signer: Signer) -> Ticket:
+        """This ticket with the peer's signature."""
+        return replace(self, proof=signer.sign(self.message(swarm)))
+
+    def to_wire(self) -> list[Any]:
+        """Plain values for the wire."""
+        return self._fields()
+
+    @classmethod
+    def from_wire(cls, values: Any, swarm: bytes, verifier: Signer, max_weight: float) -> Ticket:
+        """Check and rebuild what `to_wire` made.
+
+        Raises:
+            IntegrityError: A field is missing or out of range, or the signature does not match.
+        """
+        if not (isinstance(values, list) and len(values) == 10):
+            raise IntegrityError("a ticket is malformed")
+        ticket = cls(*values)
+        hashes = (ticket.lineage, ticket.digest, ticket.layout)
+        counts = (ticket.round, ticket.samples, ticket.bandwidth)
+        if not (
+            type(ticket.peer) is str
+            and len(ticket.peer) <= 128
+            and all(type(h) is bytes and len(h) == DIGEST_BYTES for h in hashes)
+            and all(type(count) is int and 0 <= count < MAX_COUNT for count in counts)
+            and type(ticket.nonce) is bytes
+            and len(ticket.nonce) == 16
+            and type(ticket.proof) is bytes
+            and len(ticket.proof) <= MAX_PROOF_BYTES
+        ):
+            raise IntegrityError("a ticket has fields out of range")
+        if not (type(ticket.tokens) is int and 0 < ticket.tokens <= max_weight):
+            raise IntegrityError(f"a ticket claims a weight outside 1 to {max_weight:g} tokens")
+        if ticket.samples > max_weight:  # Or one ticket could push the data position out of every head's range.
+            raise IntegrityError(f"a ticket claims more than {max_weight:g} samples")
+        if not verifier.verify(ticket.peer, ticket.message(swarm), ticket.proof):
+            raise IntegrityError("a ticket's signature does not match its peer")
+        return ticket
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of one attempt at averaging one round, in the order in which everybody reduces."""
+
+    tickets: tuple[Ticket, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The peers, in roster order."""
+        return tuple(ticket.peer for ticket in self.tickets)
+
+    @property
+    def majority(self) -> int:
+        """Signatures that make a certificate: more than half of the members."""
+        return len(self.tickets) // 2 + 1
+
+    @property
+    def group_id(self) -> bytes:
+        """32 bytes that name this attempt: a hash of all tickets, nonces included."""
+        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([t.to_wire()[:-1] for t in self.tickets])).digest()
+
+    def index_of(self, peer: str) -> int:
+        """The position of a member; -1 for others."""
+        return self.members.index(peer) if peer in self.members else -1
+
+
+@dataclass(frozen=True)
+class Body:
+    """What a roster's members agree that the result is.
+
+    Attributes:
+        swarm: The manifest's digest, 32 bytes.
+        round: The round that this closes.
+        lineage: The lineage that it extends, 32 bytes.
+        tokens_before: That lineage's tokens before this round.
+        samples_before: Its data position before this round.
+        group_id: The roster's name, 32 bytes.
+        members: The roster, in order.
+        contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
+        codec: Name and version of the codec, such as ``int8/1``.
+        bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
+        hashes: SHA-256 of each owner's encoded mean; of nothing for an empty share.
+    """
+
+    swarm: bytes
+    round: int
+    lineage: bytes
+    tokens_before: int
+    samples_before: int
+    group_id: bytes
+    members: tuple[str, ...]
+    contributors: tuple[tuple[int, int, int], ...]
+    codec: str
+    bounds: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+    def to_bytes(self) -> bytes:
+        """Canonical msgpack."""
+        return canonical_bytes([
+            self.swarm, self.round, self.lineage, self.tokens_before, self.samples_before, self.group_id,
+            list(self.members), [list(c) for c in self.contributors], self.codec, list(self.bounds), list(self.hashes),
+        ])  # fmt: skip
+
+    @property
+    def body_hash(self) -> bytes:
+        """32 bytes that members sign."""
+        return hashlib.sha256(b"p2ptrain result" + self.to_bytes()).digest()
+
+    @property
+    def next_lineage(self) -> bytes:
+        """The lineage after this result, 32 bytes."""
+        return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that contributed to this round."""
+        return sum(tokens for _, tokens, _ in self.contributors)
+
+    @property
+    def next_samples(self) -> int:
+        """The data position after this round: every member's stride advances as far as the fastest one read."""
+        return self.samples_before + len(self.members) * max((samples for *_, samples in self.contributors), default=0)
+
+    def next_head(self, digest: bytes, certificate: bytes) -> Head:
+        """The head after this result.
+
+        Args:
+            digest: Of the state with this result applied, 32 bytes.
+            certificate: In wire form.
+        """
+        return Head(
+            self.round + 1,
+            self.next_lineage,
+            self.tokens_before + self.tokens,
+            self.next_samples,
+            digest,
+            self.members,
+            certificate,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Body:
+        """Check the shape of what `to_bytes` made; the signatures are the certificate's business.
+
+        Raises:
+            IntegrityError: It is malformed.
+        """
+        try:
+            values = msgpack.unpackb(data, raw=False)
+            swarm, round_, lineage, tokens, samples, group, members, contributors, codec, bounds, hashes = values
+            body = cls(
+                swarm, round_, lineage, tokens, samples, group, tuple(members),
+                tuple((i, t, s) for i, t, s in contributors), codec, tuple(bounds), tuple(hashes),
+            )  # fmt: skip
+            size = len(body.members)
+            indices = [index for index, *_ in body.contributors]
+            valid = (
+                all(type(h) is bytes and len(h) == DIGEST_BYTES for h in (swarm, lineage, group, *body.hashes))
+                and all(type(count) is int and 0 <= count < MAX_COUNT for count in (round_, tokens, samples, *bounds))
+                and 0 < size <= 256
+                and len(set(body.members)) == size
+                and all(type(member) is str for member in body.members)
+                and type(codec) is str
+                and all(type(count) is int for contributor in body.contributors for count in contributor)
+                and indices == sorted(set(indices))
+                and all(0 <= index < size for index in indices)
+                and all(0 < t < MAX_COUNT and 0 <= s < MAX_COUNT for _, t, s in body.contributors)
+                and len(body.bounds) == size + 1
+                and len(body.hashes) == size
+                and list(body.bounds) == sorted(body.bounds)
+                and body.to_bytes() == data
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise IntegrityError("a result's body is malformed") from error
+        if not valid:
+            raise IntegrityError("a result's body has fields out of range")
+        return body
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A body with the signatures of a majority of its roster."""
+
+    body: Body
+    proofs: tuple[tuple[str, bytes], ...]
+
+    def to_bytes(self) -> bytes:
+        """The wire form."""
+        return canonical_bytes([self.body.to_bytes(), [[peer, proof] for peer, proof in self.proofs]])
+
+    @classmethod
+    def from_bytes(cls, data: bytes, swarm: bytes, verifier: Signer) -> Certificate:
+        """Parse and verify.
+
+        Raises:
+            IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
+        """
+        if len(data) > MAX_CERTIFICATE_BYTES:
+            raise IntegrityError("a certificate is too large")
+        try:
+            raw_body, raw_proofs = msgpack.unpackb(data, raw=False)
+            proofs = tuple((peer, proof) for peer, proof in raw_proofs)
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise IntegrityError("a certificate is malformed") from error
+        if not all(
+            type(peer) is str and type(proof) is bytes and len(proof) <= MAX_PROOF_BYTES for peer, proof in proofs
+        ):
+            raise IntegrityError("a certificate has signatures out of range")
+        body = Body.from_bytes(raw_body)
+        if len(proofs) > len(body.members) or len({peer for peer, _ in proofs}) < len(proofs):
+            raise IntegrityError("a certificate has more signatures than members")
+        if body.swarm != swarm:
+            raise IntegrityError("a certificate is of another swarm")
+        body_hash = body.body_hash
+        signers = {
+            peer for peer, proof in proofs if peer in body.members and verifier.verify(peer, vote(body_hash), proof)
+        }
+        if len(signers) <= len(body.members) // 2:
+            raise IntegrityError(f"a certificate has {len(signers)} of {len(body.members)} signatures: not a majority")
+        return cls(body, proofs)
+
+
+def vote(body_hash: bytes) -> bytes:
+    """The message that a member signs for a body."""
+    return b"p2ptrain vote" + body_hash

@@ -1,0 +1,164 @@
+"""The last encoded results that a peer keeps, so that laggards replay rounds instead of downloading everything."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.averaging.attempt import Attempt
+from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+Means = list[bytes | bytearray]
+
+MAX_REPLY_BYTES = 4 << 20
+CALL_TIMEOUT_SECONDS = 12.0
+
+
+@dataclass(frozen=True)
+class Result:
+    """A certificate and the encoded mean of each share that it vouches for."""
+
+    certificate: Certificate
+    means: Means
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the encoded means."""
+        return sum(len(mean) for mean in self.means)
+
+
+class History:
+    """Keeps results, serves them, and fetches those of others.
+
+    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept.
+    """
+
+    def __init__(
+        self, rpc: Rpc, runtime: Runtime, signer: Signer, swarm: bytes, codec: Codec, max_rounds: int, max_bytes: int
+    ) -> None:
+        self._rpc = rpc
+        self._runtime = runtime
+        self._signer = signer
+        self._swarm = swarm
+        self._codec = codec
+        self._max_rounds = max_rounds
+        self._max_bytes = max_bytes
+        self._results: OrderedDict[bytes, Result] = OrderedDict()
+        self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
+        """Finds a complete but uncertified attempt by body hash; set by the averager."""
+        rpc.serve("history.after", self._serve_after)
+        rpc.serve_channel("history.result", self._serve_result)
+
+    def add(self, result: Result) -> None:
+        """Keep a result that this peer applied."""
+        self._results[result.certificate.body.lineage] = result
+        while len(self._results) > 1 and (
+            len(self._results) > self._max_rounds or sum(r.num_bytes for r in self._results.values()) > self._max_bytes
+        ):
+            self._results.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything: this peer moved to another lineage."""
+        self._results.clear()
+
+    def chain(self, lineage: bytes) -> list[Certificate]:
+        """The certificates that lead from ``lineage`` to the newest kept; empty when there is no unbroken chain."""
+        certificates = []
+        while (result := self._results.get(lineage)) is not None:
+            certificates.append(result.certificate)
+            lineage = result.certificate.body.next_lineage
+        return certificates
+
+    async def _serve_after(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        lineage = request.get("lineage")
+        if type(lineage) is not bytes:
+            raise IntegrityError("malformed request for history")
+        encoded: list[bytes] = []
+        for certificate in self.chain(lineage):
+            encoded.append(certificate.to_bytes())
+            if sum(map(len, encoded)) > MAX_REPLY_BYTES // 2:
+                break
+        return {"certificates": encoded}
+
+    async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
+        wanted = request.get("body")
+        means: list[bytes | bytearray | None] | Means | None = None
+        for result in self._results.values():
+            if result.certificate.body.body_hash == wanted:
+                means = result.means
+        if means is None and type(wanted) is bytes and (attempt := self.find_attempt(wanted)) is not None:
+            means = attempt.means
+        if means is None:
+            raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
+        for mean in means:
+            if mean:
+                await channel.send_bytes(mean)
+        await channel.send({"done": True})
+
+    async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
+        """Ask a peer for the chain of certificates from ``lineage`` on; verified; empty when it has none.
+
+        Raises:
+            PeerError, DeadlineError: It failed.
+            ProtocolError: It sent certificates that do not verify or do not connect.
+        """
+        reply = await self._rpc.call(
+            peer, "history.after", {"lineage": lineage}, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
+        )
+        raw = reply.get("certificates")
+        if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
+            raise ProtocolError(peer, "sent a malformed history")
+        certificates = []
+        for item in raw:
+            try:
+                certificate = Certificate.from_bytes(item, self._swarm, self._signer)
+            except IntegrityError as error:
+                raise ProtocolError(peer, f"sent a history in which {error}") from error
+            if certificate.body.lineage != lineage:
+                raise ProtocolError(peer, "sent a history that does not connect")
+            lineage = certificate.body.next_lineage
+            certificates.append(certificate)
+        return certificates
+
+    async def fetch_means(self, peer: str, body: Body, num_values: int, timeout_seconds: float) -> Means:
+        """Fetch the encoded means of a result from a peer, checked against the body's hashes.
+
+        Raises:
+            PeerError, DeadlineError: It failed.
+            ProtocolError: It sent bytes with other hashes, or the body does not fit this model.
+        """
+        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
+            raise ProtocolError(peer, "offers a result of another size than this model")
+        if body.codec != f"{self._codec.name}/{self._codec.version}":
+            raise ProtocolError(peer, f"offers a result in codec {body.codec}")
+        means: Means = []
+        request = {"body": body.body_hash}
+        async with self._rpc.open(peer, "history.result", request, CALL_TIMEOUT_SECONDS) as channel:
+            for low, high in zip(body.bounds, body.bounds[1:], strict=False):
+                if high == low:
+                    means.append(b"")
+                    continue
+                data = await channel.receive_bytes(self._codec.encoded_bytes(high - low), timeout_seconds)
+                means.append(bytes(data) if isinstance(data, memoryview) else data)
+            await channel.receive(timeout_seconds)
+        await self._runtime.compute(self._check_means, peer, body, means)
+        return means
+
+    def _check_means(self, peer: str, body: Body, means: Means) -> None:
+        for index, mean in enumerate(means):
+            if hashlib.sha256(mean).digest() != body.hashes[index]:
+                raise ProtocolError(peer, "sent a result that does not match its certificate")
+            size = body.bounds[index + 1] - body.bounds[index]
+            try:
+                self._codec.validate(mean, size)
+            except CodecError as error:
+                raise ProtocolError(peer, f"sent a result that is refused: {error}") from error

@@ -1,0 +1,161 @@
+"""Shares on the move: encoded while they are sent, checked and hashed while they arrive.
+
+On the wire a share is one bulk buffer whatever is done here, and its bytes do not depend on where it is cut
+(`p2ptrain.codecs.base.Codec`). Cutting lets the network and the compute thread work at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from typing import TYPE_CHECKING
+
+from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.errors import ProtocolError
+from p2ptrain.network.channel import Channel
+from p2ptrain.runtime import Runtime
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_VALUES = 1 << 19
+"""Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
+
+
+def cut(num_values: int, block_size: int) -> list[tuple[int, int]]:
+    """(first value, value after the last) of the pieces of a share, cut at multiples of a codec's block."""
+    step = max(block_size, PIECE_VALUES // block_size * block_size)
+    return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
+
+
+async def new_buffer(runtime: Runtime, codec: Codec, num_values: int) -> bytearray:
+    """Room for an encoded share; off the event loop, because clearing fresh memory takes milliseconds."""
+    return await runtime.compute(bytearray, codec.encoded_bytes(num_values))
+
+
+class Growing:
+    """An encoded share that can be sent while it is being made, to any number of peers.
+
+    Attributes:
+        data: The encoded share; complete once `grow` was called with its length.
+    """
+
+    def __init__(self, data: bytearray) -> None:
+        self.data = data
+        self._ready = 0
+        self._grew = asyncio.Event()
+
+    def grow(self, ready: int) -> None:
+        """Let go of the first ``ready`` bytes; they must not change any more."""
+        self._ready = ready
+        self._grew.set()
+        self._grew = asyncio.Event()
+
+    async def send(self, channel: Channel) -> None:
+        """Send the whole share as one buffer, waiting for what is not there yet; see `Channel.send_bytes`."""
+        view, sent = memoryview(self.data), 0
+        while sent < len(view):
+            while self._ready == sent:
+                await self._grew.wait()
+            ready = self._ready
+            await channel.send_bytes(view[sent:ready], more=ready < len(view))
+            sent = ready
+
+
+async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor) -> bytearray:
+    """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
+
+    Raises:
+        CodecError: A value cannot be encoded.
+        PeerError, DeadlineError: See `Channel.send_bytes`.
+    """
+    encoded = await new_buffer(runtime, codec, len(vector))
+    view = memoryview(encoded)
+
+    async def encode(low: int, high: int) -> memoryview:
+        piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+        await runtime.compute(codec.encode_into, vector[low:high], piece)
+        return piece
+
+    first, *others = cut(len(vector), codec.block_size)
+    ahead = asyncio.create_task(encode(*first), name="encode")
+    try:
+        for span in [*others, None]:
+            piece = await ahead
+            if span is not None:
+                ahead = asyncio.create_task(encode(*span), name="encode")
+            await channel.send_bytes(piece, more=span is not None)
+    finally:
+        ahead.cancel()
+        await asyncio.gather(ahead, return_exceptions=True)
+    return encoded
+
+
+async def receive_checked(
+    channel: Channel, runtime: Runtime, codec: Codec, num_values: int, timeout_seconds: float, *, hashed: bool = True
+) -> tuple[bytearray, bytes]:
+    """Receive an encoded share, validating it while it arrives.
+
+    Returns:
+        The share, and its SHA-256; with ``hashed`` False that of nothing, because hashing is most of the work.
+
+    Raises:
+        ProtocolError: It has another length or holds values that `Codec.validate` refuses.
+        PeerError, DeadlineError: See `Channel.receive_bytes`.
+    """
+    data = await new_buffer(runtime, codec, num_values)
+    arriving = _Arriving(runtime, codec, num_values, data, hashed)
+    try:
+        await channel.receive_bytes(
+            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=arriving.on_progress
+        )
+        return arriving.data, await arriving.finish()
+    except CodecError as error:
+        raise ProtocolError(channel.remote, f"sent values that are refused: {error}") from error
+    finally:
+        await arriving.close()
+
+
+class _Arriving:
+    """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
+
+    def __init__(self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, hashed: bool) -> None:
+        self.data = data
+        self._runtime = runtime
+        self._codec = codec
+        self._hashed = hashed
+        self._left = cut(num_values, codec.block_size)
+        self._hash = hashlib.sha256()
+        self._checking: asyncio.Task[None] | None = None
+
+    def on_progress(self, filled: int) -> None:
+        """Check what is complete, unless the check before is still running."""
+        if self._checking is not None and not self._checking.done():
+            return
+        complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
+        if complete and (self._checking is None or self._checking.exception() is None):
+            del self._left[: len(complete)]
+            self._checking = asyncio.create_task(self._runtime.compute(self._check, complete), name="check")
+
+    async def finish(self) -> bytes:
+        """Check the rest of the buffer, which is full now; returns the hash of all of it."""
+        if self._checking is not None:
+            await self._checking
+        await self._runtime.compute(self._check, self._left)
+        return self._hash.digest()
+
+    async def close(self) -> None:
+        """Leave no task behind."""
+        if self._checking is not None:
+            self._checking.cancel()
+            with contextlib.suppress(asyncio.CancelledError, CodecError):
+                await self._checking
+
+    def _check(self, spans: list[tuple[int, int]]) -> None:
+        view = memoryview(self.data)
+        for low, high in spans:
+            piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
+            self._codec.validate(piece, high - low)
+            if self._hashed:
+                self._hash.update(piece)

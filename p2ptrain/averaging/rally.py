@@ -1,0 +1,228 @@
+"""Forming a group, the leader's side: a rally collects tickets until the round should close.
+
+For each round one peer leads: the smallest `rank` among those that are there. Leading is independent of training, costs
+a few small messages, and moves on every round; when a leader fails, its followers go to the next in rank. `decide`
+is the whole policy, a pure function; the rest of this file is the shell that feeds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from p2ptrain.averaging.certificate import Roster, Ticket
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.membership import rank
+from p2ptrain.manifest import AveragingSpec
+
+logger = logging.getLogger(__name__)
+
+Answer = dict[str, Any]
+"""What a rally tells a member: ``kind`` is ``roster``, ``redirect``, ``behind`` or ``refused``."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a leader knows about one round.
+
+    Attributes:
+        ready: Peers that handed in a ticket.
+        missing: Peers that are expected to, but did not yet.
+        batch_is_full: With a global batch: whether the samples reported by all peers fill it.
+        seconds_waiting: Since the first ticket; 0 without tickets.
+        seconds_since_quorum: Since the quorum was ready; None before.
+    """
+
+    ready: int
+    missing: int
+    batch_is_full: bool
+    seconds_waiting: float
+    seconds_since_quorum: float | None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and why, in words that a log or a status page can show."""
+
+    action: Literal["wait", "close", "form", "give up"]
+    reason: str
+
+
+def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
+    """Whether enough of the expected peers are ready for the round to close without the rest."""
+    return situation.ready > 0 and situation.ready >= spec.quorum * (situation.ready + situation.missing)
+
+
+def decide(situation: Situation, spec: AveragingSpec) -> Decision:
+    """Whether to wait, to hurry the rest (``close``), to form the group from who is ready, or to give up."""
+    total = situation.ready + situation.missing
+    out_of_time = situation.seconds_waiting >= spec.matchmaking_seconds
+    if not situation.ready:
+        return Decision("close" if situation.batch_is_full else "wait", "no peer is ready yet")
+    if situation.ready < spec.min_peers:
+        if out_of_time:
+            return Decision("give up", f"{situation.ready} of at least {spec.min_peers} peers are ready")
+        hurry = situation.missing > 0 and (situation.batch_is_full or has_quorum(situation, spec))
+        reason = f"waiting for {spec.min_peers - situation.ready} more peers: the minimum is unmet"
+        return Decision("close" if hurry else "wait", reason)
+    if not situation.missing:
+        return Decision("form", f"all {total} peers are ready")
+    if not has_quorum(situation, spec):
+        if out_of_time:
+            return Decision("give up", f"{situation.ready} of {total} peers are ready: no quorum")
+        return Decision("close" if situation.batch_is_full else "wait", f"{situation.ready} of {total} peers are ready")
+    if out_of_time or (situation.seconds_since_quorum or 0.0) >= spec.grace_seconds:
+        return Decision("form", f"{situation.ready} of {total} peers are ready and the grace period is over")
+    return Decision("close", f"{situation.ready} of {total} peers are ready: a quorum")
+
+
+def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1) -> list[str]:
+    """The peers that can be in one group, in the order given, where pairs of them cannot work together.
+
+    Whoever is in most such pairs is left out first, so that one who complains about everybody leaves out itself; among
+    equals the last in order, which changes from round to round.
+
+    Args:
+        avoid: By peer: those with which rounds broke for it.
+        least: So many are kept in any case.
+    """
+    kept = list(avoid)
+    while len(kept) > least:
+        conflicts = {
+            peer: sum(other in avoid[peer] or peer in avoid[other] for other in kept if other != peer) for peer in kept
+        }
+        worst = max(reversed(kept), key=lambda peer: conflicts[peer])
+        if not conflicts[worst]:
+            break
+        kept.remove(worst)
+    return kept
+
+
+@dataclass
+class _Member:
+    ticket: Ticket
+    answer: asyncio.Future[Answer]
+    avoid: frozenset[str]
+
+
+@dataclass
+class Rally:
+    """The tickets and reports for one round of one lineage, held by its leader.
+
+    Attributes:
+        head: The head whose round this closes, as its first member described it.
+        members: By peer: tickets handed in, in order of arrival.
+        samples: By peer: samples reported or handed in for this round.
+        closing: Whether the rest was told to come with what they have.
+        over: Whether members got their answers; later arrivals open a new rally.
+    """
+
+    head: Head
+    spec: AveragingSpec
+    batch_target: int
+    members: dict[str, _Member] = field(default_factory=dict)
+    samples: dict[str, int] = field(default_factory=dict)
+    closing: bool = False
+    over: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    last_activity: float = 0.0
+    _first_ticket_at: float | None = None
+    _quorum_at: float | None = None
+
+    def add(self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset()) -> asyncio.Future[Answer]:
+        """Take a ticket; the future resolves with the rally's answer. A peer's newer ticket replaces its older."""
+        previous = self.members.pop(ticket.peer, None)
+        if previous is not None and not previous.answer.done():
+            previous.answer.set_result({"kind": "refused", "reason": "a newer ticket replaced this one"})
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self.members[ticket.peer] = _Member(ticket, answer, avoid)
+        self.samples[ticket.peer] = ticket.samples
+        self._first_ticket_at = now if self._first_ticket_at is None else self._first_ticket_at
+        self.last_activity = now
+        self.changed.set()
+        return answer
+
+    def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
+        """Forget a member that went away, unless it came again meanwhile."""
+        member = self.members.get(peer)
+        if member is not None and member.answer is answer:
+            del self.members[peer]
+            self.changed.set()
+
+    def report(self, peer: str, samples: int, now: float) -> None:
+        """Note how many samples a peer has for this round."""
+        if peer in self.samples or len(self.samples) < 4096:
+            self.samples[peer] = samples
+        self.last_activity = now
+        self.changed.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the samples reported by all peers fill the global batch."""
+        return self.batch_target > 0 and sum(self.samples.values()) >= self.batch_target
+
+    def situation(self, expected: list[str], now: float) -> Situation:
+        """The facts for `decide`."""
+        missing = [peer for peer in expected if peer not in self.members]
+        waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
+        situation = Situation(len(self.members), len(missing), self.is_full, waiting, None)
+        if not has_quorum(situation, self.spec):
+            self._quorum_at = None
+            return situation
+        self._quorum_at = now if self._quorum_at is None else self._quorum_at
+        return replace(situation, seconds_since_quorum=now - self._quorum_at)
+
+    def next_change(self, now: float) -> float:
+        """Seconds until `decide` may say something else without any message; bounded."""
+        times = [2.0]
+        if self._first_ticket_at is not None:
+            times.append(self._first_ticket_at + self.spec.matchmaking_seconds - now)
+        if self._quorum_at is not None:
+            times.append(self._quorum_at + self.spec.grace_seconds - now)
+        return max(0.0, min(times)) + 0.001
+
+    def answer_all(self, answer: Answer) -> None:
+        """Tell every member the same and end the rally."""
+        self.over = True
+        for member in self.members.values():
+            if not member.answer.done():
+                member.answer.set_result(answer)
+        self.changed.set()
+
+    def form(self) -> list[str]:
+        """Put the group together and answer everybody; returns the peers in it.
+
+        Members whose digest differs from the most common one are refused (they must re-sync), as are those that cannot
+        work with the others, and those beyond the group size; they keep their work for the next round.
+        """
+        digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
+        common = max(digests, key=lambda key: (digests[key], key))
+        chosen: list[Ticket] = []
+        for peer in sorted(self.members, key=lambda p: rank(p, self.head.round, self.head.lineage)):
+            member = self.members[peer]
+            if member.answer.done():
+                continue
+            if (member.ticket.digest, member.ticket.layout) != common:
+                same_layout = member.ticket.layout == common[1]
+                what = "state" if same_layout else "model layout or codec"
+                member.answer.set_result(
+                    {"kind": "refused", "reason": f"your {what} differs from the group's", "mismatch": same_layout}
+                )
+            else:
+                chosen.append(member.ticket)
+        kept = without_conflicts({t.peer: self.members[t.peer].avoid for t in chosen}, self.spec.min_peers)
+        for ticket in [ticket for ticket in chosen if ticket.peer not in kept[: self.spec.group_size]]:
+            full = ticket.peer in kept
+            why = "the group is full" if full else "rounds with you and another member broke again and again"
+            self.members[ticket.peer].answer.set_result(
+                {"kind": "refused", "reason": f"{why}: your work waits a round"}
+            )
+            chosen.remove(ticket)
+        roster = Roster(tuple(sorted(chosen, key=lambda ticket: ticket.peer)))
+        wire = {"kind": "roster", "tickets": [ticket.to_wire() for ticket in roster.tickets]}
+        self.answer_all(wire)
+        return list(roster.members)

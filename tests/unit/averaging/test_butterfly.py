@@ -1,0 +1,153 @@
+"""The all-reduce of one roster, against a mean computed here; and what it does with members that fail."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
+from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
+from tests.support.simulation import SWARM, members
+
+TOKENS = [10, 20, 70]
+
+
+def make_vectors(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(NUM_VALUES, generator=generator) for _ in range(count)]
+
+
+def decoded(member: RosterMember) -> torch.Tensor:
+    attempt, out = member.attempt, torch.zeros(NUM_VALUES)
+    for index, mean in enumerate(attempt.means):
+        assert mean is not None
+        if mean:
+            attempt.codec.decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
+    return out
+
+
+@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 5e-2)])
+def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str, tolerance: float) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            vectors = make_vectors(3)
+            roster = make_roster(swarm, vectors, TOKENS, codec)
+            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            await stop(roster, linger=True)
+            expected = sum((v * (t / 100) for v, t in zip(vectors, TOKENS, strict=True)), torch.zeros(NUM_VALUES))
+            for each in roster:
+                torch.testing.assert_close(decoded(each), expected, rtol=0, atol=tolerance)
+                assert each.attempt.means == roster[0].attempt.means
+            assert len({certificate.body for certificate in certificates}) == 1
+            for certificate in certificates:
+                Certificate.from_bytes(certificate.to_bytes(), SWARM, swarm[0].peer.signer)
+
+    simulate(main, seed=1)
+
+
+def test_a_lone_member_certifies_its_own() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 1) as swarm:
+            roster = make_roster(swarm, make_vectors(1), [10])
+            certificate = await roster[0].butterfly.run()
+            await stop(roster)
+            assert certificate.body.contributors == ((0, 10, 1),)
+            torch.testing.assert_close(decoded(roster[0]), make_vectors(1)[0])
+
+    simulate(main, seed=2)
+
+
+def test_a_member_that_never_comes_fails_the_attempt_and_is_named() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, make_vectors(3), TOKENS)
+            present, absent = roster[:2], roster[2]
+            absent.member.rpc.serve_channel("butterfly", lambda channel, request: asyncio.sleep(60))
+            failures = await asyncio.gather(*(each.butterfly.run() for each in present), return_exceptions=True)
+            await stop(roster)
+            for failure in failures:
+                assert isinstance(failure, AttemptFailedError)
+                assert failure.suspects == (absent.member.rpc.peer_id,)
+            assert network.loop.time() <= SPEC.round_seconds + 1
+
+    simulate(main, seed=3)
+
+
+@pytest.mark.parametrize("phase", ["mask", "proof"])
+def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(phase: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            roster = make_roster(swarm, make_vectors(2), [10, 10])
+            honest, silent = roster
+            send = silent.butterfly.serve
+
+            async def serve(channel, request):  # type: ignore[no-untyped-def]
+                sending = channel.send
+                channel.send = lambda message: asyncio.sleep(60) if phase in message else sending(message)
+                await send(channel)
+
+            silent.member.rpc.serve_channel("butterfly", serve)
+            other = asyncio.create_task(silent.butterfly.run())
+            with pytest.raises(AttemptFailedError) as failure:
+                await honest.butterfly.run()
+            assert failure.value.suspects == (silent.member.rpc.peer_id,)
+            other.cancel()
+            await asyncio.gather(other, return_exceptions=True)
+            await stop(roster)
+
+    simulate(main, seed=4)
+
+
+def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, make_vectors(3), TOKENS, bounds=(0, 0, 20, NUM_VALUES))
+            evil = roster[0]  # It owns no share: the others need nothing from it.
+            encode_into = type(evil.attempt.codec).encode_into
+
+            class Evil(type(evil.attempt.codec)):  # type: ignore[misc]
+                def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
+                    encode_into(self, vector, out)
+                    if torch.equal(vector, evil.butterfly._vector[:20]):
+                        out[:4] = b"\xff" * 4
+
+            evil.attempt.codec = Evil()
+            results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
+            await stop(roster, linger=True)
+            assert list(roster[1].butterfly.refused) == [evil.member.rpc.peer_id]
+            assert isinstance(results[0], AttemptFailedError)
+            for certificate in results[1:]:
+                assert isinstance(certificate, Certificate)
+                assert [index for index, *_ in certificate.body.contributors] == [1, 2]
+
+    simulate(main, seed=5)
+
+
+def test_an_update_beyond_the_codec_is_this_peer_s_own_fault() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            roster = make_roster(swarm, [torch.full((NUM_VALUES,), 1e6)] * 2, [10, 10], "fp16")
+            failures = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            await stop(roster)
+            assert all(isinstance(failure, UnencodableError) for failure in failures)
+
+    simulate(main, seed=6)
+
+
+def test_a_stranger_and_a_second_stream_are_refused() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm[:2], make_vectors(2), [10, 10])
+            target = roster[0].member.rpc.peer_id
+            for caller in (swarm[2].rpc, roster[1].member.rpc):
+                async with caller.open(target, "butterfly", {}, 2.0), caller.open(target, "butterfly", {}, 2.0):
+                    await asyncio.sleep(0.5)
+                assert roster[0].member.rpc.refusals[caller.peer_id, "ProtocolError"] >= 1
+            await stop(roster)
+
+    simulate(main, seed=7)

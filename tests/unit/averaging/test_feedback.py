@@ -1,0 +1,88 @@
+"""Error feedback: what a round drops, the next ones bring."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from p2ptrain.averaging.feedback import ErrorFeedback
+from p2ptrain.codecs import get_codec
+
+SIZE = 8192
+BOUNDS = (0, 4096, SIZE)
+
+
+def one_round(feedbacks: list[ErrorFeedback], updates: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """Two members average; returns the decoded mean. Member i owns share i."""
+    codec = get_codec("int8")
+    vectors = [update.clone() for update in updates]
+    for feedback, vector in zip(feedbacks, vectors, strict=True):
+        feedback.add_to(vector)
+    total = sum(weights)
+    mean = torch.empty(SIZE)
+    exact, encoded, sent = [], [], []
+    for owner in (0, 1):
+        low, high = BOUNDS[owner], BOUNDS[owner + 1]
+        other = 1 - owner
+        part = codec.encode(vectors[other][low:high])
+        share = vectors[owner][low:high] * (weights[owner] / total)
+        codec.accumulate_into(part, weights[other] / total, share)
+        exact.append(share)
+        encoded.append(codec.encode(share))
+        sent.append(part)
+        codec.decode_into(encoded[owner], mean[low:high])
+    for me in (0, 1):
+        feedbacks[me].update(
+            vectors[me], BOUNDS, {1 - me: sent[1 - me]}, me, exact[me], encoded[me], total / weights[me]
+        )
+    return mean
+
+
+def test_over_many_rounds_nothing_is_lost_to_the_codec() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codec = get_codec("int8")
+    feedbacks = [ErrorFeedback(SIZE, codec) for _ in range(2)]
+    weights = [100.0, 300.0]
+    wanted, got, last_error = torch.zeros(SIZE), torch.zeros(SIZE), 0.0
+    for _ in range(30):
+        updates = [torch.randn(SIZE, generator=generator) for _ in range(2)]
+        wanted += (updates[0] * weights[0] + updates[1] * weights[1]) / sum(weights)
+        got += one_round(feedbacks, updates, weights)
+        last_error = float((wanted - got).abs().max())
+        # What is missing after any number of rounds is what is kept for the next, and no more.
+        kept = torch.zeros(SIZE)
+        for feedback, weight in zip(feedbacks, weights, strict=True):
+            assert feedback.residual is not None
+            kept += feedback.residual * (weight / sum(weights))
+        torch.testing.assert_close(wanted - got, kept, rtol=0, atol=2e-4)
+    assert last_error < 0.2
+
+
+def test_a_lossless_codec_keeps_nothing() -> None:
+    feedback = ErrorFeedback(8, get_codec("fp32"))
+    vector = torch.ones(8)
+    feedback.add_to(vector)
+    feedback.update(vector, (0, 8), {}, 0, vector, b"", 1.0)
+    feedback.reset()
+    assert feedback.residual is None
+    assert torch.equal(vector, torch.ones(8))
+
+
+def test_reset_forgets() -> None:
+    feedback = ErrorFeedback(8, get_codec("int8"))
+    assert feedback.residual is not None
+    feedback.residual.fill_(1.0)
+    feedback.reset()
+    vector = torch.zeros(8)
+    feedback.add_to(vector)
+    assert torch.equal(vector, torch.zeros(8))
+
+
+@pytest.mark.parametrize("own_mean_exact", [None, torch.ones(8)])
+def test_a_share_that_another_member_reduced_leaves_no_residual(own_mean_exact: torch.Tensor | None) -> None:
+    codec = get_codec("int8")
+    feedback = ErrorFeedback(16, codec)
+    assert feedback.residual is not None
+    feedback.residual.fill_(5.0)
+    feedback.update(torch.ones(16), (0, 8, 16), {}, 0, own_mean_exact, codec.encode(torch.ones(8)), 2.0)
+    assert float(feedback.residual.abs().max()) < 0.05

@@ -1,0 +1,127 @@
+"""The leader's policy: when a round closes, and with whom."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.rally import Rally, Situation, decide
+from p2ptrain.manifest import AveragingSpec
+
+SPEC = AveragingSpec(grace_seconds=3, matchmaking_seconds=20, quorum=0.5, min_peers=2, group_size=8)
+HEAD = Head(3, b"l" * 32, 100, 40, b"d" * 32)
+
+
+def situation(
+    ready: int, missing: int, *, full: bool = False, waiting: float = 0.0, quorum: float | None = None
+) -> Situation:
+    return Situation(ready, missing, full, waiting, quorum)
+
+
+def ticket(peer: str, digest: bytes = b"d" * 32, layout: bytes = b"y" * 32) -> Ticket:
+    return Ticket(peer, HEAD.round, HEAD.lineage, digest, layout, 10, 2, 0, peer.encode().ljust(16, b"-"))
+
+
+def test_a_group_forms_at_once_when_everybody_is_ready() -> None:
+    assert decide(situation(3, 0), SPEC).action == "form"
+
+
+def test_the_rest_is_hurried_once_a_quorum_is_ready_and_left_out_after_the_grace_period() -> None:
+    assert decide(situation(1, 2), SPEC.model_copy(update={"min_peers": 1})).action == "wait"
+    assert decide(situation(2, 1, quorum=0.0), SPEC).action == "close"
+    assert decide(situation(2, 1, quorum=2.9), SPEC).action == "close"
+    assert decide(situation(2, 1, quorum=3.0), SPEC).action == "form"
+
+
+def test_a_full_global_batch_hurries_everybody() -> None:
+    assert decide(situation(0, 3, full=True), SPEC).action == "close"
+    assert decide(situation(0, 3), SPEC).action == "wait"
+
+
+def test_without_a_quorum_the_deadline_gives_up_instead_of_forking_the_swarm() -> None:
+    decision = decide(situation(2, 4, waiting=20.0), SPEC)
+    assert decision.action == "give up"
+    assert "2 of 6" in decision.reason
+
+
+def test_below_the_minimum_nothing_forms() -> None:
+    assert decide(situation(1, 0), SPEC).action == "wait"
+    assert decide(situation(1, 0, waiting=20.0), SPEC).action == "give up"
+
+
+@given(
+    ready=st.integers(0, 20),
+    missing=st.integers(0, 20),
+    full=st.booleans(),
+    waiting=st.floats(0, 100),
+    quorum=st.none() | st.floats(0, 100),
+    min_peers=st.integers(1, 5),
+    share=st.floats(0.1, 1),
+)
+def test_every_decision_keeps_the_manifest(
+    ready: int, missing: int, full: bool, waiting: float, quorum: float | None, min_peers: int, share: float
+) -> None:
+    spec = SPEC.model_copy(update={"min_peers": min_peers, "quorum": share})
+    decision = decide(situation(ready, missing, full=full, waiting=waiting, quorum=quorum), spec)
+    assert decision.reason
+    if decision.action == "form":
+        assert ready >= min_peers
+        assert ready >= share * (ready + missing)
+    if ready and waiting >= spec.matchmaking_seconds:
+        assert decision.action in ("form", "give up"), "a member must not wait beyond the deadline"
+
+
+def test_members_with_another_state_are_refused_and_the_majority_goes_on() -> None:
+    async def main() -> None:
+        rally = Rally(HEAD, SPEC, 0)
+        answers = {p: rally.add(ticket(p), 0.0) for p in ("a", "b")}
+        answers["c"] = rally.add(ticket("c", digest=b"x" * 32), 0.0)
+        assert rally.form() == ["a", "b"]
+        assert answers["c"].result()["kind"] == "refused"
+        assert answers["c"].result()["mismatch"] is True
+        assert [t[0] for t in answers["a"].result()["tickets"]] == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
+    async def main() -> None:
+        rally = Rally(HEAD, SPEC.model_copy(update={"group_size": 3}), 0)
+        answers = [rally.add(ticket(p), 0.0) for p in "abcde"]
+        assert len(rally.form()) == 3
+        assert sorted(answer.result()["kind"] for answer in answers) == [
+            "refused",
+            "refused",
+            "roster",
+            "roster",
+            "roster",
+        ]
+
+    asyncio.run(main())
+
+
+def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
+    async def main() -> None:
+        rally = Rally(HEAD, SPEC, 0)
+        first = rally.add(ticket("a"), 0.0)
+        second = rally.add(ticket("a"), 1.0)
+        assert first.result()["kind"] == "refused"
+        rally.remove("a", first)
+        assert rally.form() == ["a"]
+        assert second.result()["kind"] == "roster"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("samples", "full"), [((30, 33), False), ((30, 34), True)])
+def test_the_global_batch_counts_every_peer_once(samples: tuple[int, int], full: bool) -> None:
+    rally = Rally(HEAD, SPEC, batch_target=64)
+    rally.report("a", 5, 0.0)
+    rally.report("a", samples[0], 1.0)
+    rally.report("b", samples[1], 1.0)
+    assert rally.is_full is full

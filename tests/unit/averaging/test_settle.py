@@ -1,0 +1,133 @@
+"""Ending a broken attempt: completed from any signer, or given up for good."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from p2ptrain.averaging.certificate import vote
+from p2ptrain.averaging.settle import MAX_ATTEMPTS_KEPT, SETTLE_SECONDS
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.averaging import NUM_VALUES, RosterMember, make_roster, stop
+from tests.support.simulation import members
+
+
+async def complete(network: SimulatedNetwork, roster: list[RosterMember]) -> None:
+    """Run the attempt, so that everybody holds everything."""
+    await asyncio.gather(*(each.butterfly.run() for each in roster))
+    await stop(roster, linger=True)
+
+
+def forget(member: RosterMember, *, proofs_only: bool = False) -> None:
+    """Put a member back to before the end of the attempt."""
+    attempt = member.attempt
+    attempt.proofs.clear()
+    if proofs_only:
+        assert attempt.body is not None
+        attempt.proofs[member.member.rpc.peer_id] = member.member.peer.signer.sign(vote(attempt.body.body_hash))
+    else:
+        attempt.body, attempt.contributors = None, None
+        attempt.means = [None] * len(attempt.means)
+
+
+def vectors(count: int) -> list[torch.Tensor]:
+    return [torch.full((NUM_VALUES,), float(index)) for index in range(count)]
+
+
+def test_a_member_that_missed_the_end_takes_it_over_from_a_signer() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, vectors(3), [10, 10, 10])
+            await complete(network, roster)
+            means = list(roster[1].attempt.means)
+            forget(roster[0])
+            certificate = await roster[0].settlements.settle(roster[0].attempt)
+            assert certificate is not None
+            assert certificate.body == roster[1].attempt.body
+            assert roster[0].attempt.means == means
+
+    simulate(main, seed=1)
+
+
+def test_members_that_hold_all_but_each_other_s_signatures_exchange_them() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, vectors(3), [10, 10, 10])
+            await complete(network, roster)
+            for each in roster:
+                forget(each, proofs_only=True)
+            certificates = await asyncio.gather(*(each.settlements.settle(each.attempt) for each in roster))
+            assert len({certificate.body for certificate in certificates if certificate is not None}) == 1
+            assert all(certificates)
+
+    simulate(main, seed=2)
+
+
+def test_without_a_majority_the_attempt_is_given_up_within_the_deadline() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, vectors(3), [10, 10, 10])
+            await complete(network, roster)
+            forget(roster[0], proofs_only=True)
+            for each in roster[1:]:
+                network.crash(each.member.peer)
+            started = network.loop.time()
+            assert await roster[0].settlements.settle(roster[0].attempt) is None
+            assert network.loop.time() - started <= SETTLE_SECONDS + 3
+
+    simulate(main, seed=3)
+
+
+def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late() -> None:
+    """Or a peer that was away could complete, alone, a round that the others have left behind."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, vectors(3), [10, 10, 10])
+            await complete(network, roster)
+            for each in roster:
+                forget(each, proofs_only=True)
+            network.cut(roster[0].member.peer)
+            network.crash(roster[2].member.peer)
+            body = roster[1].attempt.body
+            assert body is not None
+            assert await roster[1].settlements.settle(roster[1].attempt) is None
+            assert roster[1].settlements.find(body.body_hash) is None
+            network.mend(roster[0].member.peer)
+            assert await roster[0].settlements.settle(roster[0].attempt) is None
+            assert list(roster[0].attempt.proofs) == [roster[0].member.rpc.peer_id]
+
+    simulate(main, seed=4)
+
+
+def test_a_result_of_another_roster_is_not_taken_over() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, vectors(3), [10, 10, 10])
+            other = make_roster(swarm, vectors(3), [10, 10, 50])
+            await complete(network, other)
+            wrong = other[1].attempt.body
+            assert wrong is not None
+
+            async def lie(peer: str, request: object) -> dict[str, object]:
+                return {"state": "pending", "body": wrong.to_bytes(), "proofs": []}
+
+            for each in roster[1:]:
+                each.member.rpc.serve("settle", lie)
+            assert await roster[0].settlements.settle(roster[0].attempt) is None
+            assert roster[0].attempt.body is None
+            assert roster[0].attempt.proofs == {}
+
+    simulate(main, seed=5)
+
+
+def test_only_a_few_attempts_are_kept() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            first = make_roster(swarm, vectors(2), [10, 10])[0]
+            for tokens in range(20, 30):
+                first.settlements.remember(make_roster(swarm, vectors(2), [tokens, 10])[0].attempt)
+            assert len(first.settlements._attempts) == MAX_ATTEMPTS_KEPT
+
+    simulate(main, seed=6)
