@@ -1,0 +1,37 @@
+"""The beginning of a lineage: a model's present parameters, and the shared optimizer that the manifest asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from p2ptrain.averaging.head import genesis
+from p2ptrain.manifest import Manifest
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.outer import AverageStep, GradientStep, NesterovStep, Stepper
+from p2ptrain.training.state import SharedState
+
+
+def initial_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, manifest: Manifest, swarm: bytes, clip_norm: float
+) -> SharedState:
+    """The shared state at the beginning of a lineage, with the stepper that the manifest asks for.
+
+    Args:
+        model: Its current parameters are the beginning.
+        optimizer: With ``every = 1`` its state is shared too.
+        manifest: Which stepper.
+        swarm: The manifest's digest, 32 bytes.
+        clip_norm: With ``every = 1``: the norm limit of the averaged gradient; 0 for none.
+    """
+    spec = manifest.training
+    layout = Layout.from_module(model)
+    stepper: Stepper
+    if spec.every == 1:
+        stepper = GradientStep(optimizer, model, layout, clip_norm)
+    elif spec.outer == "nesterov":
+        stepper = NesterovStep(layout, spec.outer_learning_rate, spec.outer_momentum)
+    else:
+        stepper = AverageStep(layout, spec.outer_learning_rate)
+    state = SharedState.from_module(model, layout, stepper)
+    state.head = genesis(swarm, state.tree().root)
+    return state

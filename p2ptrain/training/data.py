@@ -1,0 +1,122 @@
+"""Which samples a peer reads: a pure function, so that training resumes exactly and members never overlap.
+
+The training tokens are cut into ``W`` windows of ``context`` tokens (each sample has one more, the last target). The
+swarm consumes *positions*: position ``p`` lies in pass ``p // W`` at slot ``p % W``, and each pass has its own keyed
+permutation from slots to windows. At the start of a round the lineage says how many positions are consumed (the
+*cursor*) and who the members are; the member of rank ``k`` of ``n`` reads positions ``cursor + k``, ``cursor + k + n``,
+``cursor + k + 2n``, … (`advance` gives the next cursor). So while membership holds nothing is read twice within a pass,
+whatever each member's speed. A newcomer, who is in no certificate yet, reads windows drawn by a keyed hash instead.
+
+The permutation is a Feistel network over the next power of four, walked until it lands inside (Black and Rogaway,
+*Ciphers with Arbitrary Finite Domains*, CT-RSA 2002, section "cycle-walking"): constant memory, same on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.errors import ConfigError
+
+_FEISTEL_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class Sampler:
+    """Gives each peer its samples.
+
+    Args:
+        tokens: The training tokens, shape ``[num_tokens]``; may be memory-mapped.
+        context: Tokens per window.
+        seed: The manifest's ``data.seed``.
+
+    Raises:
+        ConfigError: There are too few tokens for one window.
+    """
+
+    def __init__(self, tokens: npt.NDArray[np.unsignedinteger[Any]], context: int, seed: int) -> None:
+        self.tokens = tokens
+        self.context = context
+        self.seed = seed
+        self.num_windows = (len(tokens) - 1) // context
+        if self.num_windows < 1:
+            raise ConfigError(f"{len(tokens)} training tokens are too few for a context of {context}: give more text")
+
+    def window(self, cursor: int, members: Sequence[str], peer: str, round: int, index: int) -> int:
+        """The window of the sample that ``peer`` reads as number ``index`` (0, 1, …) of a round.
+
+        Args:
+            cursor: Positions that the lineage consumed before this round.
+            members: The last certificate's peers, sorted.
+            peer: Who reads; if it is not a member, its windows may overlap with anybody's.
+            round: The round; changes a newcomer's windows only.
+            index: How many samples the peer has read in this round before.
+        """
+        if peer in members:
+            position = cursor + members.index(peer) + len(members) * index
+            return self.window_at(position)
+        return _keyed_hash("newcomer", self.seed, peer, round, index) % self.num_windows
+
+    def window_at(self, position: int) -> int:
+        """The window at a global position: a bijection within each pass."""
+        data_pass, slot = divmod(position, self.num_windows)
+        return permute(slot, self.num_windows, _pass_keys(self.seed, data_pass))
+
+    def batch(
+        self, cursor: int, members: Sequence[str], peer: str, round: int, first_index: int, size: int
+    ) -> npt.NDArray[np.int64]:
+        """Samples ``first_index`` to ``first_index + size - 1`` of a peer's round (arguments as in `window`).
+
+        Returns:
+            Token ids, shape ``[size, context + 1]``: columns ``[:-1]`` are inputs, ``[1:]`` targets.
+        """
+        samples = np.empty((size, self.context + 1), dtype=np.int64)
+        for row in range(size):
+            start = self.window(cursor, members, peer, round, first_index + row) * self.context
+            samples[row] = self.tokens[start : start + self.context + 1]
+        return samples
+
+
+def advance(cursor: int, counts: Collection[int]) -> int:
+    """The cursor after a round.
+
+    Args:
+        cursor: The cursor at its start.
+        counts: For each member of the round's start, the samples that it read (0 for who left).
+    """
+    return cursor + len(counts) * max(counts, default=0)
+
+
+def permute(slot: int, size: int, keys: Sequence[int]) -> int:
+    """Where ``slot`` goes in a pseudo-random permutation of ``range(size)`` that ``keys`` (64 bits each) select."""
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = slot >> half_bits, slot & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        slot = (left << half_bits) | right
+        if slot < size:
+            return slot
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): 64 bits to 64 well-mixed bits."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+@lru_cache(maxsize=16)
+def _pass_keys(seed: int, data_pass: int) -> tuple[int, ...]:
+    return tuple(_keyed_hash("pass", seed, data_pass, number) for number in range(_FEISTEL_ROUNDS))
+
+
+def _keyed_hash(*parts: str | int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")

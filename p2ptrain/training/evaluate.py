@@ -1,0 +1,99 @@
+"""Held-out loss: the same windows in the same order for every peer, so that losses can be compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+
+from p2ptrain.training.data import permute
+
+LossFunction = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+"""The model and token ids ``[batch, context + 1]`` (int64) to the mean loss in nats per token, a scalar."""
+
+_VISITING_ORDER = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A measured loss.
+
+    Attributes:
+        loss: Mean negative log-likelihood in nats per token.
+        num_windows: Windows that were read; fewer than asked for if time ran out.
+        num_tokens: Tokens that were predicted.
+    """
+
+    loss: float
+    num_windows: int
+    num_tokens: int
+
+
+def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the next token, computed in fp32 whatever the model's type.
+
+    Args:
+        model: Called as ``model(input_ids=…, use_cache=False)``; the result has ``logits`` ``[batch, context, vocab]``.
+        tokens: Token ids, int64, ``[batch, context + 1]``.
+    """
+    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def held_out_loss(
+    model: nn.Module,
+    tokens: npt.NDArray[np.unsignedinteger[Any]],
+    context: int,
+    *,
+    max_windows: int = 128,
+    batch_size: int = 16,
+    loss_function: LossFunction = language_model_loss,
+    max_seconds: float | None = None,
+) -> Evaluation:
+    """Measure the model on a fixed subset of held-out text.
+
+    The windows are spread evenly over the text and visited in a fixed shuffled order, so that stopping early still
+    measures a fair sample. No gradients are kept, and each module is left in the mode that it was in.
+
+    Args:
+        model: Measured in eval mode, on the device of its first parameter.
+        tokens: Held-out tokens, ``[num_tokens]``, at least ``context + 1``.
+        context: Tokens per window.
+        max_windows: Windows to read at most.
+        batch_size: Windows per forward pass.
+        loss_function: How the loss of a batch is computed; the default suits causal language models.
+        max_seconds: Stop after the first batch that ends later than this; None reads all windows.
+
+    Raises:
+        ValueError: The text is shorter than one window.
+    """
+    available = (len(tokens) - 1) // context
+    if available < 1:
+        raise ValueError(f"{len(tokens)} held-out tokens are too few for a context of {context}")
+    count = min(max_windows, available)
+    starts = [permute(slot, count, _VISITING_ORDER) * available // count * context for slot in range(count)]
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    modes = [(module, module.training) for module in model.modules()]
+    deadline = None if max_seconds is None else time.monotonic() + max_seconds
+    total, read = 0.0, 0
+    model.eval()
+    try:
+        with torch.no_grad():
+            for first in range(0, count, batch_size):
+                rows = [tokens[start : start + context + 1] for start in starts[first : first + batch_size]]
+                batch = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
+                total += float(loss_function(model, batch)) * len(rows)
+                read += len(rows)
+                if deadline is not None and time.monotonic() >= deadline:
+                    break
+    finally:
+        for module, training in modes:
+            module.training = training
+    return Evaluation(total / read, read, read * context)

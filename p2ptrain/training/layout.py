@@ -1,0 +1,253 @@
+"""Where every trained value of a module lives in one flat fp32 vector.
+
+Averaging, the outer step, digests and downloads know nothing of modules: they work on a vector on the CPU. A `Layout`
+is the map between the two. The vector holds the trainable parameters first (each once, however often it is tied) and
+then the persistent buffers, both in the order in which the module registers them. Frozen parameters and buffers that
+are not persistent are the same on every peer already, and have no place in it.
+
+Integer and boolean buffers travel as fp32 and are rounded on the way back, so they are exact up to 2**24.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+MAX_EXACT_INTEGER = 1 << 24
+"""Integers up to this size are exact in fp32."""
+
+_COMPILED_PREFIX = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the module.
+
+    Attributes:
+        name: Its qualified name, without what `torch.compile` adds.
+        shape: Its shape.
+        dtype: Its dtype in the module.
+        kind: Whether it is trained (``param``) or carried along (``buffer``).
+        offset: Index of its first value in the vector.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: Literal["param", "buffer"]
+    offset: int
+
+    @property
+    def num_values(self) -> int:
+        """How many values it has."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Index after its last value in the vector."""
+        return self.offset + self.num_values
+
+    @property
+    def integral(self) -> bool:
+        """Whether its values are integers or booleans in the module."""
+        return not self.dtype.is_floating_point
+
+
+class Layout:
+    """The order, shapes and offsets of all shared tensors of one module; holds no tensor itself.
+
+    Attributes:
+        entries: All tensors: parameters, then buffers.
+        num_values: Length of the vector.
+        num_parameters: Length of its first part, the parameters; the rest are buffers.
+        fingerprint: SHA-256 of kinds, names, shapes and dtypes, 32 bytes; equal on all peers that can average together.
+    """
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+        self.num_values = sum(entry.num_values for entry in entries)
+        self.num_parameters = sum(entry.num_values for entry in entries if entry.kind == "param")
+        described = [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in entries]
+        self.fingerprint = hashlib.sha256(b"p2ptrain layout 1" + json.dumps(described).encode()).digest()
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> Layout:
+        """The layout of ``module``: trainable parameters and persistent buffers, in order of registration.
+
+        Raises:
+            ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, or nothing
+                is trainable.
+        """
+        entries: list[Entry] = []
+        offset = 0
+        for kind, tensors in (("param", _parameters(module)), ("buffer", _buffers(module))):
+            for name, tensor in tensors:
+                _check_tensor(name, tensor)
+                entry = Entry(name, tuple(tensor.shape), tensor.dtype, kind, offset)  # type: ignore[arg-type]
+                entries.append(entry)
+                offset = entry.end
+            if kind == "param" and not entries:
+                raise ValueError("the module has no trainable parameter: set requires_grad on what is to be trained")
+        return cls(tuple(entries))
+
+    @property
+    def parameter_entries(self) -> tuple[Entry, ...]:
+        """The entries of the first part of the vector."""
+        return tuple(entry for entry in self.entries if entry.kind == "param")
+
+    @property
+    def buffer_entries(self) -> tuple[Entry, ...]:
+        """The entries of the second part of the vector."""
+        return tuple(entry for entry in self.entries if entry.kind == "buffer")
+
+    def new_vector(self) -> Tensor:
+        """A vector of zeros, fp32 ``[num_values]`` on the CPU."""
+        return torch.zeros(self.num_values, dtype=torch.float32)
+
+    @torch.no_grad()
+    def read(self, module: nn.Module, out: Tensor) -> None:
+        """Copy the module's values into ``out`` (fp32, ``[num_values]``, CPU), overwriting it.
+
+        Raises:
+            ValueError: The module does not have this layout, or ``out`` is no such vector.
+        """
+        self._check_vector(out)
+        for entry, tensor in self._bind(module, self.entries):
+            out[entry.offset : entry.end].view(entry.shape).copy_(tensor)
+
+    @torch.no_grad()
+    def write(self, vector: Tensor, module: nn.Module, *, kind: Literal["param", "buffer"] | None = None) -> None:
+        """Copy ``vector`` (fp32, ``[num_values]``, CPU) into the module, in place, whatever its device and dtypes.
+
+        Args:
+            vector: The values; integers are rounded, and held within the range of their dtype.
+            module: A module of this layout.
+            kind: Write only parameters, or only buffers; both by default.
+
+        Raises:
+            ValueError: The module does not have this layout, or ``vector`` is no such vector.
+        """
+        self._check_vector(vector)
+        entries = tuple(entry for entry in self.entries if kind in (None, entry.kind))
+        for entry, tensor in self._bind(module, entries):
+            values = vector[entry.offset : entry.end].view(entry.shape)
+            tensor.copy_(_to_integers(values, entry.dtype) if entry.integral else values)
+
+    @torch.no_grad()
+    def read_gradients(self, module: nn.Module, out: Tensor) -> None:
+        """Copy the parameters' gradients into ``out[:num_parameters]``; a parameter without one counts as zero.
+
+        The rest of ``out``, the buffers' part, is left alone: see `read_difference`.
+
+        Args:
+            module: A module of this layout.
+            out: fp32, ``[num_values]``, CPU.
+
+        Raises:
+            ValueError: The module does not have this layout, or ``out`` is no such vector.
+        """
+        self._check_vector(out)
+        for entry, tensor in self._bind(module, self.parameter_entries):
+            values = out[entry.offset : entry.end].view(entry.shape)
+            if tensor.grad is None:
+                values.zero_()
+            else:
+                values.copy_(tensor.grad)
+
+    @torch.no_grad()
+    def read_difference(self, vector: Tensor, module: nn.Module, out: Tensor, *, buffers_only: bool = False) -> None:
+        """Write ``vector`` minus the module's values into ``out``: the pseudo-gradient, without a temporary.
+
+        Args:
+            vector: The values at the start of the round; fp32, ``[num_values]``, CPU.
+            module: A module of this layout.
+            out: fp32, ``[num_values]``, CPU; another tensor than ``vector``.
+            buffers_only: Leave ``out[:num_parameters]`` alone (with ``every = 1`` gradients go there).
+
+        Raises:
+            ValueError: The module does not have this layout, or a vector does not fit.
+        """
+        self._check_vector(vector)
+        self._check_vector(out)
+        entries = self.buffer_entries if buffers_only else self.entries
+        for entry, tensor in self._bind(module, entries):
+            out[entry.offset : entry.end].view(entry.shape).copy_(tensor)
+        start = self.num_parameters if buffers_only else 0
+        torch.sub(vector[start:], out[start:], out=out[start:])
+
+    @torch.no_grad()
+    def round_integers(self, vector: Tensor) -> None:
+        """Round the integer buffers' values of ``vector`` to whole numbers (half to even), in place."""
+        for entry in self.buffer_entries:
+            if entry.integral:
+                vector[entry.offset : entry.end].round_()
+
+    def parameters_of(self, module: nn.Module) -> list[tuple[Entry, Tensor]]:
+        """The module's live parameters beside their entries, in order; raises `ValueError` when they do not match."""
+        return list(self._bind(module, self.parameter_entries))
+
+    def _bind(self, module: nn.Module, entries: tuple[Entry, ...]) -> Iterator[tuple[Entry, Tensor]]:
+        live = {"param": dict(_parameters(module)), "buffer": dict(_buffers(module))}
+        for entry in entries:
+            tensor = live[entry.kind].get(entry.name)
+            if tensor is None or tuple(tensor.shape) != entry.shape:
+                found = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {entry.shape}"
+                raise ValueError(f"the module changed: {entry.kind} {entry.name} {found}; make a new Layout for it")
+            yield entry, tensor
+
+    def _check_vector(self, vector: Tensor) -> None:
+        fits = (
+            vector.dtype == torch.float32
+            and vector.device.type == "cpu"
+            and tuple(vector.shape) == (self.num_values,)
+            and vector.is_contiguous()
+        )
+        if not fits:
+            raise ValueError(
+                f"expected a contiguous fp32 CPU vector of {self.num_values} values,"
+                f" got {vector.dtype} {tuple(vector.shape)} on {vector.device}"
+            )
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            yield name.replace(_COMPILED_PREFIX, ""), parameter
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    persistent: set[int] = set()
+    for part in module.modules():
+        kept = (b for n, b in part.named_buffers(recurse=False) if n not in part._non_persistent_buffers_set)
+        persistent.update(id(buffer) for buffer in kept)
+    for name, buffer in module.named_buffers():
+        if id(buffer) in persistent:
+            yield name.replace(_COMPILED_PREFIX, ""), buffer
+
+
+def _check_tensor(name: str, tensor: Tensor) -> None:
+    if tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided:
+        raise ValueError(f"{name} is complex, quantized or sparse: only dense real tensors can be shared")
+    if tensor.dtype.is_floating_point or tensor.is_meta or not tensor.numel() or tensor.dtype == torch.bool:
+        return
+    if max(int(tensor.max()), -int(tensor.min())) > MAX_EXACT_INTEGER:
+        raise ValueError(
+            f"the integer buffer {name} holds values beyond 2**24, which fp32 cannot carry:"
+            " register it with persistent=False"
+        )
+
+
+def _to_integers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bool:
+        return values.round() != 0
+    limits = torch.iinfo(dtype)
+    # Through fp64, and within 2**53, where casting to integers is defined; a value that is no number becomes 0.
+    low, high = max(limits.min, -(1 << 53)), min(limits.max, 1 << 53)
+    return values.double().nan_to_num(0.0).round().clamp(low, high).to(dtype)

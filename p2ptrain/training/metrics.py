@@ -1,0 +1,109 @@
+"""Metrics as JSON lines: one object a line, readable while it is written, bounded in size.
+
+Metrics are not worth a training run: when the disk is full the writer warns once, drops lines, and goes on by itself
+when there is space again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Appends to ``path``; at ``max_bytes`` the file becomes ``path`` + ``.1`` (one old file is kept).
+
+    Args:
+        path: The file; its folder is created as needed.
+        max_bytes: Size at which the file is put aside.
+        clock: Wall-clock time in seconds, written as ``time``.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int = 64 << 20, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._file: int | None = None
+        self._failed = False
+
+    def write(self, kind: str, **values: Any) -> bool:
+        """Append one line: ``time``, ``kind`` and ``values`` (JSON types; numbers that are not finite become null).
+
+        Returns:
+            False if it could not be written; the first failure in a row is logged.
+        """
+        record = {"time": self._clock(), "kind": kind, **values}
+        line = json.dumps(_finite(record), separators=(",", ":"), default=str).encode() + b"\n"
+        try:
+            self._append(line)
+        except OSError as error:
+            if not self._failed:
+                logger.warning("cannot write metrics to %s, going on without: %s", self._path, error)
+            self._failed = True
+            return False
+        self._failed = False
+        return True
+
+    def close(self) -> None:
+        """Close the file; a later `write` opens it again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and size + len(line) > self._max_bytes:
+            self.close()
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+            self._append(line)
+            return
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            line = b"\n" + line  # the line before was torn by a crash or a full disk
+        if os.write(self._file, line) != len(line):
+            raise OSError("the disk is full")
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics file, oldest first; lines that are torn or are no objects are left out.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+    """
+    with path.open("rb") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

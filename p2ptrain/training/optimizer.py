@@ -1,0 +1,254 @@
+"""`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
+
+With ``every = H`` each `SwarmOptimizer.step` is an inner step; after H of them, or when the swarm closes the round, the
+pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105).
+With ``every = 1`` each call adds one local batch's gradient to an accumulator that ``zero_grad`` does not touch; when
+the swarm's global batch is full, the mean gradient is averaged and the wrapped optimizer steps once, the same
+everywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+import torch
+
+from p2ptrain.errors import TemporaryError
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.sync import RoundResult, Synchronizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Bridge:
+    """Runs a coroutine on the network's event loop and waits for it from the training thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._current: Future[Any] | None = None
+        self._over = ""
+
+    def cancel(self, reason: str = "the swarm is closing") -> None:
+        """End the wait in progress and refuse further ones, from any thread; ``reason`` is what they raise."""
+        self._over = self._over or reason
+        if self._current is not None:
+            self._current.cancel()
+
+    def _is_over(self) -> bool:
+        return bool(self._over)
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result; an interrupt of the waiting thread cancels it.
+
+        Raises:
+            TemporaryError: The network was closed meanwhile.
+        """
+        if self._loop.is_closed() or self._over:
+            coroutine.close()
+            raise TemporaryError(f"{self._over or 'the swarm is closed'}: call Swarm.join again to go on")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        self._current = future
+        if self._is_over():  # It was cancelled just before there was something to cancel.
+            future.cancel()
+        try:
+            while True:
+                try:
+                    return future.result(timeout=1.0)
+                except FutureTimeoutError:
+                    if future.done() or self._loop.is_closed():
+                        raise
+        except FutureCancelledError as error:
+            raise TemporaryError(self._over or "the swarm is closing") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class LocalWork:
+    """The live model's side of a synchronisation; implements `p2ptrain.training.sync.Work`."""
+
+    def __init__(self, module: torch.nn.Module, state: SharedState, accumulate: bool) -> None:
+        self.module = module
+        self.state = state
+        self.tokens = 0
+        self.samples = 0
+        self.steps = 0
+        size = state.layout.num_parameters
+        self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
+
+    def add_gradients(self, tokens: int) -> None:
+        """Add the live gradients, weighted by tokens; refused as a whole when they are not finite."""
+        assert self.accumulated is not None
+        for entry, parameter in self.state.layout.parameters_of(self.module):
+            if parameter.grad is not None:
+                part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
+                part.add_(parameter.grad.detach().to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
+
+    def collect(self, out: torch.Tensor) -> None:
+        """Start minus now; for accumulated gradients, their token-weighted mean (and start minus now for buffers)."""
+        layout = self.state.layout
+        layout.read(self.module, out)
+        torch.sub(self.state.vector, out, out=out)
+        if self.accumulated is not None:
+            torch.div(self.accumulated, float(max(self.tokens, 1)), out=out[: layout.num_parameters])
+
+    def adopt(self, contributed: bool, carry: torch.Tensor | None) -> None:
+        """Set the live model from the shared state; keep, carry or drop the work."""
+        target = self.state.vector
+        if carry is not None and self.accumulated is None:
+            target = target - carry
+        self.state.layout.write(target, self.module)
+        if contributed or carry is None:
+            self.tokens = self.samples = self.steps = 0
+            if self.accumulated is not None:
+                self.accumulated.zero_()
+
+
+class SwarmOptimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer so that its steps are shared; made by `Swarm.optimizer`.
+
+    Learning-rate schedulers act on the wrapped optimizer's parameter groups, which are shared with this object.
+
+    Attributes:
+        inner: The wrapped optimizer.
+        last_result: The last synchronisation; None before the first.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        synchronizer: Synchronizer,
+        bridge: Bridge,
+        spec: TrainingSpec,
+        tokens_per_step: int,
+        clip_norm: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            module: The live model that ``inner`` updates.
+            inner: The wrapped optimizer.
+            synchronizer: This peer's side of synchronisation; its state belongs to ``module``.
+            bridge: To the network's event loop.
+            spec: ``every`` and ``local_batch``.
+            tokens_per_step: Tokens in one local batch, unless `count` says otherwise.
+            clip_norm: Gradient norm limit of every inner step (``every = H``); 0 for none.
+                With ``every = 1`` the shared state's stepper clips.
+        """
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+        self.state = inner.state
+        self.last_result: RoundResult | None = None
+        self._module = module
+        self._synchronizer = synchronizer
+        self._bridge = bridge
+        self._every = spec.every
+        self._clip_norm = clip_norm
+        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1)
+        self._default_samples = spec.local_batch
+        self._default_tokens = tokens_per_step
+        self._counted: tuple[int, int] | None = None
+        self._next_attempt = spec.every
+        self._total_tokens = 0
+
+    @property
+    def round(self) -> int:
+        """The round in progress."""
+        return self._synchronizer.head.round
+
+    @property
+    def committed(self) -> bool:
+        """Whether the last synchronisation applied a certified round."""
+        return self.last_result is not None and self.last_result.committed
+
+    @property
+    def samples_in_round(self) -> int:
+        """Samples counted since this peer last contributed."""
+        return self._work.samples
+
+    @property
+    def tokens_in_round(self) -> int:
+        """Tokens counted since this peer last contributed."""
+        return self._work.tokens
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens counted since this optimizer was made."""
+        return self._total_tokens
+
+    def count(self, samples: int, tokens: int) -> None:
+        """Say how large the next local batch is, where it differs from the manifest's."""
+        if samples < 1 or tokens < 1:
+            raise ValueError(f"a batch has at least one sample and token, not {samples} and {tokens}")
+        self._counted = (samples, tokens)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Count one local batch; synchronise when the round is due. Returns the closure's loss, if there is one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        samples, tokens = self._counted or (self._default_samples, self._default_tokens)
+        self._counted = None
+        if self._every == 1:
+            self._work.add_gradients(tokens)
+        else:
+            if self._clip_norm:
+                parameters = [p for group in self.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            self.inner.step()
+        self._work.samples += samples
+        self._work.tokens += tokens
+        self._work.steps += 1
+        self._total_tokens += tokens
+        if self._is_due():
+            self.synchronize()
+        return loss
+
+    def _is_due(self) -> bool:
+        if self._synchronizer.is_closing():
+            return True
+        if self._every > 1:
+            return self._work.steps >= self._next_attempt
+        return self._bridge.wait(self._synchronizer.report(self._work.samples))
+
+    def synchronize(self) -> RoundResult:
+        """Contribute what there is to the round in progress now, and wait for its result."""
+        self.last_result = self._bridge.wait(self._synchronizer.synchronize(self._work))
+        if self.last_result.committed or self._work.steps == 0:
+            self._next_attempt = self._every
+        else:
+            self._next_attempt = self._work.steps + max(1, self._every // 4)
+        return self.last_result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the live gradients; what is accumulated for the global batch stays."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and what is not contributed yet."""
+        own = {"tokens": self._work.tokens, "samples": self._work.samples, "steps": self._work.steps}
+        values: dict[str, Any] = dict(self.inner.state_dict())
+        values["p2ptrain"] = {**own, "accumulated": self._work.accumulated}
+        return values
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave, or a plain state of the wrapped optimizer."""
+        values = dict(state_dict)
+        own = values.pop("p2ptrain", None)
+        self.inner.load_state_dict(values)
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
+        if own is not None:
+            self._work.tokens, self._work.samples, self._work.steps = own["tokens"], own["samples"], own["steps"]
+            if self._work.accumulated is not None and own["accumulated"] is not None:
+                self._work.accumulated.copy_(own["accumulated"])

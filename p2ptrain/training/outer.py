@@ -1,0 +1,266 @@
+"""The step that every member of a group takes on the averaged contribution, bit for bit the same.
+
+`NesterovStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They use single
+IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``) may or may
+not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer step on the
+mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
+
+The buffers' part of the mean is a difference from the vector too, and is subtracted as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from p2ptrain.errors import IncompatibleError
+from p2ptrain.training.digest import NamedTensors
+from p2ptrain.training.layout import Layout
+
+BLOCK_VALUES = 1 << 18
+"""Values that are worked on at a time: temporaries stay within 1 MiB."""
+
+_PREFIX = "optim."
+
+
+class Stepper(ABC):
+    """An optimizer that all members of a group share."""
+
+    @abstractmethod
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """Its state, fp32 on the CPU, in an order that is the same on all peers; the live tensors where possible.
+
+        Which ones there are may change from round to round (a torch optimizer has none before its first step).
+        """
+
+    @abstractmethod
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """Take over the `state_tensors` of another peer, all or none.
+
+        Raises:
+            IncompatibleError: They are not the state of this optimizer for this layout.
+        """
+
+    @abstractmethod
+    def step(self, vector: Tensor, mean: Tensor) -> None:
+        """Move ``vector`` by ``mean`` in place.
+
+        Args:
+            vector: The master copy; fp32, ``[num_values]``, CPU.
+            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; the same shape;
+                not changed.
+        """
+
+
+class NesterovStep(Stepper):
+    """SGD with Nesterov momentum on pseudo-gradients: the outer optimizer of DiLoCo (arXiv 2311.08105, algorithm 1).
+
+    In the form of `torch.optim.SGD`, for the mean pseudo-gradient ``mean``::
+
+        velocity = momentum * velocity + mean
+        vector   = vector - learning_rate * (mean + momentum * velocity)
+    """
+
+    def __init__(self, layout: Layout, learning_rate: float, momentum: float) -> None:
+        self._learning_rate = learning_rate
+        self._momentum = momentum
+        self._layout = layout
+        self._velocity = torch.zeros(layout.num_parameters, dtype=torch.float32)
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """One tensor: the momentum, ``[num_parameters]``."""
+        return [("outer.momentum", self._velocity)]
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`."""
+        if [name for name, _ in tensors] != ["outer.momentum"] or tensors[0][1].shape != self._velocity.shape:
+            raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
+        self._velocity.copy_(tensors[0][1])
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor) -> None:
+        """See `Stepper.step`."""
+        update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
+        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
+            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+            part = update[: block.stop - block.start]
+            velocity = self._velocity[block]
+            velocity.mul_(self._momentum)
+            velocity.add_(mean[block])
+            torch.mul(velocity, self._momentum, out=part)
+            part.add_(mean[block])
+            part.mul_(self._learning_rate)
+            vector[block].sub_(part)
+        _step_buffers(self._layout, vector, mean)
+
+
+class AverageStep(Stepper):
+    """Plain steps on pseudo-gradients, ``vector - learning_rate * mean``; at rate 1, FedAvg (arXiv 1602.05629)."""
+
+    def __init__(self, layout: Layout, learning_rate: float) -> None:
+        self._learning_rate = learning_rate
+        self._layout = layout
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """None: there is no state."""
+        return []
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`."""
+        if tensors:
+            raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor) -> None:
+        """See `Stepper.step`."""
+        update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
+        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
+            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+            part = update[: block.stop - block.start]
+            torch.mul(mean[block], self._learning_rate, out=part)
+            vector[block].sub_(part)
+        _step_buffers(self._layout, vector, mean)
+
+
+class GradientStep(Stepper):
+    """One step of a torch optimizer on the mean gradient: the same as one step on one large batch (``every = 1``).
+
+    The live parameters must hold the vector's values; afterwards they, and the vector, hold the new ones, and their
+    ``.grad`` is the clipped mean. Learning rates and other settings are no shared state: all
+    peers follow the same schedule.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        module: nn.Module,
+        layout: Layout,
+        clip_norm: float = 0.0,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        """Wrap ``optimizer``, which steps the parameters of ``module``.
+
+        Args:
+            optimizer: Any torch optimizer whose state is tensors and numbers, one set a parameter.
+            module: The live module.
+            layout: Its layout.
+            clip_norm: Limit of the mean gradient's norm over all parameters; 0 for none.
+            after_step: Called after each step; for a learning-rate schedule.
+
+        Raises:
+            ValueError: The optimizer steps a parameter that is no trainable parameter of the module.
+        """
+        self._optimizer = optimizer
+        self._module = module
+        self._layout = layout
+        self._clip_norm = clip_norm
+        self._after_step = after_step
+        owned = {id(parameter) for _, parameter in layout.parameters_of(module)}
+        if any(id(p) not in owned for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("the optimizer has parameters that are not among the module's trainable parameters")
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """The optimizer's state as ``optim.<parameter>.<key>``, by order of the layout and then by key."""
+        tensors: list[tuple[str, Tensor]] = []
+        for entry, parameter in self._layout.parameters_of(self._module):
+            state = self._optimizer.state.get(parameter) or {}
+            for key in sorted(state):
+                value = state[key]
+                if value is None:
+                    continue
+                if isinstance(value, Tensor):
+                    shared = value.detach().to("cpu", torch.float32).contiguous()
+                elif isinstance(value, (bool, int, float)):
+                    key = f"{key}:{type(value).__name__}"
+                    shared = torch.tensor(float(value), dtype=torch.float32)
+                else:
+                    raise IncompatibleError(
+                        f"{type(self._optimizer).__name__} keeps {key!r} of type {type(value).__name__}, which peers"
+                        " cannot share: choose an optimizer whose state is tensors and numbers"
+                    )
+                tensors.append((f"{_PREFIX}{entry.name}.{key}", shared))
+        return tensors
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`; also for an optimizer that has not stepped yet."""
+        entries = {entry.name: (entry, parameter) for entry, parameter in self._layout.parameters_of(self._module)}
+        places = self._places()
+        state: dict[int, dict[str, Tensor | bool | int | float]] = {}
+        for name, tensor in tensors:
+            owner, _, key = name.removeprefix(_PREFIX).rpartition(".")
+            if not name.startswith(_PREFIX) or owner not in entries:
+                raise IncompatibleError(f"optimizer state {name[:100]!r} belongs to no parameter of this model")
+            entry, parameter = entries[owner]
+            if id(parameter) not in places:
+                raise IncompatibleError(
+                    f"optimizer state {name[:100]!r} belongs to a parameter that is not optimized here"
+                )
+            key, _, kind = key.partition(":")
+            if tensor.dtype != torch.float32 or tensor.numel() > max(1, entry.num_values):
+                raise IncompatibleError(f"optimizer state {name[:100]!r} does not fit its parameter")
+            number = {"bool": bool, "int": int, "float": float}.get(kind)
+            if kind and (number is None or tensor.numel() != 1 or not math.isfinite(float(tensor))):
+                raise IncompatibleError(f"optimizer state {name[:100]!r} is not a number")
+            state.setdefault(places[id(parameter)], {})[key] = (
+                tensor.clone() if number is None else number(float(tensor))
+            )
+        self._adopt(state)
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor) -> None:
+        """See `Stepper.step`."""
+        parameters = self._layout.parameters_of(self._module)
+        scale = self._clip_scale(mean)
+        for entry, parameter in parameters:
+            gradient = mean[entry.offset : entry.end].view(entry.shape)
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(gradient)
+            if scale != 1.0:
+                parameter.grad.mul_(scale)
+        with torch.enable_grad():
+            self._optimizer.step()
+        if self._after_step is not None:
+            self._after_step()
+        for entry, parameter in parameters:
+            vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
+        _step_buffers(self._layout, vector, mean)
+        self._layout.write(vector, self._module, kind="buffer")
+
+    def _adopt(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
+        """Let torch place ``state`` on the right devices, but keep the containers: wrappers refer to them."""
+        optimizer = self._optimizer
+        groups, container = optimizer.param_groups, optimizer.state
+        whole = optimizer.state_dict()
+        whole["state"] = state
+        optimizer.load_state_dict(whole)
+        loaded = dict(optimizer.state)
+        container.clear()
+        container.update(loaded)
+        optimizer.state = container
+        optimizer.param_groups = groups
+
+    def _places(self) -> dict[int, int]:
+        """The index that the optimizer's ``state_dict`` uses for each parameter, by identity."""
+        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return {id(parameter): place for place, parameter in enumerate(order)}
+
+    def _clip_scale(self, mean: Tensor) -> float:
+        """What to multiply gradients with, as `torch.nn.utils.clip_grad_norm_`; 1 when they are short enough."""
+        if not self._clip_norm:
+            return 1.0
+        # In fp64, so that the order of summation, which differs between CPUs, does not show in fp32.
+        squares = 0.0
+        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
+            block = mean[start : min(start + BLOCK_VALUES, self._layout.num_parameters)]
+            squares += float(block.double().square_().sum())
+        return min(1.0, self._clip_norm / (math.sqrt(squares) + 1e-6))
+
+
+def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor) -> None:
+    vector[layout.num_parameters :].sub_(mean[layout.num_parameters :])
+    layout.round_integers(vector)

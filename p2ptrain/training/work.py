@@ -1,0 +1,65 @@
+"""What goes into a synchronisation, and what comes out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Work(Protocol):
+    """What a peer did since it last contributed; the live model's side of a synchronisation.
+
+    All methods run off the event loop, one at a time, while the training thread waits.
+    """
+
+    @property
+    def tokens(self) -> int:
+        """Weight of the contribution; 0 when there is nothing to contribute."""
+
+    @property
+    def samples(self) -> int:
+        """Samples read."""
+
+    def collect(self, out: torch.Tensor) -> None:
+        """Write the contribution (fp32, ``[num_values]``): start minus now, or the mean gradient."""
+
+    def adopt(self, contributed: bool, carry: torch.Tensor | None) -> None:
+        """Set the live model from the shared state, which has just changed.
+
+        Args:
+            contributed: Whether the work is part of that state; it is then forgotten.
+            carry: Otherwise, what `collect` gave before the change, to be put on top of the new state;
+                None drops the work.
+        """
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What became of one synchronisation. A failure is a value, not an exception.
+
+    Attributes:
+        committed: Whether a certified result was applied.
+        round: The round in progress afterwards.
+        reason: Why not, or how it went, in words.
+        contributed: Whether this peer's work is in the result.
+        members: Size of the group.
+        contributors: How many of them contributed.
+        paused: Whether the swarm is below its minimum of peers.
+        seconds: Duration of the whole synchronisation.
+        matchmaking_seconds: Of which finding a group.
+        transfer_seconds: Of which reducing and signing.
+    """
+
+    committed: bool
+    round: int
+    reason: str
+    contributed: bool = False
+    members: int = 0
+    contributors: int = 0
+    paused: bool = False
+    seconds: float = 0.0
+    matchmaking_seconds: float = 0.0
+    transfer_seconds: float = 0.0

@@ -1,0 +1,78 @@
+"""Metrics survive crashes and full disks, and stay bounded."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.training.metrics import MetricsWriter, read_metrics
+
+
+def test_what_is_written_is_read_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    with MetricsWriter(path, clock=lambda: 5.0) as writer:
+        assert writer.write("round", round=1, loss=2.5, members=["a"])
+        assert [record["round"] for record in read_metrics(path)] == [1]  # readable while it is open
+        writer.write("round", round=2)
+    assert list(read_metrics(path)) == [
+        {"time": 5.0, "kind": "round", "round": 1, "loss": 2.5, "members": ["a"]},
+        {"time": 5.0, "kind": "round", "round": 2},
+    ]
+
+
+def test_a_torn_line_is_skipped_and_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"kind":"a"}\n{"kind":"b","lo')
+    assert [record["kind"] for record in read_metrics(path)] == ["a"]
+    with MetricsWriter(path) as writer:
+        writer.write("c")
+    assert [record["kind"] for record in read_metrics(path)] == ["a", "c"]
+
+
+def test_garbage_lines_are_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'\xff\xfe\n[1]\n\n{"kind":"good"}\n')
+    assert [record["kind"] for record in read_metrics(path)] == ["good"]
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write("round", loss=math.nan, nested=[{"norm": math.inf}])
+    (record,) = read_metrics(path)
+    assert (record["loss"], record["nested"]) == (None, [{"norm": None}])
+
+
+def test_size_is_bounded_with_one_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, max_bytes=1000) as writer:
+        for number in range(200):
+            writer.write("round", round=number)
+    old = path.with_name("metrics.jsonl.1")
+    assert sorted(os.listdir(tmp_path)) == [path.name, old.name]
+    assert max(path.stat().st_size, old.stat().st_size) <= 1000
+    rounds = [record["round"] for file in (old, path) for record in read_metrics(file)]
+    assert rounds == list(range(rounds[0], 200))
+
+
+def test_a_full_disk_warns_once_and_writing_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer, caplog.at_level(logging.WARNING):
+        writer.write("before")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            assert not writer.write("lost")
+            assert not writer.write("lost")
+        assert writer.write("after")
+    assert [record["kind"] for record in read_metrics(path)] == ["before", "after"]
+    assert len([record for record in caplog.records if "cannot write metrics" in record.message]) == 1
+
+
+def full(*arguments: object) -> int:
+    raise OSError(28, "No space left on device")
