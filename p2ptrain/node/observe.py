@@ -1,0 +1,98 @@
+"""Looking at a swarm without taking part: what `p2ptrain status` and the live table of `up` are made of."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+
+from p2ptrain.errors import BootstrapError
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS
+from p2ptrain.runtime import Runtime, real_runtime
+
+FIRST_LOOK_SECONDS = 10.0
+
+
+class Observer:
+    """A light peer that reads the directory; use it as an asynchronous context manager."""
+
+    def __init__(self, link: SwarmLink, directory: Path) -> None:
+        """
+        Args:
+            link: Which swarm.
+            directory: Where its temporary identity lives while it looks.
+        """
+        self._link = link
+        self._directory = directory
+        self._runtime: Runtime | None = None
+        self._peer: Peer | None = None
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Observer:
+        """Meet the swarm.
+
+        Raises:
+            BootstrapError: Nobody that the link names answers.
+        """
+        self._runtime = real_runtime("observer")
+        self._stack.callback(self._runtime.close)
+        try:
+            identity = self._stack.enter_context(Identity.ephemeral(self._directory))
+            network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",))
+            options = PeerOptions("client", "observer", "cpu", self._directory, network)
+            self._peer = await Peer.start(identity, options, self._runtime, link=self._link)
+            self._stack.push_async_callback(self._peer.close)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the swarm agreed on."""
+        assert self._peer is not None
+        return self._peer.manifest
+
+    async def peers(self) -> list[PeerRecord]:
+        """The records of all peers now, ordered by peer id.
+
+        Raises:
+            BootstrapError: The directory does not answer.
+        """
+        assert self._peer is not None
+        deadline = asyncio.get_running_loop().time() + FIRST_LOOK_SECONDS
+        while True:
+            records = await self._peer.presence.reader.read(DIRECTORY_TIMEOUT_SECONDS)
+            if records is not None:
+                return [record for record, _, _ in records]
+            if asyncio.get_running_loop().time() >= deadline:
+                raise BootstrapError("the swarm's directory does not answer: is its bootstrap peer still running?")
+            await asyncio.sleep(0.5)
+
+
+async def fetch_manifest(link: SwarmLink, directory: Path) -> SignedManifest:
+    """Fetch and verify the manifest that a link names.
+
+    Args:
+        link: The swarm link.
+        directory: Where a temporary identity may live meanwhile.
+
+    Raises:
+        BootstrapError: Nobody that the link names answers.
+        ManifestError: What peers sent is not the link's manifest.
+    """
+    async with Observer(link, directory) as observer:
+        assert observer._peer is not None
+        return observer._peer.signed

@@ -1,0 +1,383 @@
+"""A peer put together: daemon, directory, RPC, presence; and synchronisation, when it trains.
+
+Everything that is started here is ended by `Peer.close`, in the opposite order, whatever state it is in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain._version import __version__
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.errors import (
+    BootstrapError,
+    DeadlineError,
+    IncompatibleError,
+    ManifestError,
+    P2PTrainError,
+    PeerError,
+    PeerRefusedError,
+)
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p_directory import Libp2pDirectory
+from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.node.presence import Presence
+from p2ptrain.node.reach import Reach, dialable
+from p2ptrain.node.relaying import relay_settings
+from p2ptrain.runtime import Runtime
+
+if TYPE_CHECKING:
+    from p2ptrain.training.state import SharedState
+    from p2ptrain.training.sync import Synchronizer
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 15.0
+MANIFEST_SECONDS = 10.0
+MAX_KNOWN_ADDRESSES = 64
+CLOCK_WARNING_SECONDS = 5.0
+EMPTY_HASH = bytes(32)
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """How a peer appears and listens.
+
+    Attributes:
+        role: ``bootstrap``, ``trainer``, or ``client`` (looks only).
+        name: For people.
+        device: What it computes on, for its record.
+        run_dir: Where it keeps the addresses of peers it has met.
+        network: How its daemon listens.
+        upload_bandwidth: Bytes per second that it may send, which also decides about share sizes; 0 sets no limit.
+        download_bandwidth: Bytes per second that it may receive; 0 sets no limit.
+    """
+
+    role: str
+    name: str
+    device: str
+    run_dir: Path
+    network: Libp2pSettings
+    upload_bandwidth: int = 0
+    download_bandwidth: int = 0
+
+
+@dataclass
+class Status:
+    """What the parts of a peer report about it, for its record."""
+
+    state: str = "starting"
+    loss: float | None = None
+    tokens_per_second: float = 0.0
+    round_tokens: int = 0
+    note: str = ""
+    started_at: float = field(default=0.0)
+
+
+class Peer:
+    """One running peer. Make it with `start`, end it with `close`.
+
+    Attributes:
+        signed: The swarm's manifest.
+        transport, directory, rpc, reach, presence, membership: Its parts.
+        status: What its record says; `presence.changed` publishes it.
+        synchronizer: When it trains.
+    """
+
+    def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
+        self.identity = identity
+        self.options = options
+        self.runtime = runtime
+        self.status = Status(started_at=runtime.now())
+        self.synchronizer: Synchronizer | None = None
+        self.signed: SignedManifest
+        self.transport: Libp2pTransport
+        self.directory: Libp2pDirectory
+        self.rpc: Rpc
+        self.presence: Presence
+        self.membership = Membership(identity.peer_id, runtime)
+        self.reach: Reach
+        self._watcher: asyncio.Task[None] | None = None
+        self._network_lost: Callable[[str], None] = lambda reason: None
+        self._stack = AsyncExitStack()
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the swarm agreed on."""
+        return self.signed.manifest
+
+    @property
+    def swarm(self) -> bytes:
+        """The manifest's digest, 32 bytes."""
+        return self.signed.manifest.digest
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        options: PeerOptions,
+        runtime: Runtime,
+        *,
+        link: SwarmLink | None = None,
+        signed: SignedManifest | None = None,
+    ) -> Peer:
+        """Start the daemon, meet the swarm, get and check its manifest, and publish this peer's record.
+
+        Args:
+            identity: This peer's key; locked by the caller.
+            options: Role, name and network.
+            runtime: Time, chance, arithmetic.
+            link: Where to find the swarm; None starts one.
+            signed: The manifest, where it is known already; required without a link.
+
+        Raises:
+            BootstrapError: Nobody that the link or former runs name answers.
+            ManifestError: What peers sent is not the link's manifest.
+            ResourceError: The daemon does not start.
+        """
+        peer = cls(identity, options, runtime)
+        try:
+            await peer._start(link, signed)
+        except BaseException:
+            await peer.close(farewell=False)
+            raise
+        return peer
+
+    async def _start(self, link: SwarmLink | None, signed: SignedManifest | None) -> None:
+        from dataclasses import replace
+
+        assert link is not None or signed is not None
+        digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
+        own = f"/p2p/{self.identity.peer_id}"
+        known = [*(link.addresses if link is not None else ()), *self._known_addresses()]
+        addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
+        settings = replace(relay_settings(self.options.network), bootstrap=addresses)
+        self.transport = await Libp2pTransport.start(self.identity, settings)
+        self._stack.push_async_callback(lambda: self.transport.close())
+        limits = RpcLimits(
+            up_bytes_per_second=self.options.upload_bandwidth, down_bytes_per_second=self.options.download_bandwidth
+        )
+        self.rpc = Rpc(self.transport, self.runtime, digest, limits)
+        self._stack.push_async_callback(self.rpc.close)
+        await self.rpc.start()
+        self.signed = signed or await self._fetch_manifest(digest, addresses)
+        self.rpc.serve("manifest", self._serve_manifest)
+        self.reach = Reach(
+            self.identity, settings, self.rpc, lambda: self.transport, self._move, self.membership, self.runtime
+        )
+        await self.reach.settle()
+        self.directory = await self._start_directory()
+        self._stack.push_async_callback(lambda: self.directory.close())
+        self._correct_clock()
+        self.presence = Presence(self.directory, self.runtime, digest, self.identity, self.membership, self.describe)
+        if self.options.role != "client":
+            await self.presence.start()
+            self._watcher = asyncio.create_task(self._watch_reach(), name="reach")
+        else:
+            await self.presence.refresh()
+
+    async def _start_directory(self) -> Libp2pDirectory:
+        return await Libp2pDirectory.start(
+            self.transport,
+            self.rpc.swarm,
+            self.identity,
+            self.transport.settings.bootstrap,
+            self.runtime,
+            client_mode=self.options.role == "client" or self.reach.is_outbound_only,
+        )
+
+    async def _move(self, settings: Libp2pSettings) -> None:
+        """Start the daemon again with other settings. What is under way with other peers breaks; all else goes on."""
+        from dataclasses import replace
+
+        met = [address for record in self.membership.records() for address in dialable(record.addresses)]
+        bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
+        settings = replace(settings, bootstrap=bootstrap[:MAX_KNOWN_ADDRESSES])
+        joined = hasattr(self, "presence")
+        if joined:
+            await self.directory.close()
+        await self.transport.close()
+        self.transport = await Libp2pTransport.start(self.identity, settings)
+        self.transport.on_lost(self._network_lost)
+        await self.rpc.move(self.transport)
+        if joined:
+            self.directory = await self._start_directory()
+            self.presence.use(self.directory)
+
+    async def _watch_reach(self) -> None:
+        try:
+            await self.reach.watch(self.presence.changed)
+        except P2PTrainError as error:
+            self._network_lost(str(error))
+
+    def on_network_lost(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback(reason)`` called on the event loop when the network daemon is gone for good."""
+        self._network_lost = callback
+        self.transport.on_lost(callback)
+
+    def _correct_clock(self) -> None:
+        """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
+        skew = self.directory.clock_skew_seconds
+        if skew is None or abs(skew) < CLOCK_WARNING_SECONDS:
+            return
+        self.runtime.clock_offset_seconds -= skew
+        way = "ahead of" if skew > 0 else "behind"
+        self.status.note = f"clock {abs(skew):.0f} s {way} the swarm's: corrected"
+        logger.warning(
+            "this machine's clock is %.0f s %s the swarm's: corrected for this run; set it right with "
+            "`timedatectl set-ntp true`", abs(skew), way,
+        )  # fmt: skip
+
+    async def _serve_manifest(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        return {"manifest": self.signed.to_bytes()}
+
+    async def _fetch_manifest(self, digest: bytes, addresses: tuple[str, ...]) -> SignedManifest:
+        """Get the manifest from any peer at ``addresses``; all of them are tried before this gives up."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + CONNECT_SECONDS
+        failure: Exception | None = None
+        while loop.time() < deadline:
+            refusals: list[PeerRefusedError] = []
+            for address in addresses:
+                try:
+                    peer = await self.transport.connect([address], min(5.0, CONNECT_SECONDS))
+                    reply = await self.rpc.call(
+                        peer, "manifest", {}, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES
+                    )
+                    data = reply.get("manifest")
+                    if type(data) is not bytes:
+                        raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link")
+                    return SignedManifest.from_bytes(data, digest, self.identity)
+                except (PeerError, DeadlineError) as error:
+                    failure = error
+                    refusals += [error] if isinstance(error, PeerRefusedError) else []
+            if refusals and len(refusals) == len(addresses):
+                _raise_if_final(refusals)
+            await asyncio.sleep(0.5)
+        shown = ", ".join(addresses[:3]) or "no address"
+        raise BootstrapError(
+            f"none of the swarm's known peers answers ({shown}): {failure}. Check that the bootstrap peer runs and "
+            "that this machine can reach it, or ask the organizer for a new link"
+        )
+
+    def _known_addresses(self) -> list[str]:
+        """Addresses of peers met in earlier runs, so that a swarm can be joined while its bootstrap is down."""
+        path = self.options.run_dir / "known_peers.json"
+        try:
+            values = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return []
+        return [value for value in values if isinstance(value, str)][:MAX_KNOWN_ADDRESSES]
+
+    def remember_peers(self) -> None:
+        """Keep the addresses of the peers that are there now for the next start."""
+        addresses = [address for record in self.membership.records() for address in record.addresses[:2]]
+        if not addresses:
+            return
+        path = self.options.run_dir / "known_peers.json"
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
+            temporary.replace(path)
+        except OSError as error:
+            logger.warning("cannot remember peers in %s: %s", path, error)
+
+    @property
+    def link(self) -> SwarmLink:
+        """The swarm link through this peer."""
+        return SwarmLink(self.swarm, tuple(_dialable(self.reach.standing.addresses))[:MAX_ADDRESSES])
+
+    def train(self, state: SharedState) -> Synchronizer:
+        """Take part in averaging with this state; the synchronizer is closed with the peer.
+
+        Raises:
+            ManifestError: The manifest names a codec that this version does not have.
+        """
+        from p2ptrain.codecs import codec_names, get_codec
+        from p2ptrain.training.sync import Synchronizer
+
+        name = self.manifest.averaging.codec
+        if name not in codec_names():
+            raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
+        self.synchronizer = Synchronizer(
+            self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state, get_codec(name), self.membership,
+            self.options.upload_bandwidth,
+        )  # fmt: skip
+        self._stack.push_async_callback(self.synchronizer.close)
+        self.synchronizer.on_change = self.presence.changed
+        return self.synchronizer
+
+    def set_state(self, state: str) -> None:
+        """Change the state that the record shows; a peer in ``training`` is waited for by the others."""
+        self.status.state = state
+        if self.synchronizer is not None:
+            self.synchronizer.averager.matchmaker.participates = state == "training"
+        self.presence.changed()
+
+    def describe(self) -> PeerRecord:
+        """This peer's record as of now."""
+        sync = self.synchronizer
+        status = self.status
+        return PeerRecord(
+            peer=self.identity.peer_id,
+            name=self.options.name,
+            version=__version__,
+            protocol=PROTOCOL_VERSION,
+            role=self.options.role,
+            state=status.state,
+            device=self.options.device,
+            round=sync.head.round if sync else 0,
+            lineage=sync.head.lineage if sync else EMPTY_HASH,
+            digest=sync.head.digest if sync else EMPTY_HASH,
+            lineage_tokens=sync.head.tokens if sync else 0,
+            round_tokens=status.round_tokens,
+            loss=status.loss,
+            tokens_per_second=status.tokens_per_second,
+            bytes_sent=self.rpc.bytes_sent,
+            bytes_received=self.rpc.bytes_received,
+            reachability=self.reach.standing.reachability,
+            addresses=self.reach.standing.addresses,
+            started_at=status.started_at,
+            last_rounds=tuple(sync.reports) if sync else (),
+            note=status.note or self.reach.standing.note,
+        )
+
+    async def close(self, farewell: bool = True) -> None:
+        """Say goodbye and end everything that this peer started; idempotent."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if hasattr(self, "presence"):
+            self.status.state = "draining"
+            await self.presence.close(farewell and self.options.role != "client")
+            self.remember_peers()
+        await self._stack.aclose()
+
+
+def _dialable(addresses: tuple[str, ...]) -> list[str]:
+    """The addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
+    outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
+    return outside or list(addresses)
+
+
+def _raise_if_final(refusals: list[PeerRefusedError]) -> None:
+    """Raise what all peers of a swarm agree on when they refuse to tell the manifest, if asking again cannot help."""
+    reason = refusals[0].reason
+    if all(refusal.reason.startswith(OTHER_SWARM) for refusal in refusals):
+        raise ManifestError(
+            "the peers that the link names do not know its swarm: the link was changed, or the organizer started "
+            "another swarm; ask for a new link"
+        )
+    if all(refusal.reason.startswith(OTHER_PROTOCOL) for refusal in refusals):
+        raise IncompatibleError(f"the swarm refuses this version ({reason}): install the version that the swarm runs")

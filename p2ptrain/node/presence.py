@@ -1,0 +1,158 @@
+"""Being seen and seeing: publish this peer's record, read those of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.errors import IntegrityError
+from p2ptrain.network.directory import Directory
+from p2ptrain.network.records import PeerRecord, open_record, peers_key, seal_record
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+logger = logging.getLogger(__name__)
+
+RECORD_KIND = "peer"
+LIFETIME_SECONDS = 30.0
+PUBLISH_SECONDS = 5.0
+REFRESH_SECONDS = 2.0
+LEAST_PAUSE_SECONDS = 0.5
+DIRECTORY_TIMEOUT_SECONDS = 8.0
+FAREWELL_TIMEOUT_SECONDS = 5.0
+
+
+class RecordReader:
+    """Reads the records of a swarm's peers; each distinct record is verified once."""
+
+    def __init__(self, directory: Directory, swarm: bytes, verifier: Signer) -> None:
+        self.directory = directory
+        self._swarm = swarm
+        self._verifier = verifier
+        self._seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
+        self.rejected = 0
+        """Records that were dropped for what they say."""
+
+    async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
+        """All records as (record, sequence, expiry), ordered by peer id; None when the directory cannot be asked."""
+        entries = await self.directory.look_up(peers_key(self._swarm), timeout_seconds)
+        if entries is None:
+            return None
+        result = []
+        seen: dict[str, tuple[bytes, PeerRecord, int]] = {}
+        for peer in sorted(entries):
+            entry = entries[peer]
+            known = self._seen.get(peer)
+            if known is None or known[0] != entry.value:
+                try:
+                    opened = open_record(entry.value, RECORD_KIND, self._swarm, self._verifier)
+                    if opened.peer != peer:
+                        raise IntegrityError("it is stored under another peer's id")
+                    known = (entry.value, PeerRecord.from_payload(peer, opened.payload), opened.sequence)
+                except IntegrityError as error:
+                    self.rejected += 1
+                    logger.info("dropped the record of peer %s: %s", peer[-8:], error)
+                    continue
+            seen[peer] = known
+            result.append((known[1], known[2], entry.expires_at))
+        self._seen = seen
+        return result
+
+
+class Presence:
+    """Keeps a peer's own record in the directory and its membership up to date, until it is closed."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        runtime: Runtime,
+        swarm: bytes,
+        signer: Signer,
+        membership: Membership,
+        describe: Callable[[], PeerRecord],
+    ) -> None:
+        """
+        Args:
+            directory: Where records live.
+            runtime: Time and chance.
+            swarm: The manifest's digest, 32 bytes.
+            signer: This peer's key.
+            membership: Learns what is read.
+            describe: Makes this peer's record as of now.
+        """
+        self._directory = directory
+        self._runtime = runtime
+        self._swarm = swarm
+        self._signer = signer
+        self._membership = membership
+        self._describe = describe
+        self.reader = RecordReader(directory, swarm, signer)
+        self._sequence = 0
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.directory_answers = True
+        """Whether the last look-up was answered."""
+
+    async def start(self) -> None:
+        """Read and publish once, then keep doing so."""
+        await self.refresh()
+        await self.publish()
+        self._tasks = [
+            asyncio.create_task(self._keep_publishing(), name="presence-publish"),
+            asyncio.create_task(self._keep_refreshing(), name="presence-refresh"),
+        ]
+
+    def use(self, directory: Directory) -> None:
+        """Go on with another directory, after this peer's network was started again."""
+        self._directory = self.reader.directory = directory
+        self.changed()
+
+    def changed(self) -> None:
+        """Publish soon: something worth knowing has changed. Call it on the event loop."""
+        self._changed.set()
+
+    async def publish(self, lifetime_seconds: float = LIFETIME_SECONDS) -> bool:
+        """Publish this peer's record now; whether anybody took it."""
+        now = self._runtime.now()
+        self._sequence = max(self._sequence + 1, int(now * 1000))
+        payload = self._describe().to_payload()
+        expires_at = now + lifetime_seconds
+        sealed = seal_record(RECORD_KIND, self._swarm, payload, self._sequence, expires_at, self._signer)
+        key = peers_key(self._swarm)
+        return await self._directory.publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
+
+    async def refresh(self) -> bool:
+        """Read all records now; whether the directory answered."""
+        records = await self.reader.read(DIRECTORY_TIMEOUT_SECONDS)
+        self.directory_answers = records is not None
+        for record, sequence, expires_at in records or []:
+            self._membership.update(record, sequence, expires_at)
+        self._membership.forget_expired()
+        return records is not None
+
+    async def _keep_publishing(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PUBLISH_SECONDS * self._runtime.random.uniform(0.8, 1.2)):
+                    await self._changed.wait()
+            self._changed.clear()
+            await self.publish()
+            await asyncio.sleep(LEAST_PAUSE_SECONDS)
+
+    async def _keep_refreshing(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS * self._runtime.random.uniform(0.8, 1.2))
+            await self.refresh()
+
+    async def close(self, farewell: bool = True) -> None:
+        """Stop; with ``farewell``, first publish a last record that says so."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if farewell:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FAREWELL_TIMEOUT_SECONDS):
+                    await self.publish()

@@ -1,0 +1,424 @@
+"""How others reach this peer: directly, through a relay of the swarm, or only while it is connected to them.
+
+::
+
+    ask up to 3 known peers to dial back
+      | one gets through ──────────▶ direct (announcing the address that it used, if we did not know it)
+      | nobody does, relays known ─▶ start the daemon again as a private one that keeps places at the relays,
+      |                              let each relay carry more than a default relay would ──▶ relay
+      | nobody does, no relay ─────▶ outbound only: looks for a relay now and then
+
+A private peer also connects to all trainers itself (`Reach.watch`): others open streams to it over these connections,
+without a relay. Two private peers meet at a relay, and their daemons then try to punch a hole.
+
+Others are asked and answer through the RPC ``reach.probe``. They dial only the address that the asking connection comes
+from, and never one that the caller names, so nobody can point this peer's dials at a third party.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError, TemporaryError
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport, Reachability
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.reachability import (
+    ANSWER_SECONDS,
+    MAX_PROBED_PORTS,
+    ProbeReport,
+    Scope,
+    host_of,
+    judge,
+    scope,
+    speaks_libp2p,
+    tcp_ports,
+)
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.node.relaying import RELAY_ATTEMPTS, carrier, serve_carry, why_no_relay
+from p2ptrain.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+PROBE = "reach.probe"
+PROBE_SECONDS = 2 * ANSWER_SECONDS
+NUM_ASKED = 3
+MAX_RELAYS = 3
+MAX_PROBES_PER_PEER = 10
+MAX_PROBES = 200
+PROBE_WINDOW_SECONDS = 60.0
+
+WATCH_SECONDS = 2.0
+LOST_SECONDS = 6.0
+"""How long there may be no place at any relay before others are looked for."""
+FIRST_SEARCH_PAUSE_SECONDS = 10.0
+LONGEST_SEARCH_PAUSE_SECONDS = 300.0
+MAX_CONTACTS = 64
+CONTACT_SECONDS = 5.0
+CONTACT_PAUSE_SECONDS = 20.0
+
+OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers that it is connected to"
+
+
+class ProbeServer:
+    """Tells callers whether this peer can dial them, and whether it relays."""
+
+    def __init__(self, rpc: Rpc, transport: Callable[[], Libp2pTransport]) -> None:
+        self.is_relay = False
+        """Whether this peer says that it relays."""
+        self._transport = transport
+        self._asked: Counter[str] = Counter()
+        self._window_ends = 0.0
+        rpc.serve(PROBE, self._probe, max_request_bytes=1024)
+
+    async def _probe(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        ports = request.get("ports")
+        if not isinstance(ports, list) or len(ports) > MAX_PROBED_PORTS:
+            raise ProtocolError(peer, f"asked for something else than up to {MAX_PROBED_PORTS} ports")
+        if not all(type(port) is int and 0 < port < 65536 for port in ports):
+            raise ProtocolError(peer, "asked for a port that is none")
+        self._count(peer)
+        transport = self._transport()
+        observed = await self._observed(transport, peer)
+        reachable: list[int] = []
+        # Dialling one's own loopback for a stranger would show it what listens there.
+        if observed and scope(_as_multiaddr(observed)) is not Scope.LOOPBACK:
+            answers = await asyncio.gather(*(speaks_libp2p(observed, port) for port in ports))
+            reachable = [port for port, answer in zip(ports, answers, strict=True) if answer]
+        return {"observed": observed, "reachable": reachable, "relay": self.is_relay}
+
+    async def _observed(self, transport: Libp2pTransport, peer: str) -> str:
+        hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
+        return next(filter(None, hosts), "")
+
+    def _count(self, peer: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._window_ends:
+            self._window_ends = now + PROBE_WINDOW_SECONDS
+            self._asked.clear()
+        if self._asked[peer] >= MAX_PROBES_PER_PEER or self._asked.total() >= MAX_PROBES:
+            raise TemporaryError("asked too often whether it can be reached: try again in a minute")
+        self._asked[peer] += 1
+
+
+@dataclass
+class Standing:
+    """How this peer is reached now, for its record."""
+
+    reachability: Reachability = "unknown"
+    addresses: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class _Search:
+    """When relays are looked for again."""
+
+    lost_since: float | None = None
+    next_at: float = 0.0
+    pause_seconds: float = FIRST_SEARCH_PAUSE_SECONDS
+    contacts: dict[str, float] = field(default_factory=dict)
+    """Until when a peer that did not answer is left alone, by id."""
+
+
+class Reach:
+    """Finds out how this peer is reached and keeps it so.
+
+    Args:
+        identity: This peer's key.
+        settings: How its daemon listens; asking is skipped where these say the answer already.
+        rpc: Serves and asks.
+        transport: Returns the transport of now.
+        move: Starts the daemon again with other settings.
+        membership: Who is there.
+        runtime: For proving relays.
+
+    Attributes:
+        standing: The result.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Libp2pSettings,
+        rpc: Rpc,
+        transport: Callable[[], Libp2pTransport],
+        move: Callable[[Libp2pSettings], Awaitable[None]],
+        membership: Membership,
+        runtime: Runtime,
+    ) -> None:
+        self.standing = Standing()
+        self._identity = identity
+        self._settings = settings
+        self._rpc = rpc
+        self._transport = transport
+        self._move = move
+        self._membership = membership
+        self._runtime = runtime
+        self._verdict: Reachability | None = None
+        self._proven: tuple[str, ...] = ()
+        self._carrier = ""
+        self._search = _Search()
+        self._probes = ProbeServer(rpc, transport)
+        serve_carry(rpc, lambda peer: peer == self._carrier)
+
+    @property
+    def is_outbound_only(self) -> bool:
+        """Whether nobody can reach this peer unless it is connected to them."""
+        return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to find out: not for loopback swarms, relays, and where the owner said it."""
+        settings = self._settings
+        outside = any(scope(address) is not Scope.LOOPBACK for address in settings.listen)
+        said = settings.announce or settings.force_reachability is not None
+        return settings.auto_nat and outside and not said and not settings.relay
+
+    async def settle(self) -> None:
+        """Find out, and start the daemon again if it has to listen or announce differently.
+
+        Takes a fraction of a second where this peer can be dialled.
+
+        Raises:
+            ResourceError: The daemon does not start again.
+        """
+        if self._settings.relay:
+            await self._be_relay()
+        elif self.asks and self._settings.bootstrap:
+            reports = await self._ask(self._settings.bootstrap)
+            success, reason = judge(reports)
+            if success is not None:
+                await self._be_direct(success, reason)
+            elif reason:
+                await self._be_private(reports, reason)
+        await self.refresh()
+
+    async def refresh(self) -> bool:
+        """Bring `standing` up to date; whether it changed."""
+        transport = self._transport()
+        addresses = await transport.addresses()
+        reachability: Reachability
+        if self._verdict is None:
+            reachability, note = await transport.reachability(), ""
+        elif self._verdict == "direct":
+            reachability, note = "direct", ""
+        else:
+            relays = await self._live_relays()
+            addresses = [a for a in addresses if "/p2p-circuit" not in a or _relay_of(a) in relays]
+            reachability, note = ("relay", "") if relays else ("unknown", OUTBOUND_NOTE)
+        before = self.standing
+        self.standing = Standing(reachability, tuple(addresses), note)
+        return self.standing != before
+
+    async def watch(self, on_change: Callable[[], None]) -> None:
+        """Runs for as long as the peer: keeps a private peer connected, and replaces relays that are gone."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self._verdict not in ("relay", "unknown"):
+                continue
+            try:
+                await self._keep_contacts()
+                await self._keep_relays()
+                if await self.refresh():
+                    on_change()
+            except (TemporaryError, PeerError) as error:
+                logger.debug("looking after this peer's reachability: %s", error)
+
+    # Finding out
+
+    async def _ask(self, addresses: Sequence[str]) -> list[ProbeReport]:
+        """Have up to `NUM_ASKED` of the peers at ``addresses`` dial back; a clear success ends it early."""
+        by_peer: dict[str, list[str]] = {}
+        for address in addresses:
+            if (peer := check_peer_address(address)) != self._identity.peer_id:
+                by_peer.setdefault(peer, []).append(address)
+        ports = tcp_ports(await self._transport().addresses())
+        asking = {asyncio.create_task(self._ask_one(by_peer[peer], ports)) for peer in list(by_peer)[:NUM_ASKED]}
+        reports: list[ProbeReport] = []
+        try:
+            for attempt in asyncio.as_completed(asking):
+                try:
+                    reports.append(await attempt)
+                except (PeerError, DeadlineError, ValueError) as error:
+                    logger.debug("a peer cannot say how it sees this one: %s", error)
+                    continue
+                last = reports[-1]
+                if last.reachable and scope(_as_multiaddr(last.observed)) is Scope.PUBLIC:
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return reports
+
+    async def _ask_one(self, addresses: Sequence[str], ports: Sequence[int]) -> ProbeReport:
+        peer = await self._transport().connect(addresses, CONTACT_SECONDS)
+        reply = await self._rpc.call(peer, PROBE, {"ports": list(ports)}, PROBE_SECONDS, max_reply_bytes=1024)
+        observed, reachable = reply.get("observed"), reply.get("reachable")
+        if not isinstance(observed, str) or not isinstance(reachable, list):
+            raise ProtocolError(peer, "sent something else than a report")
+        if observed and host_of(_as_multiaddr(observed)) != observed:
+            raise ProtocolError(peer, "sent something else than an address")
+        found = tuple(port for port in ports if port in reachable)
+        return ProbeReport(peer, observed, found, reply.get("relay") is True)
+
+    async def _be_direct(self, report: ProbeReport, reason: str) -> None:
+        self._verdict = "direct"
+        logger.info("reachable directly: %s", reason)
+        transport = self._transport()
+        own = await transport.addresses()
+        if scope(_as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
+            return
+        # Its gateway forwards the port, and the daemon cannot know the address outside.
+        port = report.reachable[0]
+        inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
+        outside = f"{_as_multiaddr(report.observed)}/tcp/{port}"
+        listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
+        await self._move(replace(transport.settings, listen=listen, announce=(outside, *inside)))
+
+    async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
+        """Take the relays among those that reported, and those that the owner named."""
+        transport = self._transport()
+        routes = {check_peer_address(address): address for address in self._settings.trusted_relays}
+        for remote, address in await transport.connections():
+            if host_of(address) and any(report.peer == remote and report.is_relay for report in reports):
+                routes.setdefault(remote, f"{address}/p2p/{remote}")
+        if not routes:
+            if self._verdict is None:
+                logger.warning(
+                    "%s, and no relay is known: others reach this peer only while it is connected to them; "
+                    "forward a port and --announce it, or have the organizer run 'seed --relay'", reason,
+                )  # fmt: skip
+            self._verdict = "unknown"
+            return
+        self._verdict = "relay"
+        relays = tuple(routes.values())[:MAX_RELAYS]
+        logger.info("%s: taking a place at %d relays", reason, len(relays))
+        settings = replace(transport.settings, trusted_relays=relays, force_reachability="private", auto_nat=True)
+        await self._move(settings)
+        self._proven = await self._prove(relays)
+        if not self._proven:
+            logger.warning("no relay carries data to this peer: others reach it only while it is connected to them")
+
+    # Relays
+
+    async def _live_relays(self) -> set[str]:
+        """The proven relays at which this peer has a place now, as far as its daemon knows."""
+        transport = self._transport()
+        connected = set(await transport.connected_peers())
+        reserved = await transport.reserved_relays()
+        return {
+            peer
+            for peer, address in ((check_peer_address(address), address) for address in self._proven)
+            # The daemon does not tell of places at relays without a public address.
+            if peer in connected and (peer in reserved or scope(address) is not Scope.PUBLIC)
+        }
+
+    async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``relays`` that carry data to this peer."""
+        proven = []
+        async with carrier(self._runtime, self._rpc.swarm) as stranger:
+            self._carrier = stranger.peer_id
+            for relay in relays:
+                reason = ""
+                try:
+                    await self._transport().connect([relay], CONTACT_SECONDS)
+                except PeerError as error:
+                    reason = str(error)
+                reason = reason or await stranger.why_not(relay, self._identity.peer_id)
+                if reason:
+                    logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
+                else:
+                    proven.append(relay)
+        self._carrier = ""
+        return tuple(proven)
+
+    async def _be_relay(self) -> None:
+        """Start the daemon again until it carries."""
+        for _ in range(RELAY_ATTEMPTS):
+            reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
+            if not reason:
+                self._probes.is_relay = True
+                logger.info("this peer relays for others")
+                return
+            logger.debug("the daemon does not relay: %s", reason)
+            await self._move(self._transport().settings)
+        logger.warning("this peer cannot relay for others: %s; start it again", reason)
+
+    async def _keep_relays(self) -> None:
+        """Look for relays, ever more rarely, while there is no place at any."""
+        search, now = self._search, asyncio.get_running_loop().time()
+        if self._proven and await self._live_relays():
+            self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
+            return
+        if search.lost_since is None:
+            search.lost_since = now
+            if self._proven:
+                logger.warning("lost the last relay: looking for another")
+        if now < max(search.next_at, search.lost_since + LOST_SECONDS):
+            return
+        records = self._membership.records()
+        self._runtime.random.shuffle(records)
+        records.sort(key=lambda record: record.role != "bootstrap")
+        addresses = [address for record in records for address in dialable(record.addresses)]
+        known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
+        self._runtime.random.shuffle(known)
+        reports = await self._ask(known)
+        if any(report.is_relay for report in reports):
+            await self._be_private(reports, "a relay answers")
+        search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
+        search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+
+    # Contacts
+
+    async def _keep_contacts(self) -> None:
+        """Connect to the trainers that this peer is not connected to: they cannot easily do it themselves."""
+        transport, now = self._transport(), asyncio.get_running_loop().time()
+        connected = set(await transport.connected_peers())
+        wanted = {
+            record.peer: addresses
+            for record in self._membership.records()
+            if record.role != "bootstrap" and record.peer not in connected
+            if now >= self._search.contacts.get(record.peer, 0.0)
+            if (addresses := dialable(record.addresses))
+        }
+        chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
+
+        async def contact(peer: str) -> None:
+            try:
+                await transport.connect(wanted[peer], CONTACT_SECONDS)
+            except P2PTrainError as error:
+                logger.debug("no connection with peer %s: %s", peer[-8:], error)
+                self._search.contacts[peer] = now + CONTACT_PAUSE_SECONDS
+
+        await asyncio.gather(*map(contact, chosen))
+        self._search.contacts = {peer: until for peer, until in self._search.contacts.items() if until > now}
+
+
+def _as_multiaddr(host: str) -> str:
+    return f"/ip{6 if ':' in host else 4}/{host}"
+
+
+def _relay_of(address: str) -> str:
+    """The relay's id in a circuit address."""
+    return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]
+
+
+def dialable(addresses: Sequence[str]) -> list[str]:
+    """Addresses from another peer's record that may be dialled from here; malformed ones and loopback are left out."""
+    found = []
+    for address in addresses:
+        try:
+            check_peer_address(address)
+        except P2PTrainError:
+            continue
+        if scope(address) is not Scope.LOOPBACK:
+            found.append(address)
+    return found

@@ -1,0 +1,249 @@
+"""`run_peer`: one peer from its role file to its exit code, signals and draining included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ConfigError, P2PTrainError, ResourceError, TemporaryError
+from p2ptrain.manifest import SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.runtime import Runtime, real_runtime
+
+if TYPE_CHECKING:
+    from p2ptrain.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 20.0
+FORCED_EXIT_CODE = 130
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How one peer's run went; written to ``summary.json`` in its run directory."""
+
+    peer: str
+    name: str
+    heldout_loss_before: float | None
+    heldout_loss_after: float | None
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    rounds_committed: int
+    rounds_aborted: int
+    state_digest: str
+    round: int
+    exit_reason: str
+
+
+class StopSignals:
+    """SIGINT and SIGTERM ask for a drain; a second one ends the process at once with code 130."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()
+        self.reason = ""
+
+    def install(self) -> None:
+        """Take over both signals on the running loop."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def stop(self, reason: str) -> None:
+        """Ask for a drain for another reason."""
+        self.reason = self.reason or reason
+        self.requested.set()
+
+    def _on_signal(self, number: int) -> None:
+        if self.requested.is_set() and self.reason == "signal":
+            logger.warning("stopping at once")
+            os._exit(FORCED_EXIT_CODE)
+        logger.info("draining: the step in progress is finished; signal again to stop at once")
+        self.reason = "signal"
+        self.requested.set()
+
+
+async def run_peer(
+    config: PeerConfig,
+    *,
+    signed_manifest: SignedManifest | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Run a peer until it is done or told to stop.
+
+    Args:
+        config: Its role file.
+        signed_manifest: The manifest, where it is known already; otherwise from the config's file or the link's peers.
+        on_ready: Called with the swarm link once the peer can be reached.
+
+    Returns:
+        The exit code: 0.
+
+    Raises:
+        P2PTrainError: It cannot run or go on; ``exit_code`` says what to exit with.
+    """
+    run_dir = config.run_dir
+    await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
+    signals = StopSignals()
+    signals.install()
+    link = SwarmLink.parse(config.link) if config.link else None
+    with contextlib.ExitStack() as stack:
+        identity = stack.enter_context(contextlib.closing(Identity.create_or_load(run_dir / "identity.key")))
+        signed = signed_manifest or _read_manifest(config, link, identity)
+        if link is None and signed is None:
+            raise ConfigError(
+                "a peer needs a link to join a swarm, or a manifest to start one: set `link` or `manifest`"
+            )
+        runtime = real_runtime("sync")
+        stack.callback(runtime.close)
+        options = _options(config, identity)
+        peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
+        try:
+            peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
+            if on_ready is not None:
+                on_ready(str(peer.link))
+            if config.role == "trainer":
+                await _train(peer, config, run_dir, signals, runtime)
+            else:
+                await _serve(peer, config, signals)
+        finally:
+            await peer.close()
+        if signals.reason.startswith("the network daemon ended"):
+            raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
+    return 0
+
+
+def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identity) -> SignedManifest | None:
+    if not config.manifest:
+        return None
+    path = config.manifest
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the manifest {path}: {error.strerror}; write it with `p2ptrain seed`"
+        ) from error
+    return SignedManifest.from_bytes(data, link.digest if link else None, identity)
+
+
+def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
+    network = config.network
+    return PeerOptions(
+        role=config.role,
+        name=config.name or identity.peer_id[-6:],
+        device=config.resources.device,
+        run_dir=config.run_dir,
+        network=Libp2pSettings(
+            listen=tuple(network.listen),
+            announce=tuple(network.announce),
+            nat_port_map=network.nat_port_map,
+            auto_nat=network.auto_nat,
+            relay=network.relay,
+            trusted_relays=tuple(network.trusted_relays),
+            force_reachability=network.force_reachability,
+        ),
+        upload_bandwidth=config.resources.up,
+        download_bandwidth=config.resources.down,
+    )
+
+
+async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    """A bootstrap peer: it answers until it is told to stop."""
+    peer.set_state("training" if config.role == "trainer" else "starting")
+    timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout):
+            await signals.requested.wait()
+
+
+async def _train(peer: Peer, config: PeerConfig, run_dir: Path, signals: StopSignals, runtime: Runtime) -> None:
+    from p2ptrain.node.trainer import build_trainer
+    from p2ptrain.training.optimizer import Bridge
+
+    started = time.monotonic()
+    bridge = Bridge(asyncio.get_running_loop())
+    trainer = await build_trainer(peer, config, run_dir, bridge)
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    thread = threading.Thread(target=_run_trainer, args=(trainer, asyncio.get_running_loop(), done), name="train")
+    thread.start()
+    try:
+        timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
+        wanted = asyncio.create_task(signals.requested.wait())
+        waiting: set[asyncio.Future[Any]] = {done, wanted}
+        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        wanted.cancel()
+        reason = signals.reason or ("rounds" if done.done() else "minutes")
+        trainer.stop()
+        await asyncio.wait({done}, timeout=DRAIN_SECONDS)
+    finally:
+        trainer.stop()
+        bridge.cancel()
+        await asyncio.wait({done}, timeout=DRAIN_SECONDS)
+        if not done.done():
+            raise ResourceError("the training thread does not stop: ending the process")
+    error = done.exception()
+    paths = [run_dir / "summary.json", *([config.summary] if config.summary else [])]
+    _write_summary(peer, trainer, paths, started, reason if error is None else str(error))
+    if error is not None:
+        raise error
+
+
+def _run_trainer(trainer: Trainer, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
+    def finish(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(None)
+
+    error: BaseException | None = None
+    try:
+        trainer.run()
+    except P2PTrainError as caught:
+        error = caught
+    except Exception as caught:
+        logger.exception("training failed")
+        error = caught
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(finish, error)
+
+
+def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], started: float, reason: str) -> None:
+    sync, progress = peer.synchronizer, trainer.progress
+    assert sync is not None
+    summary = Summary(
+        peer=peer.identity.peer_id,
+        name=peer.options.name,
+        heldout_loss_before=progress.held_out_loss_before,
+        heldout_loss_after=progress.held_out_loss_after,
+        tokens=progress.tokens,
+        tokens_per_second=progress.tokens_per_second,
+        seconds=time.monotonic() - started,
+        bytes_sent=peer.rpc.bytes_sent,
+        bytes_received=peer.rpc.bytes_received,
+        rounds_committed=sync.rounds_committed,
+        rounds_aborted=sync.rounds_aborted,
+        state_digest=sync.head.digest.hex(),
+        round=sync.head.round,
+        exit_reason=reason,
+    )
+    text = json.dumps(asdict(summary), indent=2) + "\n"
+    for path in paths:
+        try:
+            path.write_text(text)
+        except OSError as error:
+            logger.error("cannot write the summary to %s: %s", path, error.strerror)

@@ -1,0 +1,193 @@
+"""`Swarm`: the door for people who have a training script already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from p2ptrain.errors import UsageError
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.thread import LoopThread
+from p2ptrain.runtime import Runtime, real_runtime
+
+if TYPE_CHECKING:
+    import torch
+
+    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.sync import Synchronizer
+
+logger = logging.getLogger(__name__)
+
+
+class Swarm:
+    """One peer of a swarm inside this process; a context manager. Make it with `join` or `create`.
+
+    ::
+
+        with Swarm.join(link) as swarm:
+            opt = swarm.optimizer(model, torch.optim.AdamW(model.parameters(), 3e-4))
+            for batch in loader:
+                model(**batch).loss.backward()
+                opt.step()
+                opt.zero_grad()
+    """
+
+    def __init__(self, peer: Peer, thread: LoopThread, runtime: Runtime, resources: contextlib.ExitStack) -> None:
+        """Not for callers: use `join` or `create`."""
+        self._peer = peer
+        self._thread = thread
+        self._runtime = runtime
+        self._resources = resources
+        self._optimizer: SwarmOptimizer | None = None
+
+    @classmethod
+    def join(
+        cls,
+        link: str,
+        *,
+        run_dir: str | Path | None = None,
+        name: str = "script",
+        listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
+    ) -> Swarm:
+        """Join the swarm that a link names.
+
+        Args:
+            link: ``p2ptrain://…`` from the organizer.
+            run_dir: Where this peer's key is kept; None makes a peer that nobody will recognise next time.
+            name: Shown to other people.
+            listen: Multiaddrs to listen on.
+
+        Raises:
+            LinkError: The link is malformed.
+            BootstrapError: Nobody that the link names answers.
+            ManifestError: The manifest is not the one that the link names.
+            IdentityError: The key is unusable or in use.
+        """
+        return cls._start(run_dir, name, listen, SwarmLink.parse(link), None)
+
+    @classmethod
+    def create(
+        cls,
+        manifest: Manifest,
+        *,
+        run_dir: str | Path | None = None,
+        name: str = "organizer",
+        listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
+    ) -> Swarm:
+        """Start a swarm with this peer as its organizer and first member; `link` invites the others.
+
+        Raises:
+            IdentityError: The key is unusable or in use.
+            ResourceError: The network daemon does not start.
+        """
+        return cls._start(run_dir, name, listen, None, manifest)
+
+    @classmethod
+    def _start(
+        cls,
+        run_dir: str | Path | None,
+        name: str,
+        listen: tuple[str, ...],
+        link: SwarmLink | None,
+        manifest: Manifest | None,
+    ) -> Swarm:
+        resources = contextlib.ExitStack()
+        try:
+            if run_dir is None:
+                directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-")))
+            else:
+                directory = Path(run_dir)
+                directory.mkdir(parents=True, exist_ok=True)
+            identity = resources.enter_context(contextlib.closing(Identity.create_or_load(directory / "identity.key")))
+            signed = SignedManifest.create(manifest, identity) if manifest is not None else None
+            runtime = real_runtime("sync")
+            resources.callback(runtime.close)
+            thread = LoopThread()
+            resources.callback(thread.stop)
+            options = PeerOptions("trainer", name, "cpu", directory, Libp2pSettings(listen=listen, auto_nat=True))
+            peer = thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
+        except BaseException:
+            resources.close()
+            raise
+        resources.callback(lambda: thread.call(peer.close()))
+        return cls(peer, thread, runtime, resources)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the swarm agreed on."""
+        return self._peer.manifest
+
+    @property
+    def link(self) -> str:
+        """A swarm link that leads to this peer; give it to others who shall join."""
+        return str(self._peer.link)
+
+    @property
+    def peer_id(self) -> str:
+        """This peer's id."""
+        return self._peer.identity.peer_id
+
+    def optimizer(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None = None,
+        tokens_per_step: int | None = None,
+    ) -> SwarmOptimizer:
+        """Wrap an optimizer so that its steps are shared with the swarm; the model takes on the swarm's state.
+
+        Args:
+            model: The model whose trainable parameters ``optimizer`` updates; all peers need the same shapes.
+            optimizer: Any torch optimizer.
+            clip_norm: Gradient norm limit of each step; None takes the manifest's.
+            tokens_per_step: Tokens in one local batch: the weight of a contribution. None takes the manifest's local
+                batch times its context; `SwarmOptimizer.count` overrides it batch by batch.
+
+        Raises:
+            UsageError: This swarm has an optimizer already.
+            IncompatibleError: Other peers of the swarm train a model of another shape.
+        """
+        from p2ptrain.node.training import enter_training
+        from p2ptrain.training.beginning import initial_state
+        from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+
+        if self._optimizer is not None:
+            raise UsageError("this swarm has an optimizer already: a peer trains one model")
+        spec = self.manifest.training
+        clip = spec.clip_norm if clip_norm is None else clip_norm
+        state = initial_state(model, optimizer, self.manifest, self._peer.swarm, clip)
+
+        async def start() -> Synchronizer:
+            synchronizer = self._peer.train(state)
+            await enter_training(self._peer)
+            return synchronizer
+
+        synchronizer = self._thread.call(start())
+        state.layout.write(state.vector, model)
+        tokens = tokens_per_step or spec.local_batch * self.manifest.model.context
+        bridge = Bridge(self._thread.loop)
+        # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
+        self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
+        self._optimizer = SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm=clip)
+        return self._optimizer
+
+    def close(self) -> None:
+        """Leave the swarm: say goodbye, stop the daemon; idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,143 @@
+"""Build the trainer of a peer that trains the manifest's own model: data, model, state, checkpoint, optimizer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import IntegrityError, ResourceError
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.training import enter_training
+
+if TYPE_CHECKING:
+    import torch
+
+    from p2ptrain.training.checkpoint import LoadedCheckpoint
+    from p2ptrain.training.optimizer import Bridge
+    from p2ptrain.training.state import SharedState
+    from p2ptrain.training.text import Corpus
+    from p2ptrain.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: Bridge) -> Trainer:
+    """Prepare everything that training needs, restore the newest checkpoint, and take on the swarm's state.
+
+    Raises:
+        ResourceError: The model does not fit the memory cap, or the device is missing.
+        ConfigError: The text cannot be read.
+        IncompatibleError: The others train a model of another shape.
+    """
+    from p2ptrain.training.checkpoint import load_newest_valid
+
+    loop = asyncio.get_running_loop()
+    device = _choose_device(config)
+    module, corpus = await loop.run_in_executor(None, _load, peer, config, run_dir, device)
+    optimizer, state = await peer.runtime.compute(_make_state, peer, module)
+    checkpoint = await peer.runtime.compute(load_newest_valid, run_dir / "checkpoints", peer.swarm)
+    if checkpoint is not None:
+        await peer.runtime.compute(_restore, state, checkpoint)
+        logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+    peer.train(state)
+    await enter_training(peer)
+    state.layout.write(state.vector, module)
+    return _assemble(peer, config, run_dir, bridge, module, corpus, optimizer, checkpoint)
+
+
+def _restore(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
+    state.replace(checkpoint.tensors, checkpoint.head)
+    if state.tree().root != checkpoint.head.digest:
+        raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
+
+
+def _choose_device(config: PeerConfig) -> torch.device:
+    import torch
+
+    if config.resources.threads:
+        torch.set_num_threads(config.resources.threads)
+    wanted = config.resources.device
+    if wanted == "auto":
+        wanted = "cuda:0" if torch.cuda.is_available() else "cpu"
+    if wanted.startswith("cuda") and not torch.cuda.is_available():
+        raise ResourceError(
+            f"device {wanted!r} was asked for, but torch sees no GPU: use --device cpu, or mend the driver"
+        )
+    return torch.device(wanted)
+
+
+def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -> tuple[torch.nn.Module, Corpus]:
+    from p2ptrain.models import build_model, estimate_memory_bytes
+    from p2ptrain.training.text import load_corpus
+
+    manifest = peer.manifest
+    needed = estimate_memory_bytes(manifest.model, manifest.training)
+    allowed = config.resources.max_memory
+    if allowed and needed > allowed:
+        raise ResourceError(
+            f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"
+        )
+    corpus = load_corpus(manifest.data, manifest.model.context, manifest.model.vocabulary, run_dir.parent / "data")
+    return build_model(manifest.model).to(device), corpus
+
+
+def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
+    import torch
+
+    from p2ptrain.training.beginning import initial_state
+
+    spec = peer.manifest.training
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+    )
+    return optimizer, initial_state(module, optimizer, peer.manifest, peer.swarm, spec.clip_norm)
+
+
+def _assemble(
+    peer: Peer,
+    config: PeerConfig,
+    run_dir: Path,
+    bridge: Bridge,
+    module: torch.nn.Module,
+    corpus: Corpus,
+    inner: torch.optim.Optimizer,
+    checkpoint: LoadedCheckpoint | None,
+) -> Trainer:
+    from p2ptrain.training.metrics import MetricsWriter
+    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.trainer import CheckpointPolicy, Trainer
+
+    manifest, sync = peer.manifest, peer.synchronizer
+    assert sync is not None
+    tokens = manifest.training.local_batch * manifest.model.context
+    optimizer = SwarmOptimizer(
+        module, inner, sync, bridge, manifest.training, tokens, clip_norm=manifest.training.clip_norm
+    )
+    limits = [rounds for rounds in (config.stop_after.rounds, manifest.training.rounds) if rounds]
+    trainer = Trainer(
+        module, optimizer, sync, manifest, corpus, peer.identity.peer_id, peer.swarm,
+        MetricsWriter(run_dir / "metrics.jsonl"),
+        CheckpointPolicy(run_dir / "checkpoints", config.checkpoints.every_rounds, config.checkpoints.keep_last),
+        max_rounds=min(limits, default=0),
+    )  # fmt: skip
+    if checkpoint is not None:
+        trainer.restore(checkpoint)
+    loop = asyncio.get_running_loop()
+
+    def publish() -> None:
+        progress = trainer.progress
+        peer.status.loss, peer.status.tokens_per_second = progress.loss, progress.tokens_per_second
+        peer.status.note, peer.status.round_tokens = progress.note, optimizer.tokens_in_round
+        paused = progress.note != "" and sync.is_paused
+        if (peer.status.state == "paused") != paused:
+            peer.set_state("paused" if paused else "training")
+        peer.presence.changed()
+
+    def publish_from_thread() -> None:
+        loop.call_soon_threadsafe(publish)
+
+    trainer.on_progress = publish_from_thread
+    return trainer

@@ -1,0 +1,346 @@
+"""One peer in four lies in every way that the protocol has words for; the others go on, equal and finite."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.rally import Answer
+from p2ptrain.errors import PeerRefusedError, TemporaryError
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.accounts import Accounts
+from tests.support.hostile import BulkLie, Lie, lead_badly, lie_in_rounds, never
+from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+
+Message = dict[str, Any]
+ROUNDS = 8
+SECONDS = 240.0
+
+
+async def start(
+    network: SimulatedNetwork, corrupt: Callable[[SimulatedTrainer], object], **averaging: object
+) -> tuple[SimulatedSwarm, list[SimulatedTrainer], Accounts]:
+    """A swarm of four in which ``evil`` is hostile once it trains; with the honest ones."""
+    # With fp32, which has no blocks, the tiny model has a share for everybody.
+    swarm = SimulatedSwarm(network, make_manifest(**{"codec": "fp32", **averaging}), 0)
+    accounts = Accounts(swarm)
+    honest = [swarm.start(f"honest{index}") for index in range(3)]
+    evil = swarm.start("evil")
+    await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
+    corrupt(evil)
+    return swarm, honest, accounts
+
+
+async def go_on(swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: int = ROUNDS) -> None:
+    """The honest trainers come ``rounds`` rounds further, together, with contributions of each."""
+    front = max(trainer.sync.head.round for trainer in honest)
+    before = {trainer.peer.name: swarm.ledger.contributed.get(trainer.peer.name, 0) for trainer in honest}
+    await swarm.until(
+        lambda: min(trainer.sync.head.round for trainer in honest) >= front + rounds, SECONDS, "the honest go on"
+    )
+    assert len({t.sync.head.digest for t in honest if t.sync.head.lineage == honest[0].sync.head.lineage}) == 1
+    for trainer in honest:
+        assert swarm.ledger.contributed.get(trainer.peer.name, 0) > before[trainer.peer.name]
+
+
+def run_against(corrupt: Callable[[SimulatedTrainer], object], seed: int = 0) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, corrupt)
+        await go_on(swarm, honest)
+        await swarm.end()
+
+    simulate(main, seed)
+
+
+def with_field(name: str, value: object) -> Lie:
+    """Change one field wherever it is sent."""
+    return lambda to, message: {**message, name: value} if name in message else message
+
+
+BULK_LIES: dict[str, BulkLie] = {
+    "not finite": lambda data: b"\xff" * len(data),
+    "too short": lambda data: data[:-1],
+    "too long": lambda data: data + bytes(5000),
+    "nothing": lambda data: b"",
+}
+
+
+@pytest.mark.parametrize("bulk_lie", BULK_LIES.values(), ids=BULK_LIES.keys())
+def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, accounts = await start(network, lambda evil: lie_in_rounds(evil, bulk_lie=bulk_lie))
+        evil = swarm.trainers["evil"].peer.peer_id
+        before = {trainer.peer.name: trainer.sync.head.round for trainer in honest}
+        await go_on(swarm, honest)
+        assert any(peer == evil for trainer in honest for peer, _ in trainer.rpc.refusals)
+        for body in accounts.bodies.values():
+            if body.round > max(before.values()) and evil in body.members:
+                assert body.members.index(evil) not in [index for index, *_ in body.contributors]
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+MESSAGE_LIES: dict[str, Lie] = {
+    "mask of nobody": with_field("mask", []),
+    "mask out of range": with_field("mask", [0, 99]),
+    "mask of words": with_field("mask", "everybody"),
+    "mask of nested lists": with_field("mask", [[0], [1]]),
+    "no mask": lambda to, message: {"unmask": 0} if "mask" in message else message,
+    "another body": with_field("body", b"b" * 32),
+    "a body of words": with_field("body", "body"),
+    "a forged signature": with_field("proof", b"p" * 32),
+    "no signature": with_field("proof", None),
+    "an endless signature": with_field("proof", b"p" * 60_000),
+}
+
+
+@pytest.mark.parametrize("lie", MESSAGE_LIES.values(), ids=MESSAGE_LIES.keys())
+def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
+    run_against(lambda evil: lie_in_rounds(evil, lie), seed=2)
+
+
+@pytest.mark.parametrize("silent_about", ["mask", "proof"])
+def test_a_member_that_falls_silent_in_a_round_is_left_out_of_the_next(silent_about: str) -> None:
+    def fall_silent(evil: SimulatedTrainer) -> None:
+        serve = evil.sync.averager._serve_butterfly
+
+        async def silent(channel: Any, request: Message) -> None:
+            send = channel.send
+
+            async def send_or_not(message: Message) -> None:
+                await (never() if silent_about in message else send(message))
+
+            channel.send = send_or_not
+            await serve(channel, request)
+
+        evil.rpc.serve_channel("butterfly", silent)
+
+    run_against(fall_silent, seed=3)
+
+
+async def say_behind(requests: list[Message], request: Message) -> Answer:
+    return {"kind": "behind", "peer": "nobody"}
+
+
+async def say_mismatch(requests: list[Message], request: Message) -> Answer:
+    return {"kind": "refused", "reason": "your state differs from the group's", "mismatch": True}
+
+
+async def say_refused(requests: list[Message], request: Message) -> Answer:
+    return {"kind": "refused", "reason": "I do not like you"}
+
+
+async def say_nonsense(requests: list[Message], request: Message) -> Answer:
+    return {"kind": ["roster"], "tickets": {"a": 1}}
+
+
+async def send_in_circles(requests: list[Message], request: Message) -> Answer:
+    return {"kind": "redirect", "peer": request["ticket"][0]}
+
+
+async def different_rosters(requests: list[Message], request: Message) -> Answer:
+    """Each member is told of a group with another neighbour."""
+    await asyncio.sleep(1.5)
+    tickets = {r["ticket"][0]: r["ticket"] for r in requests if r["ticket"][1:3] == request["ticket"][1:3]}
+    own = request["ticket"][0]
+    tickets[own] = request["ticket"]
+    names = sorted(tickets)
+    other = names[(names.index(own) + 1) % len(names)]
+    return {"kind": "roster", "tickets": [tickets[name] for name in sorted({own, other})]}
+
+
+async def made_up_members(requests: list[Message], request: Message) -> Answer:
+    ghost = ["ghost", *request["ticket"][1:]]
+    return {"kind": "roster", "tickets": sorted([request["ticket"], ghost], key=lambda ticket: str(ticket[0]))}
+
+
+async def endless_roster(requests: list[Message], request: Message) -> Answer:
+    return {"kind": "roster", "tickets": [request["ticket"]] * 1000}
+
+
+async def old_tickets(requests: list[Message], request: Message) -> Answer:
+    """Everybody's first ticket, which is of another round, and the right one of who asks."""
+    tickets = {r["ticket"][0]: r["ticket"] for r in reversed(requests)}
+    tickets[request["ticket"][0]] = request["ticket"]
+    return {"kind": "roster", "tickets": [tickets[name] for name in sorted(tickets)]}
+
+
+LEADERS: dict[str, Callable[[list[Message], Message], Awaitable[Answer]]] = {
+    "never answers": never,
+    "says all are behind": say_behind,
+    "says all differ": say_mismatch,
+    "refuses": say_refused,
+    "talks nonsense": say_nonsense,
+    "redirects in circles": send_in_circles,
+    "gives different rosters": different_rosters,
+    "invents members": made_up_members,
+    "repeats members": endless_roster,
+    "replays tickets": old_tickets,
+}
+
+
+@pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
+def test_a_bad_leader_is_passed_over(answer: Callable[[list[Message], Message], Awaitable[Answer]]) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        asked: list[list[str]] = []
+        swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
+        await go_on(swarm, honest, rounds=12)
+        assert len(asked[0]) >= 3  # It led at least once.
+        await swarm.end()
+
+    simulate(main, seed=4)
+
+
+def change_ticket(ticket: Ticket, evil: SimulatedTrainer, **fields: object) -> list[Any]:
+    changed = replace(ticket, **fields)  # type: ignore[arg-type]
+    return changed.signed(evil.swarm, evil.peer.signer).to_wire()
+
+
+def test_tickets_that_lie_are_refused_with_a_reason() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, lambda evil: None)
+        evil, victim = swarm.trainers["evil"], honest[0]
+        head = evil.sync.head
+        own = evil.sync.averager._ticket(10, 1, 0)
+        stolen = victim.sync.averager._ticket(10, 1, 0)
+        forged = [
+            change_ticket(own, evil, tokens=0),
+            change_ticket(own, evil, tokens=-5),
+            change_ticket(own, evil, tokens=10**12),
+            change_ticket(own, evil, tokens=math.nan),
+            change_ticket(own, evil, tokens=True),
+            change_ticket(own, evil, samples=1 << 61),
+            change_ticket(own, evil, lineage=b"short"),
+            change_ticket(own, evil, peer=victim.peer.peer_id),
+            replace(own, tokens=20).to_wire(),
+            stolen.to_wire(),
+            own.to_wire()[:-1],
+            ["x"] * 10,
+            [],
+        ]
+        plain = replace(head, members=(), certificate=b"").to_dict()
+        rest = {"tried": [], "hops": 9, "avoid": []}
+        requests = [{"ticket": ticket, "head": plain, **rest} for ticket in forged]
+        requests += [
+            {"ticket": own.to_wire(), "head": {**plain, "round": "1"}, **rest},
+            {"ticket": own.to_wire(), "head": [], **rest},
+            {"ticket": own.to_wire(), "head": plain, "tried": 5, "hops": 0, "avoid": []},
+            {"ticket": own.to_wire(), "head": plain, "tried": [], "hops": 0, "avoid": [[]]},
+            {},
+        ]
+        for request in requests:
+            with pytest.raises(PeerRefusedError) as refusal:
+                async with evil.rpc.open(victim.peer.peer_id, "rally.join", request, 5.0) as channel:
+                    await channel.receive(5.0)
+            assert refusal.value.reason not in ("", "internal error"), request
+        assert victim.rpc.refusals[evil.peer.peer_id, "IntegrityError"] == len(requests)
+        await go_on(swarm, honest)
+        await swarm.end()
+
+    simulate(main, seed=5)
+
+
+def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, lambda evil: None)
+        evil = swarm.trainers["evil"]
+
+        async def flood() -> None:
+            number = 0
+            while True:
+                number += 1
+                head = replace(evil.sync.head, round=number, tokens=number, members=(), certificate=b"").to_dict()
+                for victim in honest:
+                    try:
+                        await evil.rpc.call(
+                            victim.peer.peer_id, "rally.report", {"head": head, "samples": 1 << 39}, 3.0
+                        )
+                    except TemporaryError:
+                        await asyncio.sleep(0.1)
+
+        flooding = evil.peer.spawn(flood())
+        await go_on(swarm, honest)
+        flooding.cancel()
+        for trainer in honest:
+            assert len(trainer.sync.averager.matchmaker._rallies) <= 8
+        await swarm.end()
+
+    simulate(main, seed=6)
+
+
+@pytest.mark.parametrize("stalls", [False, True])
+def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool) -> None:
+    def boast(evil: SimulatedTrainer) -> None:
+        describe = evil.describe
+        claim = {"round": 1000, "lineage": b"f" * 32, "digest": b"f" * 32, "lineage_tokens": 1 << 60}
+        evil.presence._describe = lambda: replace(describe(), **claim)  # type: ignore[arg-type]
+        if stalls:
+            evil.rpc.serve("history.after", never)
+            evil.rpc.serve("state.info", never)
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, boast)
+        await go_on(swarm, honest, rounds=15)
+        assert all(trainer.sync.resyncs == 0 for trainer in honest)
+        await swarm.end()
+
+    simulate(main, seed=7)
+
+
+def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        def corrupt(evil: SimulatedTrainer) -> None:
+            serve = evil.rpc._services["state.chunks"].handler
+
+            async def lying(channel: Any, request: Message) -> None:
+                send = channel.send_bytes
+
+                async def send_wrong(data: Any, **options: Any) -> None:
+                    await send(bytes(len(data)), **options)
+
+                channel.send_bytes = send_wrong
+                await serve(channel, request)
+
+            evil.rpc.serve_channel("state.chunks", lying)
+
+        swarm, honest, _ = await start(network, corrupt, history_rounds=1)
+        await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
+        late = [swarm.start(f"late{index}") for index in range(3)]
+        await swarm.until(lambda: all(any(r.contributed for r in t.results) for t in late), SECONDS, "all take part")
+        assert all(trainer.sync.resyncs for trainer in late)
+        assert sum(late[i].rpc.refusals[swarm.trainers["evil"].peer.peer_id, "bad state"] for i in range(3))
+        await go_on(swarm, [*honest, *late])
+        await swarm.end()
+
+    simulate(main, seed=8)
+
+
+def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
+    """A certificate names the means of its round, not the state after it: the digest is believed of the majority."""
+
+    def corrupt(evil: SimulatedTrainer) -> None:
+        describe = evil.describe
+        evil.presence._describe = lambda: replace(describe(), digest=b"w" * 32)
+
+        async def info(peer: str, request: Message) -> Message:
+            head = replace(evil.sync.head, digest=b"w" * 32)
+            return {"head": head.to_dict(), "layout": evil.state.layout.fingerprint}
+
+        evil.rpc.serve("state.info", info)
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, corrupt, history_rounds=1)
+        await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
+        late = swarm.start("late")
+        await swarm.until(lambda: any(r.contributed for r in late.results), SECONDS, "the newcomer takes part")
+        await go_on(swarm, [*honest, late])
+        await swarm.end()
+
+    simulate(main, seed=9)

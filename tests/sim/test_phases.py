@@ -1,0 +1,267 @@
+"""A fault exactly as a peer enters a phase of a round; and networks, directories and clocks that are slow or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+import pytest
+
+from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.membership import rank
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated.streams import Endpoint
+from tests.support.accounts import Accounts
+from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+
+PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
+FAULTY_ROUND = 2
+NUM_PEERS = 4
+
+
+def leads(swarm: SimulatedSwarm, trainer: SimulatedTrainer) -> bool:
+    """Whether it is this trainer's turn to lead the round in progress."""
+    head = trainer.sync.head
+    peers = [other.peer.peer_id for other in swarm.alive]
+    return trainer.peer.peer_id == min(peers, key=lambda peer: rank(peer, head.round, head.lineage))
+
+
+def set_trap(swarm: SimulatedSwarm, phase: str, role: str, fault: Callable[[SimulatedTrainer], object]) -> list[str]:
+    """Let ``fault`` befall the first trainer of this role that enters the phase; the list then holds its name."""
+    hit: list[str] = []
+
+    def on_phase(who: SimulatedTrainer, entered: str, round_: int) -> None:
+        due = entered == phase and round_ >= FAULTY_ROUND and not hit
+        if due and leads(swarm, who) == (role == "leader"):
+            hit.append(who.peer.name)
+            fault(who)
+
+    for each in swarm.trainers.values():
+        each.sync.averager.on_phase = functools.partial(on_phase, each)
+    return hit
+
+
+def same_lineage(swarm: SimulatedSwarm) -> bool:
+    """Whether all trainers of the highest round hold one state."""
+    front = max(trainer.sync.head.round for trainer in swarm.alive)
+    return len({t.sync.head.lineage for t in swarm.alive if t.sync.head.round == front}) == 1
+
+
+async def start(
+    network: SimulatedNetwork, num_peers: int = NUM_PEERS, step_seconds: float = 0.5, **averaging: object
+) -> SimulatedSwarm:
+    """A swarm of which everybody has come to the round before the faulty one."""
+    # With fp32, which has no blocks, the tiny model has a share for everybody.
+    swarm = SimulatedSwarm(network, make_manifest(**{"codec": "fp32", **averaging}), 0)
+    Accounts(swarm)
+    for index in range(num_peers):
+        swarm.start(f"t{index}", step_seconds)
+    await swarm.until(lambda: swarm.in_agreement(FAULTY_ROUND - 1), 90, "the swarm trains")
+    return swarm
+
+
+async def come_back(swarm: SimulatedSwarm, names: list[str]) -> None:
+    """Repair every fault; all trainers agree again, and rounds go on."""
+    for name in names:
+        peer = swarm.trainers[name].peer
+        swarm.network.mend(peer)
+        if not peer.alive:
+            swarm.restart(name)
+        else:
+            swarm.network.resume(peer)
+    front = max(trainer.sync.head.round for trainer in swarm.alive)
+    await swarm.until(lambda: swarm.in_agreement(front + 2) and same_lineage(swarm), 180, "all are back")
+
+
+@pytest.mark.parametrize("fault", ["crash", "stall", "cut"])
+@pytest.mark.parametrize("role", ["leader", "follower"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_survivors_commit_the_next_rounds(phase: str, role: str, fault: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        act = {"crash": network.crash, "stall": network.stall, "cut": network.cut}[fault]
+        hit = set_trap(swarm, phase, role, lambda who: act(who.peer))
+        await swarm.until(lambda: bool(hit), 60, "the fault happens")
+        others = [trainer for name, trainer in swarm.trainers.items() if name not in hit]
+        front = swarm.trainers[hit[0]].sync.head.round
+        await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 2, 90, "the others go on")
+        assert len({trainer.sync.head.digest for trainer in others if trainer.sync.head == others[0].sync.head}) == 1
+        await come_back(swarm, hit)
+        await swarm.end()
+
+    simulate(main, seed=PHASES.index(phase))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_two_peers_crash_in_the_same_phase(phase: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network, 5)
+
+        def crash_two(who: SimulatedTrainer) -> None:
+            other = next(trainer for trainer in swarm.alive if trainer is not who)
+            hit.append(other.peer.name)
+            network.crash(other.peer)
+            network.crash(who.peer)
+
+        hit = set_trap(swarm, phase, "leader", crash_two)
+        await swarm.until(lambda: len(hit) == 2, 60, "the fault happens")
+        front = swarm.trainers[hit[0]].sync.head.round
+        await swarm.until(lambda: swarm.in_agreement(front + 2) and same_lineage(swarm), 90, "three go on")
+        await come_back(swarm, hit)
+        await swarm.end()
+
+    simulate(main, seed=20 + PHASES.index(phase))
+
+
+@pytest.mark.parametrize("role", ["leader", "follower"])
+def test_work_in_a_round_that_its_peer_did_not_see_end_counts_once(role: str) -> None:
+    """Also when nobody can replay that round any more, so that the peer downloads the state (`Accounts.check`)."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        # The tiny model is one block of int8: the first to gather owns it all, and the round can end without the rest.
+        swarm = await start(network, codec="int8", history_rounds=1, min_peers=2)
+        away = swarm.trainers["t3"]
+        hit = set_trap(swarm, "gather", role, lambda who: network.cut(away.peer))
+        await swarm.until(lambda: bool(hit), 60, "the cable is pulled")
+        others = [trainer for trainer in swarm.trainers.values() if trainer is not away]
+        front = away.sync.head.round
+        await swarm.until(lambda: min(t.sync.head.round for t in others) == front + 1, 30, "the round ends elsewhere")
+        body = Certificate.from_bytes(others[0].sync.head.certificate, away.swarm, away.peer.signer).body
+        assert away.peer.peer_id in [body.members[index] for index, *_ in body.contributors]
+        await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 4, 120, "the others go on")
+        network.mend(away.peer)
+        await come_back(swarm, [])
+        assert away.sync.resyncs
+        await swarm.end()
+
+    simulate(main, seed=30)
+
+
+@pytest.mark.parametrize("phase", ["idle", *PHASES])
+def test_a_cancelled_synchronization_leaves_the_state_whole(phase: str) -> None:
+    """What `Bridge.cancel` does, or an interrupt of the training thread."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network, 3)
+        hit = set_trap(swarm, phase, "follower", lambda who: swarm.tasks[who.peer.name].cancel())
+        await swarm.until(lambda: bool(hit), 60, "it is cancelled")
+        who = swarm.trainers[hit[0]]
+        await asyncio.gather(swarm.tasks[who.peer.name], return_exceptions=True)
+        assert who.state.tree().root == who.sync.head.digest == who.state.head.digest
+        assert who.sync.head == who.sync.averager.head
+        assert who.sync.averager.phase == "idle"
+        assert who.peer.transport.num_streams == 0
+        network.crash(who.peer)
+        await come_back(swarm, hit)
+        await swarm.end()
+
+    simulate(main, seed=40)
+
+
+def test_training_goes_on_while_the_directory_does_not_answer() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        for peer in network.alive:
+            peer.directory.failing = True
+        front = swarm.alive[0].sync.head.round
+        await asyncio.sleep(60)  # Twice the lifetime of a record.
+        assert min(trainer.sync.head.round for trainer in swarm.alive) > front + 3
+        for peer in network.alive:
+            peer.directory.failing = False
+        await come_back(swarm, [])
+        await swarm.end()
+
+    simulate(main, seed=50)
+
+
+@pytest.mark.parametrize("seconds", [1.0, 5.0])
+def test_a_slow_directory_only_slows_joining(seconds: float) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        for peer in network.alive:
+            peer.directory.delay_seconds = seconds
+        late = swarm.start("late")
+        late.peer.directory.delay_seconds = seconds
+        await come_back(swarm, [])
+        await swarm.until(lambda: late.sync.rounds_committed >= 2, 90, "the newcomer takes part")
+        await swarm.end()
+
+    simulate(main, seed=51)
+
+
+def test_a_joiner_behind_two_seconds_of_latency_takes_part() -> None:
+    """Within a grace period that covers the round trips of a part: opening a stream, and sending on it."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network, step_seconds=5.0, grace_seconds=12.0)
+        front = swarm.alive[0].sync.head.round
+        late = swarm.start("late", step_seconds=5.0, latency_seconds=2.0)
+        await swarm.until(lambda: any(r.contributed for r in late.results), 150, "the newcomer contributes")
+        assert front < late.sync.head.round <= front + 6
+        assert same_lineage(swarm)
+        await swarm.end()
+
+    simulate(main, seed=52)
+
+
+def test_a_peer_with_a_tenth_of_the_bandwidth_does_not_stop_the_others() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        slow = swarm.start("slow", up_bytes_per_second=2_000.0, down_bytes_per_second=2_000.0)
+        front = swarm.alive[0].sync.head.round
+        quick = [trainer for trainer in swarm.alive if trainer is not slow]
+        await swarm.until(lambda: min(t.sync.head.round for t in quick) >= front + 5, 120, "the others go on")
+        await swarm.until(lambda: slow.sync.head.round >= front + 3, 120, "the slow peer keeps up")
+        await swarm.end()
+
+    simulate(main, seed=53)
+
+
+def test_deadlines_of_ten_milliseconds_give_reasons_in_under_a_second() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        manifest = make_manifest(grace_seconds=0.01, matchmaking_seconds=0.01, round_seconds=0.01, min_peers=2)
+        swarm = SimulatedSwarm(network, manifest, 0)
+        for index in range(3):
+            swarm.start(f"t{index}")
+        await swarm.until(lambda: all(len(t.results) >= 3 for t in swarm.alive), 120, "everybody tried")
+        failed = [result for trainer in swarm.alive for result in trainer.results if not result.committed]
+        assert failed
+        assert all(result.reason for result in failed)
+        assert sorted(result.seconds for result in failed)[len(failed) // 2] < 1.0
+        await swarm.end()
+
+    simulate(main, seed=54)
+
+
+@pytest.mark.parametrize("skew_seconds", [-300.0, -20.0, 20.0, 300.0])
+def test_a_clock_that_is_off_forks_nothing_for_good(skew_seconds: float) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        skewed = swarm.start("skewed", skew_seconds=skew_seconds)
+        skewed.peer.runtime.clock_offset_seconds = -skew_seconds  # As a peer does once it has asked the others.
+        await swarm.until(lambda: any(r.contributed for r in skewed.results), 120, "the skewed peer contributes")
+        await come_back(swarm, [])
+        await swarm.end()
+
+    simulate(main, seed=55)
+
+
+def test_two_peers_that_reach_everybody_but_each_other_take_turns() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network)
+        connected = network.connected
+        apart = {"t0", "t1"}
+
+        def connected_but_for_two(first: Endpoint, second: Endpoint) -> bool:
+            return {first.name, second.name} != apart and connected(first, second)
+
+        network.connected = connected_but_for_two  # type: ignore[method-assign]
+        front = swarm.alive[0].sync.head.round
+        told = dict(swarm.ledger.contributed)
+        await swarm.until(lambda: min(t.sync.head.round for t in swarm.alive) >= front + 12, 400, "rounds go on")
+        for name in sorted(apart):
+            assert swarm.ledger.contributed[name] > told.get(name, 0)
+        await swarm.end()
+
+    simulate(main, seed=56)
