@@ -1,0 +1,128 @@
+"""``p2ptrain checkpoint ls|verify|export``
+
+Look after the checkpoints of a peer. A path is a checkpoint's folder, a folder of checkpoints, or a peer's run
+directory; where one checkpoint is needed, the newest is taken. 'export' writes a Hugging Face folder that
+from_pretrained loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.errors import CheckpointError, ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from p2ptrain.manifest import Manifest
+    from p2ptrain.training.checkpoint import CheckpointInfo, LoadedCheckpoint
+
+_NAME = re.compile(r"\d+-round-\d+")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain checkpoint``."""
+    parser.add_argument("action", choices=("ls", "verify", "export"), help="what to do")
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a folder that holds checkpoints")
+    parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT", help="export: the folder to write")
+    parser.add_argument(
+        "--manifest", type=Path, metavar="FILE", help="export: the signed manifest (default: manifest.bin nearby)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List, verify or export.
+
+    Raises:
+        CheckpointError: There is none, or one is torn or tampered with.
+        UsageError: OUTPUT is missing, or there where it does not belong.
+    """
+    from p2ptrain.training.checkpoint import load_checkpoint, verify_checkpoint
+
+    if (arguments.action == "export") != (arguments.output is not None):
+        raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
+    paths = find_checkpoints(arguments.path)
+    if arguments.action == "export":
+        loaded = load_checkpoint(paths[-1])
+        _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output)
+    elif arguments.action == "verify":
+        for path in paths:
+            info = verify_checkpoint(path)
+            print(f"{info.path.name}: intact, round {info.head.round}, digest {info.head.digest.hex()}")
+    else:
+        _list(paths)
+    return 0
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """The checkpoints that a path names: itself, or those in it or in its folder ``checkpoints``, oldest first.
+
+    Torn and tampered ones are among them: whoever verifies must not pass over them.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    from p2ptrain.training.checkpoint import DESCRIPTION_FILE
+
+    if (path / DESCRIPTION_FILE).is_file():
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        if folder.is_dir():
+            found = [entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)]
+            if found:
+                return sorted(found, key=lambda entry: int(entry.name.partition("-")[0]))
+    raise CheckpointError(f"there is no checkpoint in {path}: give a peer's run directory, or a checkpoint's folder")
+
+
+def _list(paths: list[Path]) -> None:
+    from p2ptrain.cli.table import human_bytes, human_count
+    from p2ptrain.training.checkpoint import verify_checkpoint
+
+    for path in paths:
+        try:
+            info: CheckpointInfo = verify_checkpoint(path)
+        except CheckpointError as error:
+            print(f"{path.name}  damaged: {error}")
+            continue
+        head = info.head
+        print(
+            f"{path.name}  round {head.round}  {human_count(head.tokens)} tokens  {human_bytes(info.num_bytes)}"
+            f"  digest {head.digest.hex()[:8]}"
+        )
+
+
+def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:
+    """The manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
+    import tempfile
+
+    from p2ptrain.cli.manifests import SIGNED_FILE
+    from p2ptrain.manifest import SignedManifest
+    from p2ptrain.network.identity import Identity
+
+    # CHECKPOINT, checkpoints, the peer's run directory, and the folder of a whole swarm or of an organizer.
+    above = [folder / SIGNED_FILE for folder in list(checkpoint.path.absolute().parents)[:3]]
+    found = [given] if given is not None else [file for file in above if file.is_file()]
+    if not found:
+        raise ConfigError(f"no {SIGNED_FILE} lies near {checkpoint.path}: give the swarm's with --manifest")
+    try:
+        data = found[0].read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{found[0]}: {error.strerror}; give the swarm's signed manifest with --manifest") from error
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-export-") as folder, Identity.ephemeral(folder) as verifier:
+        return SignedManifest.from_bytes(data, checkpoint.swarm, verifier).manifest
+
+
+def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path) -> None:
+    from p2ptrain.errors import IncompatibleError
+    from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.training.layout import Layout
+
+    model = build_model(manifest.model)
+    layout = Layout.from_module(model)
+    vector = checkpoint.tensors[0][1]
+    if vector.shape != (layout.num_values,):
+        raise IncompatibleError(f"{checkpoint.path} holds another model than its manifest names: give --manifest")
+    layout.write(vector, model)
+    export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
+    print(f"wrote {output}: round {checkpoint.head.round}, digest {checkpoint.head.digest.hex()[:8]}")

@@ -1,0 +1,203 @@
+"""The checks of ``p2ptrain doctor``: each looks at one thing, changes nothing, and knows its fix."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2ptrain.cli.table import human_bytes
+
+_MIN_PYTHON = (3, 11)
+_MIN_DISK_BYTES, _GOOD_DISK_BYTES = 200_000_000, 5_000_000_000
+_MIN_MEMORY_BYTES, _GOOD_MEMORY_BYTES = 700_000_000, 2_000_000_000
+_MIN_FILES, _GOOD_FILES = 256, 1024
+_EARLIEST_TIME = 1_767_225_600  # 2026-01-01, before this software was written
+_DAEMON_SECONDS = 15.0
+_TORCH_SECONDS = 60.0
+_TIME_ERROR = 5  # what adjtimex(2) returns for a clock that nothing keeps in step
+_TIMEX_BYTES = 512  # more than any struct timex
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        required: Whether a peer cannot run without it; otherwise it is a warning.
+        fix: What to do if it did not pass.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+    fix: str
+    required: bool = True
+
+
+def all_checks(run_dir: Path, port: int) -> list[Check]:
+    """Run every check. Takes some seconds: torch is imported and the daemon started."""
+    return [
+        check_python(),
+        check_torch(),
+        check_daemon(find_daemon()),
+        check_setpriv(),
+        *check_ports(port),
+        check_clock(time.time()),
+        check_disk(run_dir),
+        check_memory(),
+        check_file_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    ]
+
+
+def check_python() -> Check:
+    """The interpreter's version and system."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    passed = sys.version_info >= _MIN_PYTHON and sys.platform == "linux"
+    return Check("Python", passed, f"{version} on {sys.platform}", "use Python 3.11 or later on Linux")
+
+
+def check_torch() -> Check:
+    """That torch can be imported and computes; in a process of its own, for a broken one may crash."""
+    code = (
+        "import torch; assert float(torch.ones(8).sum()) == 8;"
+        "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU';"
+        "print(torch.__version__, gpu, sep=', ')"
+    )
+    fix = "pip install -c constraints.txt torch"
+    try:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_TORCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        return Check("torch", False, f"did not start within {_TORCH_SECONDS:.0f} s", fix)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["it crashed"]
+    return Check("torch", done.returncode == 0, lines[-1], fix)
+
+
+def find_daemon() -> Path | None:
+    """The p2pd of hivemind's wheel, found without importing hivemind; None if hivemind is not installed."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(next(iter(spec.submodule_search_locations))) / "hivemind_cli" / "p2pd"
+
+
+def check_daemon(path: Path | None) -> Check:
+    """That the network daemon is there, may be executed, and starts."""
+    fix = "pip install --force-reinstall --no-deps hivemind (its wheel for Linux ships p2pd)"
+    if path is None or not path.is_file():
+        return Check("daemon", False, "hivemind's p2pd is not installed", fix)
+    if not os.access(path, os.X_OK):
+        return Check("daemon", False, f"{path} may not be executed", f"chmod +x {path}")
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-doctor-") as folder:
+        arguments = [f"-listen=/unix{folder}/control.sock", "-hostAddrs=/ip4/127.0.0.1/tcp/0", "-idleTimeout=5s"]
+        started = time.monotonic()
+        error = _start_daemon(path, arguments)
+    if error is not None:
+        return Check("daemon", False, error, f"{fix}; check that {tempfile.gettempdir()} can be written to")
+    return Check("daemon", True, f"p2pd starts in {time.monotonic() - started:.2f} s", "")
+
+
+def _start_daemon(path: Path, arguments: list[str]) -> str | None:
+    """Start the daemon and end it once it says who it is; returns what went wrong."""
+    import selectors
+
+    try:
+        process = subprocess.Popen([path, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError as error:
+        return f"p2pd does not start: {error.strerror}"
+    assert process.stdout is not None
+    output, deadline = b"", time.monotonic() + _DAEMON_SECONDS
+    try:
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while b"Peer ID" not in output:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return f"p2pd did not answer within {_DAEMON_SECONDS:.0f} s"
+                chunk = os.read(process.stdout.fileno(), 65536)
+                if not chunk:
+                    last = output.decode(errors="replace").strip().splitlines() or ["nothing"]
+                    return f"p2pd ended at once and said: {last[-1]}"
+                output += chunk
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    return None
+
+
+def check_setpriv() -> Check:
+    """That daemons can be made to end with their owner even while they start."""
+    path = shutil.which("setpriv")
+    fix = "install util-linux; without it a daemon may outlive a killed peer by 30 s"
+    return Check("setpriv", path is not None, path or "not found", fix, required=False)
+
+
+def check_ports(port: int) -> list[Check]:
+    """That this machine can listen at all, and at the port that ``seed`` takes by default."""
+    loopback, wanted = _bind_error("127.0.0.1", 0), _bind_error("0.0.0.0", port)
+    return [
+        Check("listening", loopback is None, loopback or "TCP on loopback works", "allow this user to open TCP ports"),
+        Check(
+            "port",
+            wanted is None,
+            wanted or f"{port} is free",
+            f"choose another with seed --listen /ip4/0.0.0.0/tcp/{port + 1}",
+            required=False,
+        ),
+    ]
+
+
+def _bind_error(host: str, port: int) -> str | None:
+    try:
+        with socket.create_server((host, port)):
+            return None
+    except (OSError, OverflowError) as error:
+        return f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}"
+
+
+def check_clock(now: float) -> Check:
+    """That the clock is not absurd, and whether something keeps it in step; ``now`` is in seconds since the epoch."""
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
+    fix = "switch on time synchronisation: timedatectl set-ntp true"
+    if now < _EARLIEST_TIME:
+        return Check("clock", False, f"{shown} cannot be right", fix)
+    state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    kept = state != _TIME_ERROR
+    return Check("clock", kept, shown if kept else f"{shown}, kept in step by nothing", fix, required=False)
+
+
+def check_disk(folder: Path) -> Check:
+    """That there is room for checkpoints in ``folder``, or the nearest folder above it that exists."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(existing).free
+    detail, fix = f"{human_bytes(free)} free in {existing}", "free some space, or choose another --run-dir"
+    if not os.access(existing, os.W_OK):
+        return Check("disk", False, f"{existing} may not be written to", "choose another --run-dir")
+    return Check("disk", free >= _GOOD_DISK_BYTES, detail, fix, required=free < _MIN_DISK_BYTES)
+
+
+def check_memory() -> Check:
+    """That a trainer fits."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    fix = "close other programs; a trainer takes 0.5 GB and 32 bytes per parameter"
+    return Check(
+        "memory", free >= _GOOD_MEMORY_BYTES, f"{human_bytes(free)} available", fix, required=free < _MIN_MEMORY_BYTES
+    )
+
+
+def check_file_limit(limit: int) -> Check:
+    """That enough files may be open; ``limit`` is the soft limit, -1 for none."""
+    passed = limit < 0 or limit >= _GOOD_FILES
+    detail = "no limit" if limit < 0 else f"{limit} open files"
+    return Check("file limit", passed, detail, "ulimit -n 4096", required=0 <= limit < _MIN_FILES)

@@ -1,0 +1,48 @@
+"""``p2ptrain init DIR``
+
+Write DIR/run.toml, in which everything that a swarm agrees on is explained and set to its default, and
+DIR/organizer.key, which signs it. Edit run.toml, then start the swarm with 'p2ptrain seed DIR'.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2ptrain.errors import UsageError
+
+_HEADER = """\
+# What the peers of this swarm agree on. Edit it, then run: p2ptrain seed {directory}
+# The swarm's link names exactly these values: once it is out, changing one starts another swarm.
+
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain init``."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; made as needed")
+    parser.add_argument("--name", help="a name for the swarm")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the two files.
+
+    Raises:
+        UsageError: One of them exists already.
+    """
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest
+    from p2ptrain.cli.toml import commented_toml
+    from p2ptrain.network.identity import Identity
+
+    directory: Path = arguments.directory
+    manifest = load_manifest(None, {"name": arguments.name})
+    run_file, key_file = directory / RUN_FILE, directory / KEY_FILE
+    for path in (run_file, key_file):
+        if path.exists():
+            raise UsageError(f"{path} exists already and is not overwritten: choose another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    with Identity.create_or_load(key_file) as organizer:
+        run_file.write_text(_HEADER.format(directory=directory) + commented_toml(manifest), encoding="utf-8")
+    print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}; keep it private)")
+    print(f"next: edit {run_file}, then run: p2ptrain seed {directory}")
+    return 0

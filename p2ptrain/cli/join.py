@@ -1,0 +1,159 @@
+"""``p2ptrain join LINK``
+
+Take part in a swarm. Fetches its manifest and checks that it is the one that the link names, shows what will be
+downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
+Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.cli.peer import add_peer_arguments, peer_overrides
+from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.manifest import Manifest, SignedManifest
+    from p2ptrain.network.link import SwarmLink
+
+LOG_LEVEL = "info"
+_STATE_BYTES_PER_PARAMETER = 8
+"""Parameters and outer momentum, both fp32."""
+_SPARE_DISK_BYTES = 200_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain join``."""
+    parser.add_argument("link", metavar="LINK", help="the swarm link, p2ptrain://…")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files (default runs/join-DIGEST)")
+    parser.add_argument("--minutes", type=float, help="leave after this time (default never)")
+    parser.add_argument("--rounds", type=int, help="leave after so many rounds (default never)")
+    add_peer_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show, ask, check, and train."""
+    from p2ptrain.cli.manifests import SIGNED_FILE, write_atomically
+    from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.network.link import SwarmLink
+
+    link = SwarmLink.parse(arguments.link)
+    overrides = peer_overrides(arguments) | {
+        "role": "trainer",
+        "link": str(link),
+        "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
+        "network.auto_nat": True,
+        "stop_after.minutes": arguments.minutes,
+        "stop_after.rounds": arguments.rounds,
+    }
+    config = PeerConfig.load(None, overrides)
+    signed = run_async(_fetch(link))
+    check_compatible(signed.manifest)
+    print(describe(signed, config))
+    if not confirm("Take part?", assume_yes=arguments.yes):
+        print("nothing was started")
+        return 0
+    check_machine(signed.manifest, config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomically(config.run_dir / SIGNED_FILE, signed.to_bytes())  # `checkpoint export` needs it
+    return run_configured_peer(config, signed, "joined; others can take part with: p2ptrain join ")
+
+
+async def _fetch(link: SwarmLink) -> SignedManifest:
+    import tempfile
+
+    from p2ptrain.node.observe import fetch_manifest
+
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-join-") as folder:
+        return await fetch_manifest(link, Path(folder))
+
+
+def check_compatible(manifest: Manifest) -> None:
+    """Refuse a swarm that this version cannot take part in.
+
+    Raises:
+        IncompatibleError: Its protocol, model family or codec is not known here; says what to do.
+        UsageError: It trains a custom model, which only its own script can build.
+    """
+    from p2ptrain.codecs import codec_names
+    from p2ptrain.manifest import PROTOCOL_VERSION
+    from p2ptrain.models import num_parameters
+
+    if manifest.protocol != PROTOCOL_VERSION:
+        raise IncompatibleError(
+            f"the swarm speaks protocol {manifest.protocol}, this version {PROTOCOL_VERSION}:"
+            " install the swarm's version"
+        )
+    if manifest.averaging.codec not in codec_names():
+        raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
+    num_parameters(manifest.model)
+
+
+def describe(signed: SignedManifest, config: PeerConfig) -> str:
+    """What joining means, for the person who is asked: what is downloaded, run and exposed."""
+    from p2ptrain.cli.table import human_bytes, human_count
+    from p2ptrain.models import estimate_memory_bytes, num_parameters
+
+    manifest, resources = signed.manifest, config.resources
+    parameters = num_parameters(manifest.model)
+    memory = estimate_memory_bytes(manifest.model, manifest.training)
+    state = human_bytes(parameters * _STATE_BYTES_PER_PARAMETER)
+    threads = resources.threads or "all"
+    caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
+    steps = "gradients each global batch" if manifest.training.every == 1 else f"{manifest.training.every} steps"
+    return "\n".join(
+        [
+            f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
+            f"downloads  the state of the model, about {state}, from peers",
+            f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
+            f" device {resources.device}, {threads} threads, about {human_bytes(memory)} of memory",
+            f"sends      {manifest.averaging.codec} updates every {steps}{'; ' + ', '.join(caps) if caps else ''}",
+            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
+            " public to the swarm; no files are",
+            f"writes     {config.run_dir}",
+        ]
+    )
+
+
+def check_machine(manifest: Manifest, config: PeerConfig) -> None:
+    """Refuse what this machine has no room for, before anything is downloaded.
+
+    Raises:
+        ResourceError: Memory or disk will not do; says how much is missing.
+        ConfigError: The swarm reads text from a path that is not here.
+    """
+    import shutil
+
+    import psutil
+
+    from p2ptrain.cli.table import human_bytes
+    from p2ptrain.models import estimate_memory_bytes, num_parameters
+
+    needed = estimate_memory_bytes(manifest.model, manifest.training)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        raise ResourceError(
+            f"training needs about {human_bytes(needed)} of memory and {human_bytes(available)} is free:"
+            " close other programs, or use a larger machine"
+        )
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    # A checkpoint is written beside the ones that are kept before the oldest is removed.
+    checkpoint = 5 * 4 * num_parameters(manifest.model)
+    disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
+    free = shutil.disk_usage(config.run_dir).free
+    if disk > free:
+        raise ResourceError(
+            f"checkpoints need about {human_bytes(disk)} of disk and {human_bytes(free)} is free in {config.run_dir}:"
+            " choose another --run-dir"
+        )
+    for kind, source in (("data.source", manifest.data.source), ("data.tokenizer", manifest.data.tokenizer)):
+        scheme, _, path = source.partition(":")
+        if scheme == "path" and not Path(path).exists():
+            raise ConfigError(
+                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
+            )

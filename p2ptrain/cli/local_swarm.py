@@ -1,0 +1,139 @@
+"""A swarm of real processes on this machine, from its start to its summary: what ``p2ptrain up`` runs.
+
+The bootstrap peer comes first and writes its link; trainers join with it; the view reads the swarm's directory like any
+other peer. At the end the trainers are drained, then the bootstrap peer, and the trainers' summaries are combined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+from p2ptrain.cli.live import View, stop_on_signals
+from p2ptrain.cli.manifests import LINK_FILE, write_atomically
+from p2ptrain.cli.plan import Plan
+from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
+from p2ptrain.cli.supervise import Child, Supervisor
+from p2ptrain.errors import DeadlineError, P2PTrainError
+from p2ptrain.network.link import SwarmLink
+
+READY_SECONDS = 60.0
+DRAIN_SECONDS = 60.0
+
+
+async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
+    """Run a swarm from its start to its summary.
+
+    Args:
+        plan: What to start, and when to stop.
+        summary_file: Where else to write the summary as JSON.
+
+    Returns:
+        0, or 130 if a second signal ended it.
+
+    Raises:
+        P2PTrainError: The swarm did not come up, or no trainer ended in good order.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    async with Supervisor() as supervisor:
+
+        def end_at_once() -> None:
+            supervisor.kill_all()
+            task.cancel()
+
+        stop = stop_on_signals(end_at_once)
+        try:
+            with View(sys.stdout) as view:
+                view.say(f"run directory: {plan.run_dir}")
+                trainers = await _train(plan, supervisor, stop, view)
+        except asyncio.CancelledError:
+            task.uncancel()
+            return 130
+        return _report(plan, trainers, summary_file, interrupted=stop.is_set())
+
+
+async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: View) -> list[Child]:
+    """Start the peers, watch until the end, and drain them; returns the trainers."""
+    bootstrap = await supervisor.start("bootstrap", _peer_command(plan.bootstrap), plan.run_dir / "bootstrap.log")
+    text = await _first_link(plan.run_dir / "bootstrap", bootstrap, stop)
+    trainers: list[Child] = []
+    if text is not None:
+        link = SwarmLink.parse(text)
+        view.say(f"swarm link: {link}")
+        for path in plan.trainers:
+            command = [*_peer_command(path), "--link", str(link)]
+            trainers.append(await supervisor.start(path.stem, command, path.with_suffix(".log")))
+        await _watch(plan, link, supervisor, trainers, stop, view)
+    if any(child.exit_code is None for child in trainers):
+        view.say("draining: trainers finish their step and save their state")
+    await supervisor.drain(trainers, DRAIN_SECONDS)
+    await supervisor.drain([bootstrap], DRAIN_SECONDS)
+    return trainers
+
+
+def _peer_command(role_file: Path) -> list[str]:
+    return [sys.executable, "-m", "p2ptrain", "peer", str(role_file)]
+
+
+async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> str | None:
+    """The link that the bootstrap peer writes once it can be reached; None if a signal came first."""
+    path, deadline = run_dir / LINK_FILE, time.monotonic() + READY_SECONDS
+    path.unlink(missing_ok=True)
+    while not stop.is_set():
+        if path.exists():
+            return path.read_text(encoding="utf-8").strip()
+        if bootstrap.exit_code is not None:
+            raise bootstrap.failure()
+        if time.monotonic() >= deadline:
+            raise DeadlineError(f"the bootstrap peer was not ready after {READY_SECONDS:.0f} s: see {bootstrap.log}")
+        await asyncio.sleep(0.1)
+    return None
+
+
+async def _watch(
+    plan: Plan, link: SwarmLink, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event, view: View
+) -> None:
+    """Show the swarm until its time is up, all trainers have ended or a signal comes."""
+    watcher = asyncio.create_task(view.follow(link, plan.run_dir, trainers))
+    ends = [
+        asyncio.create_task(stop.wait()),
+        asyncio.create_task(supervisor.wait_all(trainers)),
+    ]
+    try:
+        await asyncio.wait(
+            ends, timeout=plan.minutes * 60 if plan.minutes else None, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        for task in (watcher, *ends):
+            task.cancel()
+        await asyncio.wait([watcher, *ends])
+    if not watcher.cancelled() and (error := watcher.exception()) is not None:
+        view.say(f"the live view ended early: {error}")
+
+
+def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
+    found = {child.name: read_summary(plan.run_dir / child.name / "summary.json") for child in trainers}
+    summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
+    failed = [child for child in trainers if child.exit_code != 0]
+    for child in failed:
+        print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
+    if len(failed) == len(trainers) and not (interrupted and not trainers):
+        raise _worst(failed)
+    print(f"\n{summary.to_text()}")
+    _write_summary(summary, plan.run_dir / "summary.json")
+    if summary_file is not None:
+        _write_summary(summary, summary_file)
+    return 0
+
+
+def _worst(failed: list[Child]) -> P2PTrainError:
+    """The failure to end with: one that a trainer explained, rather than a kill."""
+    return max(failed, key=lambda child: child.exit_code or 0).failure()
+
+
+def _write_summary(summary: SwarmSummary, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, summary.to_json().encode())

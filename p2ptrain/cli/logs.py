@@ -1,0 +1,51 @@
+"""How log lines look on standard error: text for people, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+# Fixed here, because libraries rename the levels of the whole process when they are imported.
+_LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "critical",
+}
+_PLAIN_ATTRIBUTES = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (ISO 8601, UTC), level, logger, message, and what was passed as ``extra``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        values: dict[str, object] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": _LEVELS.get(record.levelno, record.levelname.lower()),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        values |= {key: value for key, value in vars(record).items() if key not in _PLAIN_ATTRIBUTES}
+        if record.exc_info:
+            values["exception"] = self.formatException(record.exc_info)
+        return json.dumps(values, default=str)
+
+
+def configure_logging(log_format: str, level: str) -> None:
+    """Send this process's log to standard error.
+
+    Args:
+        log_format: ``text`` or ``json``.
+        level: ``debug``, ``info``, ``warning`` or ``error``; other libraries are shown from ``warning`` on.
+    """
+    handler = logging.StreamHandler(sys.stderr)
+    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("p2ptrain").setLevel(level.upper())

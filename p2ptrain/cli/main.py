@@ -1,0 +1,154 @@
+"""``p2ptrain COMMAND``: find the command, run it, and turn what goes wrong into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NoReturn
+
+from p2ptrain._version import __version__
+from p2ptrain.errors import ConfigError, P2PTrainError, ResourceError, UsageError
+
+COMMANDS = {
+    "up": "run a whole swarm on this machine, offline: the quickest way to see it work",
+    "init": "write a commented run.toml and an organizer key to start a swarm of your own",
+    "seed": "start a swarm from 'init' and print the link that invites others",
+    "join": "take part in a swarm, given its link",
+    "peer": "run one peer from a role file (see the folder 'peers')",
+    "status": "show the peers of a swarm",
+    "doctor": "check that this machine can take part, with a fix for what is missing",
+    "checkpoint": "list, verify and export checkpoints",
+}
+
+EXIT_CODES = """exit codes:
+  0    done
+  1    internal error
+  2    usage: the command line cannot work
+  3    config: a file, link or value cannot be used
+  4    no bootstrap peer can be reached
+  5    the identity is in use or unusable
+  6    incompatible with the swarm
+  7    not enough resources: memory, disk, port, daemon
+  8    integrity: bytes do not match their hash or signature
+  75   temporary: trying again later may work
+  130  interrupted"""
+
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are a `UsageError`, so that they are one line like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see '{self.prog} --help'")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Args:
+        argv: Arguments without the program's name; those of this process if None.
+    """
+    try:
+        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away; Python must not fail again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        deliberate = explain_error(error)
+        if deliberate is None:
+            raise
+        print(f"p2ptrain: error: {_one_line(str(deliberate))}", file=sys.stderr)
+        return deliberate.exit_code
+
+
+def _dispatch(argv: list[str]) -> int:
+    name = argv[0] if argv else "--help"
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name in ("-V", "--version", "version"):
+        print(f"p2ptrain {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see 'p2ptrain --help'"
+        raise UsageError(f"there is no command {name!r}; {hint}")
+    command = import_module(f"p2ptrain.cli.{name}")
+    parser = Parser(
+        prog=f"p2ptrain {name}",
+        description=str(command.__doc__).partition("\n\n")[2],
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_arguments(parser)
+    _add_log_arguments(parser)
+    arguments = parser.parse_args(argv[1:])
+    if name != "peer":  # a peer's role file has a say in its log
+        from p2ptrain.cli.logs import configure_logging
+
+        configure_logging(
+            arguments.log_format or "text", arguments.log_level or getattr(command, "LOG_LEVEL", "warning")
+        )
+    code: int = command.run(arguments)
+    return code
+
+
+def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("log")
+    group.add_argument("--log-format", choices=("text", "json"), help="how log lines on standard error look")
+    group.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="the least severe messages to show"
+    )
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
+    return (
+        "usage: p2ptrain COMMAND [OPTIONS]\n\n"
+        "Train and serve one model together, over the internet, on machines that come and go.\n\n"
+        f"commands:\n{commands}\n\n"
+        "options:\n  --help     show this, or with a command its options\n  --version  show the version\n\n"
+        f"{EXIT_CODES}"
+    )
+
+
+def explain_error(error: BaseException) -> P2PTrainError | None:
+    """The deliberate error behind what was raised, or None if it is a defect that deserves its traceback.
+
+    Looks into exception groups, and names the remedy for a full disk, a lack of file descriptors and the like.
+    """
+    if isinstance(error, P2PTrainError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        explained = [explain_error(inner) for inner in error.exceptions]
+        return explained[0] if all(explained) else None
+    if isinstance(error, OSError):
+        return _explain_os_error(error)
+    return None
+
+
+def _explain_os_error(error: OSError) -> P2PTrainError | None:
+    what = f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(f"{what}: free some disk space, or choose another --run-dir")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return ResourceError(f"{what}: raise the limit of open files (ulimit -n 4096)")
+    if error.errno == errno.ENOMEM:
+        return ResourceError(f"{what}: close other programs, or choose a smaller model")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+        return ConfigError(f"{what}: choose a path that exists and that you may write to")
+    return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

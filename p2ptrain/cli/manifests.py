@@ -1,0 +1,83 @@
+"""Manifests as files: an organizer's ``run.toml``, and the signed ``manifest.bin`` made from it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.config import read_toml
+from p2ptrain.errors import IncompatibleError, UsageError
+from p2ptrain.manifest import PROTOCOL_VERSION, Manifest, SignedManifest, parse_manifest
+
+if TYPE_CHECKING:
+    from p2ptrain.signing import Signer
+
+RUN_FILE = "run.toml"
+KEY_FILE = "organizer.key"
+SIGNED_FILE = "manifest.bin"
+LINK_FILE = "link.txt"
+
+
+def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Manifest:
+    """Read a ``run.toml`` and change some of its values.
+
+    Args:
+        path: The file, or None for the defaults.
+        overrides: Values by dotted key, such as ``{"training.every": 1}``; None means not given.
+
+    Raises:
+        ConfigError: The file cannot be read, or a key or value is wrong; one line that names it.
+        IncompatibleError: It is for another version of the protocol.
+    """
+    values = read_toml(path) if path is not None else {}
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    file_is_valid = parse_manifest(values, str(path)) if path is not None else Manifest()
+    for key, value in given.items():
+        *sections, last = key.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise UsageError(f"{key}: {section} is not a section; see '{RUN_FILE}' of 'p2ptrain init'")
+        inner[last] = value
+    manifest = parse_manifest(values, "command line") if given else file_is_valid
+    if manifest.protocol != PROTOCOL_VERSION:
+        raise IncompatibleError(
+            f"{path}: protocol = {manifest.protocol}, but this version speaks {PROTOCOL_VERSION}: remove the line"
+        )
+    return manifest
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Values of ``--set KEY=VALUE`` options by dotted key; a value is TOML, or else text.
+
+    Raises:
+        UsageError: One has no ``=``.
+    """
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, separator, text = setting.partition("=")
+        if not separator or not key.strip():
+            raise UsageError(f"--set {setting!r}: write KEY=VALUE, such as training.local_batch=16")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()
+        values[key.strip()] = value
+    return values
+
+
+def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:
+    """Sign a manifest and write it to ``path``."""
+    signed = SignedManifest.create(manifest, organizer)
+    write_atomically(path, signed.to_bytes())
+    return signed
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace the file at ``path``: a reader finds the old or the new content, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    partial.replace(path)

@@ -1,0 +1,70 @@
+"""``p2ptrain peer FILE``
+
+Run one peer from a role file, a TOML file such as those in the folder 'peers'. SIGTERM or Ctrl-C drains it: the step
+in progress is finished, state is saved and the others are told. A second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain peer``."""
+    parser.add_argument("file", type=Path, metavar="FILE", help="the role file")
+    parser.add_argument("--link", help="the swarm link, if the file has none or another")
+    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files")
+    add_peer_arguments(parser)
+
+
+def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that ``peer`` and ``join`` share."""
+    parser.add_argument("--name", help="a name for people, shown in the status")
+    machine = parser.add_argument_group("what it may use of this machine")
+    machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
+    machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default one per core)")
+    machine.add_argument("--max-memory", metavar="SIZE", help="resident memory, such as 4GB")
+    machine.add_argument("--up", metavar="RATE", help="bandwidth to send with, such as 20Mbit")
+    machine.add_argument("--down", metavar="RATE", help="bandwidth to receive with")
+    network = parser.add_argument_group("how it is reached")
+    network.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen (default any port)")
+    network.add_argument("--announce", action="append", metavar="MULTIADDR", help="what to tell others instead")
+    network.add_argument("--nat-port-map", action="store_true", default=None, help="ask the gateway to forward a port")
+
+
+def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of `add_peer_arguments`' options by configuration key; None where not given."""
+    return {
+        "name": arguments.name,
+        "resources.device": arguments.device,
+        "resources.threads": arguments.threads,
+        "resources.max_memory": arguments.max_memory,
+        "resources.up": arguments.up,
+        "resources.down": arguments.down,
+        "network.listen": arguments.listen,
+        "network.announce": arguments.announce,
+        "network.nat_port_map": arguments.nat_port_map,
+        "log.format": arguments.log_format,
+        "log.level": arguments.log_level,
+    }
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the peer and return its exit code."""
+    from p2ptrain.cli.logs import configure_logging
+    from p2ptrain.cli.running import run_configured_peer
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.network.link import SwarmLink
+
+    overrides = peer_overrides(arguments) | {"link": arguments.link, "run_dir": arguments.run_dir}
+    config = PeerConfig.load(arguments.file, overrides)
+    configure_logging(config.log.format, config.log.level)
+    if config.link:
+        SwarmLink.parse(config.link)
+    if config.manifest is not None and not config.manifest.is_file():
+        raise ConfigError(f"{config.manifest} is not there: 'p2ptrain seed' writes it")
+    return run_configured_peer(config)

@@ -1,0 +1,95 @@
+"""What ``p2ptrain up`` is going to start: the options become a signed manifest and a role file for each peer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cli.manifests import KEY_FILE, SIGNED_FILE, load_manifest, parse_settings, sign_manifest
+from p2ptrain.cli.running import default_run_dir
+from p2ptrain.cli.toml import to_toml
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import UsageError
+from p2ptrain.network.identity import Identity
+
+DEFAULT_MINUTES = 3.0
+DEMO_SETTINGS: dict[str, Any] = {
+    "name": "demo",
+    "training.every": 1,
+    "training.global_batch": 24,
+    "training.local_batch": 8,
+}
+"""What is trained unless a manifest is given: on loopback rounds cost little, and with ``every = 1`` the swarm learns
+exactly as one process with the same global batch does."""
+_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to start: a role file for each peer, and when to stop. ``minutes`` is 0 for no time limit."""
+
+    run_dir: Path
+    bootstrap: Path
+    trainers: tuple[Path, ...]
+    minutes: float
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Create the run directory with the signed manifest and the role files.
+
+    Args:
+        arguments: The options of ``p2ptrain up``.
+
+    Raises:
+        UsageError: An option cannot work.
+        ConfigError: A value is wrong, or a file cannot be read.
+    """
+    demo = DEMO_SETTINGS if arguments.manifest is None else {}
+    overrides = demo | parse_settings(arguments.set) | _manifest_overrides(arguments)
+    manifest = load_manifest(arguments.manifest, overrides)
+    run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
+        sign_manifest(manifest, organizer, run_dir / SIGNED_FILE)
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
+    log = {"level": arguments.log_level or "info"}
+    if arguments.log_format is not None:
+        log["format"] = arguments.log_format
+
+    def role_file(role: str, name: str, sections: dict[str, Any]) -> Path:
+        values = {"role": role, "name": name, "run_dir": run_dir / name, "manifest": run_dir / SIGNED_FILE}
+        settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
+        return _write_role_file(run_dir / f"{name}.toml", values | settings | sections)
+
+    sections = {
+        "resources": {"device": arguments.device or "auto", "threads": threads},
+        "stop_after": {"rounds": arguments.rounds or 0},
+    }
+    names = [f"trainer-{number}" for number in range(1, arguments.peers + 1)]
+    minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
+    return Plan(
+        run_dir,
+        role_file("bootstrap", "bootstrap", {}),
+        tuple(role_file("trainer", name, sections) for name in names),
+        minutes,
+    )
+
+
+def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
+    data = arguments.data
+    if data is not None and data != "stdlib" and not data.startswith(("datasets:", "path:")):
+        if not Path(data).exists():
+            raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
+        data = f"path:{Path(data).absolute()}"
+    overrides = {"training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data}
+    return {key: value for key, value in overrides.items() if value is not None}
+
+
+def _write_role_file(path: Path, values: dict[str, Any]) -> Path:
+    path.write_text(to_toml(values), encoding="utf-8")
+    PeerConfig.load(path)  # an impossible option is refused here, not in a child's log
+    return path

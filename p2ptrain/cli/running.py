@@ -1,0 +1,63 @@
+"""Running coroutines from a command, and asking a person."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from p2ptrain.errors import UsageError
+
+if TYPE_CHECKING:
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.manifest import SignedManifest
+
+T = TypeVar("T")
+
+
+def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end on uvloop."""
+    import uvloop
+
+    return uvloop.run(coroutine)
+
+
+def run_configured_peer(config: PeerConfig, signed: SignedManifest | None = None, announce: str = "") -> int:
+    """Run a peer until it ends; its link is written to ``link.txt`` in its run directory and printed.
+
+    Args:
+        config: The peer's configuration.
+        signed: The manifest, if it is known already.
+        announce: Text that is printed before the link.
+
+    Returns:
+        The exit code.
+    """
+    from p2ptrain.cli.manifests import LINK_FILE, write_atomically
+    from p2ptrain.node.run import run_peer
+
+    def on_ready(link: str) -> None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(config.run_dir / LINK_FILE, f"{link}\n".encode())
+        print(f"{announce}{link}", flush=True)
+
+    return run_async(run_peer(config, signed_manifest=signed, on_ready=on_ready))
+
+
+def confirm(question: str, *, assume_yes: bool) -> bool:
+    """Ask a yes-or-no question once.
+
+    Raises:
+        UsageError: There is no terminal to ask at, and ``assume_yes`` is not set.
+    """
+    if assume_yes:
+        return True
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise UsageError("there is no terminal to ask at: read the above, then add --yes")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
+def default_run_dir(kind: str) -> Path:
+    """Where a command keeps its files unless told: in the folder ``runs`` below the current one."""
+    return Path("runs") / kind

@@ -1,0 +1,70 @@
+"""``p2ptrain seed DIR``
+
+Sign DIR/run.toml, serve it as the swarm's first bootstrap peer, and print the link that others join with.
+It keeps running; Ctrl-C stops it. Started again, it has the same identity, and the link stays valid as long as
+run.toml and the address are the same: choose a fixed port with --listen, and --announce what others can dial.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2ptrain.errors import ConfigError
+
+LOG_LEVEL = "info"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain seed``."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="what 'p2ptrain init' wrote")
+    parser.add_argument(
+        "--listen", action="append", metavar="MULTIADDR", help="where to listen (default /ip4/0.0.0.0/tcp/31337)"
+    )
+    parser.add_argument(
+        "--announce", action="append", metavar="MULTIADDR", help="what to tell others instead, for a forwarded port"
+    )
+    parser.add_argument("--relay", action="store_true", help="relay for volunteers behind NAT")
+    parser.add_argument("--nat-port-map", action="store_true", help="ask the gateway to forward the port")
+    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files (default DIR/bootstrap)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Sign, serve, and print the link.
+
+    Raises:
+        ConfigError: DIR is not what ``init`` wrote.
+    """
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, SIGNED_FILE, load_manifest, sign_manifest
+    from p2ptrain.cli.running import run_configured_peer
+    from p2ptrain.config import PeerConfig
+    from p2ptrain.network.identity import Identity
+
+    directory: Path = arguments.directory
+    for name in (RUN_FILE, KEY_FILE):
+        if not (directory / name).is_file():
+            raise ConfigError(f"{directory / name} is not there: write it with 'p2ptrain init {directory}'")
+    manifest = load_manifest(directory / RUN_FILE)
+    run_dir = arguments.run_dir or directory / "bootstrap"
+    config = PeerConfig.load(
+        None,
+        {
+            "role": "bootstrap",
+            "name": "bootstrap",
+            "run_dir": run_dir,
+            "manifest": directory / SIGNED_FILE,
+            "network.listen": arguments.listen or ["/ip4/0.0.0.0/tcp/31337"],
+            "network.announce": arguments.announce,
+            "network.relay": arguments.relay,
+            # A relay has to learn from others that it can be reached: one that only claims so cuts its streams.
+            "network.auto_nat": arguments.relay,
+            "network.nat_port_map": arguments.nat_port_map,
+            "log.format": arguments.log_format,
+            "log.level": arguments.log_level,
+        },
+    )
+    with Identity.create_or_load(directory / KEY_FILE) as organizer:
+        signed = sign_manifest(manifest, organizer, directory / SIGNED_FILE)
+    return run_configured_peer(
+        config, signed, f"swarm {manifest.name!r} is up; others take part with:\n\np2ptrain join "
+    )

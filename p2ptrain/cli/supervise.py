@@ -1,0 +1,139 @@
+"""Child processes that cannot outlive their owner.
+
+`Supervisor` starts peers in process groups of their own, so that a terminal's Ctrl-C reaches the owner alone, which
+then decides. Linux kills a child when the thread that started it ends (``PR_SET_PDEATHSIG``), SIGKILL included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from p2ptrain.errors import P2PTrainError
+
+_PR_SET_PDEATHSIG = 1
+_ERROR_PREFIX = "p2ptrain: error: "
+_LOG_TAIL_BYTES = 16 * 1024
+
+
+@dataclass
+class Child:
+    """One supervised process.
+
+    Attributes:
+        name: For people.
+        log: Where its standard output and error go.
+    """
+
+    name: str
+    log: Path
+    process: asyncio.subprocess.Process
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative if a signal ended it."""
+        return self.process.returncode
+
+    def last_error(self) -> str:
+        """The last error line of its log, or its last line, or nothing."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES))
+            lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
+        return (errors or lines or [""])[-1].strip()
+
+    def failure(self) -> P2PTrainError:
+        """An error that carries what this child said last and its exit code."""
+        code = self.exit_code or 0
+        ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        error = P2PTrainError(f"{self.name} {ending}: {self.last_error() or 'it said nothing'} (log: {self.log})")
+        error.exit_code = code if code > 0 else 1
+        return error
+
+
+class Supervisor:
+    """Starts children and ends them all; use it as an asynchronous context manager. It restarts nothing.
+
+    Start children from the main thread: the kernel ends them with the thread that started them.
+    """
+
+    def __init__(self) -> None:
+        self.children: list[Child] = []
+
+    async def start(
+        self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> Child:
+        """Start a process in a session of its own, its output appended to ``log``."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                env=dict(environment) if environment is not None else None,
+                start_new_session=True,
+                preexec_fn=_die_with(os.getpid()),
+            )
+        child = Child(name, log, process)
+        self.children.append(child)
+        return child
+
+    async def drain(self, children: Iterable[Child], timeout_seconds: float) -> None:
+        """Ask children to end (SIGTERM), wait, and kill those that are still there at the deadline."""
+        running = [child for child in children if child.exit_code is None]
+        for child in running:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+        if running:
+            waits = [asyncio.ensure_future(child.process.wait()) for child in running]
+            try:
+                await asyncio.wait(waits, timeout=timeout_seconds)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        for child in running:
+            kill_group(child)
+
+    async def wait_all(self, children: Iterable[Child]) -> None:
+        """Return when all of the children have ended."""
+        await asyncio.gather(*(child.process.wait() for child in children))
+
+    def kill_all(self) -> None:
+        """Kill every child and whatever is left of its process group, now."""
+        for child in self.children:
+            kill_group(child)
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill_all()
+        await self.wait_all(self.children)
+
+
+def kill_group(child: Child) -> None:
+    """SIGKILL a child's whole process group; it may be gone already."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, signal.SIGKILL)
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    # The library is loaded before the fork: after it, only what cannot take a lock is safe.
+    libc = ctypes.CDLL(None)
+
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)  # the parent died before the kernel was told to watch it
+
+    return prepare

@@ -1,0 +1,55 @@
+"""``p2ptrain up``
+
+Run a whole swarm on this machine, offline: one bootstrap peer and a few trainers, each a real process with its own
+network daemon, training a small model on text that is there already. Shows a live table and ends with a summary.
+Ctrl-C ends it in good order; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from p2ptrain.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain up``."""
+    parser.add_argument("--peers", type=int, default=3, metavar="N", help="trainers (default 3)")
+    end = parser.add_argument_group("when it ends")
+    end.add_argument("--minutes", type=float, help="after this time (default 3, unless --rounds)")
+    end.add_argument("--rounds", type=int, help="after so many rounds")
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--manifest", type=Path, metavar="FILE", help="a run.toml as 'p2ptrain init' writes it")
+    what.add_argument("--every", type=int, metavar="H", help="inner steps a round; 1 (the default) averages gradients")
+    what.add_argument("--codec", help="fp32, fp16 or int8")
+    what.add_argument("--data", metavar="SOURCE", help="stdlib, datasets:NAME, or the path of a file or folder")
+    what.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"
+    )
+    where = parser.add_argument_group("how it runs")
+    where.add_argument("--device", metavar="auto|cpu|cuda:N", help="where the trainers compute (default auto)")
+    where.add_argument("--threads", type=int, help="CPU threads of each trainer (default: the cores, shared out)")
+    where.add_argument("--run-dir", type=Path, help="where to keep its files (default runs/up-TIME)")
+    where.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as JSON, too")
+    where.add_argument("--no-monitor", action="store_true", help="no status page (this version has none yet)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the swarm, print its summary, and return the exit code.
+
+    Raises:
+        UsageError: An option is out of range.
+        P2PTrainError: The swarm did not come up, or no trainer ended in good order.
+    """
+    if arguments.peers < 1:
+        raise UsageError(f"--peers {arguments.peers}: a swarm has at least 1 trainer")
+    for name in ("minutes", "rounds"):
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name} {value}: give a number above 0")
+    from p2ptrain.cli.local_swarm import run_swarm
+    from p2ptrain.cli.plan import make_plan
+    from p2ptrain.cli.running import run_async
+
+    return run_async(run_swarm(make_plan(arguments), arguments.summary))

@@ -1,0 +1,125 @@
+"""How peers reach each other through gateways that translate addresses: real daemons in network namespaces."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.nat import Host, Internet, NatPeer, why_unavailable
+
+pytestmark = [
+    pytest.mark.skipif(bool(_reason := why_unavailable()), reason=_reason or "available"),
+    pytest.mark.timeout(300),
+]
+
+MANY_BYTES = 4_000_000
+"""Thirty times what a relay with libp2p's default limits carries."""
+FIXED = ["/ip4/0.0.0.0/tcp/31337"]
+
+
+class Lab(contextlib.ExitStack):
+    """Hosts and the peers on them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+        self.net = self.enter_context(Internet())
+
+    def peer(self, host: Host, name: str, **options: Any) -> NatPeer:
+        """Start a peer; it is killed at the end."""
+        return self.enter_context(NatPeer(host, self.directory, name, **options))
+
+    def seed(self, name: str = "seed", **options: Any) -> NatPeer:
+        """Start a swarm on a public host."""
+        return self.peer(self.net.public(name), name, listen=FIXED, **options)
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    with Lab(tmp_path) as made:
+        yield made
+
+
+def eventually_answers(peer: NatPeer, expected: Any, *order: Any, timeout_seconds: float = 30.0) -> None:
+    """Repeat an order until its result is ``expected``."""
+    deadline = time.monotonic() + timeout_seconds
+    while (result := peer.order(*order)) != expected:
+        assert time.monotonic() < deadline, f"{peer.name}: {result}"
+        time.sleep(0.2)
+
+
+def test_a_peer_that_can_be_dialled_knows_within_a_second(lab: Lab) -> None:
+    seed = lab.seed()
+    peer = lab.peer(lab.net.public("open"), "open", link=seed.joined["link"])
+    peer.wait_until_reached("direct")
+    assert peer.joined["settle_seconds"] < 1.0
+    eventually_answers(seed, {"open": "direct"}, "peers")
+
+
+def test_peers_behind_gateways_use_the_relay_of_the_swarm_without_being_told(lab: Lab) -> None:
+    seed = lab.seed(relay=True)
+    link = seed.joined["link"]
+    left, right = (lab.peer(lab.net.private(name), name, link=link) for name in ("left", "right"))
+    public = lab.peer(lab.net.public("public"), "public", link=link)
+    for peer in (left, right):
+        standing = peer.wait_until_reached("relay")
+        assert any("/p2p-circuit" in address for address in standing["addresses"])
+        assert peer.joined["settle_seconds"] < 15.0
+    eventually_answers(public, {"seed": "direct", "left": "relay", "right": "relay"}, "peers")
+    for sender, receiver in ((left, right), (right, left), (public, left), (right, public)):
+        eventually_answers(sender, "ok", "send", receiver.joined["peer"], MANY_BYTES)
+    # What goes to a peer that can be dialled does not burden the relay.
+    assert not any("p2p-circuit" in a for a in left.order("connections")[public.joined["peer"]])
+
+
+def test_a_swarm_can_be_joined_through_a_relayed_peer(lab: Lab) -> None:
+    seed = lab.seed(relay=True)
+    inside = lab.peer(lab.net.private("inside"), "inside", link=seed.joined["link"])
+    inside.wait_until_reached("relay")
+    newcomer = lab.peer(lab.net.public("newcomer"), "newcomer", link=inside.joined["link"])
+    eventually_answers(newcomer, {"seed": "direct", "inside": "relay"}, "peers")
+
+
+def test_without_a_relay_a_peer_says_so_and_is_reached_over_its_own_connections(lab: Lab) -> None:
+    seed = lab.seed()
+    inside = lab.peer(lab.net.private("inside"), "inside", link=seed.joined["link"])
+    standing = inside.wait_until_reached("unknown")
+    assert "no relay" in standing["note"]
+    public = lab.peer(lab.net.public("public"), "public", link=seed.joined["link"])
+    eventually_answers(public, "ok", "send", inside.joined["peer"], MANY_BYTES)
+    relay = lab.peer(lab.net.public("relay"), "relay", link=seed.joined["link"], listen=FIXED, relay=True)
+    assert relay.joined
+    inside.wait_until_reached("relay")
+
+
+def test_when_a_relay_dies_another_one_is_taken(lab: Lab) -> None:
+    seed = lab.seed()
+    link = seed.joined["link"]
+    first = lab.peer(lab.net.public("first"), "first", link=link, listen=FIXED, relay=True)
+    inside, other = (lab.peer(lab.net.private(n), n, link=first.joined["link"]) for n in ("inside", "other"))
+    inside.wait_until_reached("relay")
+    other.wait_until_reached("relay")
+    second = lab.peer(lab.net.public("second"), "second", link=link, listen=FIXED, relay=True)
+    second_id, since = second.joined["peer"], (len(inside.events), len(other.events))
+    first.kill()
+    for peer, number in zip((inside, other), since, strict=True):
+        peer.wait_until_reached("unknown", number)
+        standing = peer.wait_until_reached("relay", number)
+        assert any(f"{second_id}/p2p-circuit" in address for address in standing["addresses"])
+    eventually_answers(inside, "ok", "send", other.joined["peer"], MANY_BYTES)
+
+
+def test_a_forwarded_port_is_found_and_announced(lab: Lab) -> None:
+    seed = lab.seed()
+    host = lab.net.private("home")
+    outside = lab.net.forward(host, 4001)
+    home = lab.peer(host, "home", link=seed.joined["link"], listen=["/ip4/0.0.0.0/tcp/4001"])
+    standing = home.wait_until_reached("direct")
+    assert any(address.startswith(f"/ip4/{outside}/tcp/4001/") for address in standing["addresses"])
+    public = lab.peer(lab.net.public("public"), "public", link=home.joined["link"])
+    eventually_answers(public, {"seed": "direct", "home": "direct"}, "peers")

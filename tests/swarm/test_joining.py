@@ -1,0 +1,90 @@
+"""Peers join while others train, while sources of state die, and while the bootstrap peer is down."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.network.link import SwarmLink
+from tests.support.processes import (
+    PATIENCE_SECONDS,
+    Swarmlet,
+    Worker,
+    check_states,
+    nothing_left_behind,
+    wait_for_agreement,
+)
+
+pytestmark = pytest.mark.timeout(240)
+
+LARGE = 500_000
+"""Hidden width of a model with 5 million parameters: its state is 40 MB with the outer momentum."""
+
+
+def contributed_within(worker: Worker, num_rounds: int) -> bool:
+    """Whether one of the first rounds that this worker committed has its work in it."""
+    return any(event["contributed"] for event in [e for e in worker.rounds() if e["committed"]][:num_rounds])
+
+
+def test_two_peers_that_join_at_once_in_the_middle_of_rounds_count_within_three(tmp_path: Path) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+        first = swarm.start("a", step_seconds=0.25)
+        first.wait_for_commit(1)
+        mark = len(first.events)
+        joiners = [swarm.start(name, link=first.link, step_seconds=0.25) for name in "bc"]
+        for joiner in joiners:
+            joiner.wait_for_commit(3)
+        newest = first.wait_for_commit(3, since=mark)["round"]
+        wait_for_agreement(first, *joiners, after_round=newest)
+        for joiner in joiners:
+            assert contributed_within(joiner, 3)
+            assert joiner.wait_for("training")["round"] > 0, "it took on the swarm's state before its first step"
+        # A round may wait a grace period for who was announced but is not ready.
+        assert max(event["seconds"] for event in first.rounds(mark)) < 2 * 2.0 + 3
+
+
+def test_training_outlives_the_bootstrap_peer_and_who_knows_others_can_still_join(tmp_path: Path) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+        bootstrap, b, c = swarm.start_all("a", "b", "c")
+        link = bootstrap.link
+        bootstrap.kill()
+        marks = [len(worker.events) for worker in (b, c)]
+        for worker, mark in zip((b, c), marks, strict=True):
+            worker.wait_for_commit(2, since=mark)
+        c.end()
+        assert c.wait_for("left")
+        again, stranger = swarm.start("c", link=link), swarm.start("d", link=link)
+        refusal = stranger.wait_for("error")
+        assert again.wait_for("joined")["peer"] == c.wait_for("joined")["peer"]
+        again.wait_for_commit(2)
+        wait_for_agreement(b, again, after_round=b.rounds()[-1]["round"])
+        assert refusal["kind"] == "BootstrapError"
+        assert stranger.wait() == 4
+        assert SwarmLink.parse(link).addresses[0] in refusal["message"]
+
+
+def test_a_download_goes_on_from_another_source_when_one_dies_in_the_middle(tmp_path: Path) -> None:
+    # With two peers at least in each round, both sources come to rest in the same one; with a short history, a
+    # newcomer has to download the state.
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2, "history_rounds": 1}) as swarm:
+        a, b = swarm.start_all("a", "b", hidden=LARGE)
+        last = max(source.rounds()[-1]["round"] for source in (a, b)) + 3
+        for source in (a, b):
+            source.order(f"hold {last}")
+        at_rest = {source.wait_for("round", lambda event: event["round"] >= last)["digest"] for source in (a, b)}
+        assert len(at_rest) == 1
+        b.order("fault serving SIGKILL")
+        newcomer = swarm.start("c", hidden=LARGE, hold=True)
+        assert b.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+        assert b.wait_for("fault")["phase"] == "serving"
+        entered = newcomer.wait_for("training")
+        assert entered["intact"]
+        assert entered["resyncs"] == 1
+        assert {entered["digest"]} == at_rest
+        a.order("go")
+        newcomer.order("go")
+        a.wait_for_commit(2, after_round=entered["round"])
+        newcomer.wait_for_commit(2)
+        check_states(a, newcomer)

@@ -1,0 +1,302 @@
+"""The DHT directory with real daemons on loopback: who sees whom, and which records are refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+from hivemind.dht.node import DHTID
+
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pTransport
+from p2ptrain.network.libp2p_directory import MAX_LIFETIME_SECONDS, Libp2pDirectory
+from p2ptrain.network.records import open_record, peers_key, seal_record
+from p2ptrain.runtime import Runtime
+from tests.support.daemons import eventually, free_port, loopback_transport, peer_process
+
+SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
+KEY = peers_key(SWARM)
+
+BOOTSTRAP = """
+import asyncio, json, random, sys, time
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p_directory import Libp2pDirectory
+from p2ptrain.network.records import peers_key, seal_record
+from p2ptrain.runtime import Runtime
+
+async def main():
+    swarm, identity = b"s" * 32, Identity.ephemeral(sys.argv[1])
+    transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
+    directory = await Libp2pDirectory.start(transport, swarm, identity, (), Runtime(random.Random(0)))
+    expires_at = time.time() + 60
+    record = seal_record("peer", swarm, {}, 1, expires_at, identity)
+    assert await directory.publish(peers_key(swarm), identity.peer_id, record, expires_at, 10)
+    print(json.dumps({"peer": identity.peer_id, "addresses": await transport.addresses()}), flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+class Peer:
+    """A peer with its directory."""
+
+    def __init__(self, identity: Identity, transport: Libp2pTransport, directory: Libp2pDirectory) -> None:
+        self.identity, self.transport, self.directory = identity, transport, directory
+
+    def record(self, sequence: int = 1, expires_at: float | None = None, swarm: bytes = SWARM) -> tuple[bytes, float]:
+        expires_at = time.time() + 60 if expires_at is None else expires_at
+        return seal_record("peer", swarm, {"sequence": sequence}, sequence, expires_at, self.identity), expires_at
+
+    async def announce(self, sequence: int = 1) -> bool:
+        value, expires_at = self.record(sequence)
+        return await self.directory.publish(KEY, self.identity.peer_id, value, expires_at, 10)
+
+    async def seen(self) -> set[str] | None:
+        found = await self.directory.look_up(KEY, 10)
+        return None if found is None else set(found)
+
+
+@contextlib.asynccontextmanager
+async def peer(
+    directory: Path, bootstrap: tuple[str, ...] = (), client_mode: bool = False, port: int = 0
+) -> AsyncIterator[Peer]:
+    listen = (f"/ip4/127.0.0.1/tcp/{port}",)
+    async with loopback_transport(directory, listen=listen, bootstrap=bootstrap) as (identity, transport):
+        runtime = Runtime(random.Random(1))
+        started = await Libp2pDirectory.start(transport, SWARM, identity, bootstrap, runtime, client_mode)
+        try:
+            yield Peer(identity, transport, started)
+        finally:
+            await started.close()
+            await started.close()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    asyncio.run(bounded())
+
+
+def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
+    """The bootstrap peer starts at the same moment as those who ask for it."""
+    port = free_port()
+
+    async def main() -> None:
+        peers: list[Peer] = []
+        done = asyncio.Event()
+        with Identity.create_or_load(tmp_path / "bootstrap.key") as first:
+            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer_id}"
+
+        async def bootstrap_peer() -> None:
+            from p2ptrain.network.libp2p import Libp2pSettings
+
+            with Identity.create_or_load(tmp_path / "bootstrap.key") as identity:
+                transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(address.split("/p2p")[0],)))
+                started = await Libp2pDirectory.start(transport, SWARM, identity, (), Runtime(random.Random(0)))
+                peers.append(Peer(identity, transport, started))
+                await done.wait()
+                await started.close()
+                await transport.close()
+
+        async def other() -> None:
+            async with peer(tmp_path, (address,)) as this:
+                peers.append(this)
+                await done.wait()
+
+        async def check() -> None:
+            await eventually(lambda: asyncio.sleep(0, len(peers) == 6))
+            assert all(await asyncio.gather(*(this.announce() for this in peers)))
+            everybody = {this.identity.peer_id for this in peers}
+
+            async def all_see_all() -> bool:
+                await asyncio.gather(*(this.announce(2) for this in peers))
+                return all([await this.seen() == everybody for this in peers])
+
+            await eventually(all_see_all, 20)
+            done.set()
+
+        async with asyncio.TaskGroup() as group:
+            for start in (*[other] * 5, bootstrap_peer, check):
+                group.create_task(start())
+
+    run(main)
+
+
+def test_peers_find_each_other_after_their_bootstrap_died(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as first:
+            bootstrap = tuple(await first.transport.addresses())
+            async with peer(tmp_path, bootstrap) as a, peer(tmp_path, bootstrap) as b:
+                await eventually(lambda: asyncio.sleep(0, b.directory.num_neighbours >= 2))
+                await eventually(lambda: asyncio.sleep(0, a.directory.num_neighbours >= 2))
+                os.kill(first.transport.daemon.process_id, signal.SIGKILL)
+
+                async def both_see_both() -> bool:
+                    await asyncio.gather(a.announce(), b.announce())
+                    both = {a.identity.peer_id, b.identity.peer_id}
+                    return all([(await this.seen() or set()) >= both for this in (a, b)])
+
+                await eventually(both_see_both, 20)
+
+    run(main)
+
+
+def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path: Path) -> None:
+    async def main() -> None:
+        port = free_port()
+        with Identity.create_or_load(tmp_path / "late.key") as late:
+            address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{late.peer_id}"
+            async with peer(tmp_path, (address,)) as early:
+                assert await early.seen() is None
+                assert early.directory.clock_skew_seconds is None
+                from p2ptrain.network.libp2p import Libp2pSettings
+
+                settings = Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
+                transport = await Libp2pTransport.start(late, settings)
+                directory = await Libp2pDirectory.start(transport, SWARM, late, (), Runtime(random.Random(0)))
+                started = time.monotonic()
+                await eventually(lambda: asyncio.sleep(0, early.directory.num_neighbours == 1))
+                assert time.monotonic() - started < 5
+                assert await early.announce()
+                assert await Peer(late, transport, directory).seen() == {early.identity.peer_id}
+                await directory.close()
+                await transport.close()
+
+    run(main)
+
+
+def test_newer_records_replace_older_ones_and_expired_ones_vanish(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as a, peer(tmp_path, tuple(await a.transport.addresses())) as b:
+            value, expires_at = b.record(1, time.time() + 2)
+            assert await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 10)
+            newer, later = b.record(2, time.time() + 2.5)
+            assert await b.directory.publish(KEY, b.identity.peer_id, newer, later, 10)
+            found = await a.directory.look_up(KEY, 10)
+            assert found is not None
+            entry = found[b.identity.peer_id]
+            assert open_record(entry.value, "peer", SWARM, a.identity).sequence == 2
+            assert entry.expires_at == later
+
+            async def gone() -> bool:
+                return await a.seen() == set() and await b.seen() == set()
+
+            await eventually(gone, 10)
+
+    run(main)
+
+
+def test_a_client_sees_and_publishes_but_is_not_asked(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as a:
+            assert await a.announce()
+            async with peer(tmp_path, tuple(await a.transport.addresses()), client_mode=True) as client:
+                assert await client.seen() == {a.identity.peer_id}
+                assert await client.announce()
+                assert await a.seen() == {a.identity.peer_id, client.identity.peer_id}
+                assert a.directory.num_neighbours == 0
+
+    run(main)
+
+
+def test_forged_foreign_oversized_and_long_lived_records_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as a, peer(tmp_path, tuple(await a.transport.addresses())) as liar:
+            assert await a.announce()
+            liar.directory._node.protocol.record_validator = None  # a liar does not check itself
+            victim, own = a.identity.peer_id, liar.identity.peer_id
+            value, expires_at = liar.record()
+            foreign, _ = liar.record(swarm=OTHER_SWARM, expires_at=expires_at)
+            too_long, far = liar.record(expires_at=time.time() + MAX_LIFETIME_SECONDS + 60)
+            attempts = {
+                "in another's name": (victim, value, expires_at),
+                "of another swarm": (own, foreign, expires_at),
+                "for too long": (own, too_long, far),
+                "longer than signed": (own, value, expires_at + 1),
+                "garbage": (own, b"\x00garbage", expires_at),
+                "too large": (own, bytes(20_000), expires_at),
+            }
+            node = liar.directory._node
+            target = node.protocol.routing_table.uid_to_peer_id
+            (storing_node,) = target.values()
+            for what, (subkey, data, until) in attempts.items():
+                refused_before = a.directory.guard.refused
+                stored = await node.protocol.call_store(
+                    storing_node, [DHTID.generate(KEY)], [node.protocol.serializer.dumps(data)], [until], [subkey]
+                )
+                assert stored == [False], what
+                assert a.directory.guard.refused == refused_before + 1, what
+            assert await a.seen() == {victim}
+            honest = await liar.directory.publish(KEY, own, value, expires_at, 10)
+            assert honest
+            assert await a.seen() == {victim, own}
+
+    run(main)
+
+
+def test_a_reader_does_not_believe_a_lying_storer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as liar, peer(tmp_path, tuple(await liar.transport.addresses())) as a:
+            node = liar.directory._node
+            value, expires_at = liar.record()
+            assert node.protocol.storage.store_subkey(
+                DHTID.generate(KEY), a.identity.peer_id, node.protocol.serializer.dumps(value), expires_at
+            )
+            assert await a.seen() == set()
+            assert a.directory.guard.refused == 1
+
+    run(main)
+
+
+def test_operations_end_by_their_deadline_when_the_daemon_hangs(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with peer(tmp_path) as a, peer(tmp_path, tuple(await a.transport.addresses())) as b:
+            os.kill(b.transport.daemon.process_id, signal.SIGSTOP)
+            try:
+                started = time.monotonic()
+                value, expires_at = b.record()
+                assert not await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 0.3)
+                assert await b.directory.look_up(KEY, 0.3) is None
+                assert time.monotonic() - started < 2
+            finally:
+                os.kill(b.transport.daemon.process_id, signal.SIGCONT)
+
+            async def works_again() -> bool:
+                return await b.announce() and await b.seen() == {b.identity.peer_id}
+
+            await eventually(works_again, 20)
+
+    run(main)
+
+
+def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected(tmp_path: Path) -> None:
+    with peer_process(BOOTSTRAP, str(tmp_path)) as (_, told):
+
+        async def main() -> None:
+            runtime = Runtime(random.Random(1), clock=lambda: time.time() + 3600)
+            bootstrap = tuple(told["addresses"])
+            async with loopback_transport(tmp_path, bootstrap=bootstrap) as (identity, transport):
+                directory = await Libp2pDirectory.start(transport, SWARM, identity, bootstrap, runtime)
+                skew = directory.clock_skew_seconds
+                assert skew is not None
+                assert abs(skew - 3600) < 5
+                assert await directory.look_up(KEY, 10) == {}  # everybody's records look expired
+                runtime.clock_offset_seconds = -skew
+                assert set(await directory.look_up(KEY, 10) or ()) == {told["peer"]}
+                expires_at = runtime.now() + 60
+                value = seal_record("peer", SWARM, {}, 1, expires_at, identity)
+                assert await directory.publish(KEY, identity.peer_id, value, expires_at, 10)
+                assert set(await directory.look_up(KEY, 10) or ()) == {told["peer"], identity.peer_id}
+                await directory.close()
+
+        run(main)

@@ -1,0 +1,155 @@
+"""Finding out how a peer is reached, with real daemons on loopback; tests/nat has gateways, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.reachability import host_of, speaks_libp2p, tcp_ports
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.node import reach
+from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.relaying import CARRY, carrier, why_no_relay
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import LOOPBACK, eventually, free_port, loopback_transport
+from tests.support.processes import MANIFEST
+
+
+def run(main: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(90):
+            await main()
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def started(directory: Path, name: str, link: SwarmLink | None = None, **network: Any) -> AsyncIterator[Peer]:
+    """A peer of one swarm; the first one, without a link, starts it."""
+    runtime = real_runtime(name)
+    settings = Libp2pSettings(**{"listen": LOOPBACK, "auto_nat": True, **network})
+    with Identity.ephemeral(directory) as identity:
+        signed = None if link else SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
+        options = PeerOptions("bootstrap" if link is None else "trainer", name, "cpu", directory, settings)
+        peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
+        try:
+            yield peer
+        finally:
+            await peer.close()
+            runtime.close()
+
+
+def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(self: reach.Reach, addresses: object) -> list[object]:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(reach.Reach, "_ask", ask)
+
+    async def main() -> None:
+        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
+            assert (seed.reach.standing.reachability, joiner.describe().reachability) == ("direct", "direct")
+            assert joiner.describe().addresses
+
+    run(main)
+
+
+def test_a_probe_dials_nothing_on_loopback_and_refuses_nonsense_and_floods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def speaks(host: str, port: int) -> bool:
+        raise AssertionError("dialled")
+
+    monkeypatch.setattr(reach, "speaks_libp2p", speaks)
+    monkeypatch.setattr(reach, "MAX_PROBES_PER_PEER", 3)
+
+    async def main() -> None:
+        async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
+            for ports in ("22", [0], [65536], [True], list(range(1, 6))):
+                with pytest.raises(PeerRefusedError, match="asked for"):
+                    await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": ports}, 5)
+            for _ in range(3):
+                reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": [22]}, 5)
+                assert reply == {"observed": "127.0.0.1", "reachable": [], "relay": False}
+            with pytest.raises(PeerRefusedError, match="too often"):
+                await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": [22]}, 5)
+
+    run(main)
+
+
+def test_a_daemon_is_recognised_where_it_listens(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with loopback_transport(tmp_path) as (_, transport):
+            address = (await transport.addresses())[0]
+            assert await speaks_libp2p(host_of(address), tcp_ports([address])[0])
+
+    run(main)
+
+
+def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proof, verdicts = why_no_relay, ["it cuts streams"]
+
+    async def seldom(*arguments: Any) -> str:
+        return verdicts.pop() if verdicts else await proof(*arguments)
+
+    monkeypatch.setattr(reach, "why_no_relay", seldom)
+
+    async def main() -> None:
+        listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
+        async with started(tmp_path, "seed", relay=True, listen=listen) as seed:
+            assert not verdicts
+            assert [address.partition("/p2p/")[0] for address in seed.link.addresses] == list(listen)
+            async with started(tmp_path, "joiner", seed.link) as joiner:
+                reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": []}, 5)
+                assert reply["relay"] is True
+
+    run(main)
+
+
+def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(tmp_path, "seed", relay=True) as seed, started(tmp_path, "joiner", seed.link) as joiner:
+            daemon = joiner.transport.daemon.process_id
+            reports = await joiner.reach._ask(seed.link.addresses)
+            assert [report.is_relay for report in reports] == [True]
+            await joiner.reach._be_private(reports, "for a test")
+            await joiner.reach.refresh()
+            joiner.presence.changed()
+            assert joiner.transport.daemon.process_id != daemon
+            assert joiner.reach.standing.reachability == "relay"
+
+            async def is_seen() -> bool:
+                await seed.presence.refresh()
+                return any(record.reachability == "relay" for record in seed.membership.records())
+
+            await eventually(is_seen)
+            reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": []}, 5)
+            assert reply["observed"] == "127.0.0.1"
+
+    run(main)
+
+
+def test_nobody_but_its_own_carrier_can_have_a_peer_carry(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with started(tmp_path, "seed") as seed:
+            runtime = real_runtime("stranger")
+            async with carrier(runtime, seed.swarm), loopback_transport(tmp_path) as (_, transport):
+                rpc = Rpc(transport, runtime, seed.swarm)
+                await transport.connect(seed.link.addresses, 5)
+                async with rpc.open(seed.identity.peer_id, CARRY, {}, 5) as channel:
+                    with pytest.raises(PeerRefusedError, match="not asked"):
+                        await channel.receive(5)
+            runtime.close()
+
+    run(main)

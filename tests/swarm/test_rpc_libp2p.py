@@ -1,0 +1,102 @@
+"""Requests and channels over real daemons on loopback; the same scenario runs on the simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import eventually, loopback_transport, peer_process
+from tests.support.rpc_scenario import run_scenario, serve_scenario
+
+SWARM = b"\x07" * 32
+
+SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import loopback_transport
+
+async def hang(peer, request):
+    await asyncio.sleep(3600)
+
+async def main():
+    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
+        rpc.serve("hang", hang)
+        await rpc.start()
+        sys.stdout.write(json.dumps({"addresses": await transport.addresses()}) + "\\n")
+        sys.stdout.flush()
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def rpc_pair(directory: Path) -> AsyncIterator[tuple[Rpc, Rpc]]:
+    """Two connected peers in this process, each with a daemon of its own."""
+    async with loopback_transport(directory) as (_, first), loopback_transport(directory) as (_, second):
+        runtime = real_runtime()
+        caller, server = Rpc(first, runtime, SWARM), Rpc(second, runtime, SWARM)
+        await first.connect(await second.addresses(), 10)
+        try:
+            yield caller, server
+        finally:
+            await caller.close()
+            await server.close()
+            runtime.close()
+
+
+def test_the_scenario_of_the_simulation_runs_over_real_daemons(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rpc_pair(tmp_path) as (caller, server):
+            ended: list[str] = []
+            await serve_scenario(server, ended)
+
+            async def until(condition: object) -> None:
+                async def holds() -> bool:
+                    return bool(condition())  # type: ignore[operator]
+
+                await eventually(holds)
+
+            await run_scenario(caller, server, ended, until)
+            await eventually(_only_this_task)
+
+    async def _only_this_task() -> bool:
+        return not [task for task in asyncio.all_tasks() if "Channel" in repr(task.get_coro())]
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def test_a_stopped_process_is_noticed_within_15_seconds(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with loopback_transport(tmp_path) as (_, transport):
+            rpc = Rpc(transport, real_runtime(), SWARM)
+            with peer_process(SERVER, str(tmp_path)) as (process, told):
+                peer = await transport.connect(told["addresses"], 10)
+                call = asyncio.create_task(rpc.call(peer, "hang", {}, 60))
+                await asyncio.sleep(1)
+                assert not call.done()
+                os.kill(process.pid, signal.SIGSTOP)
+                stopped_at = time.monotonic()
+                with pytest.raises(PeerLostError, match="sent nothing"):
+                    await call
+                assert time.monotonic() - stopped_at < 15
+            await rpc.close()
+            rpc.runtime.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

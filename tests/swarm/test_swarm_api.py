@@ -1,0 +1,186 @@
+"""`Swarm` and `SwarmOptimizer` in a researcher's own script: the same mathematics, and torch's usual manners."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain import Manifest, Swarm
+from p2ptrain.errors import UsageError
+from p2ptrain.training.optimizer import SwarmOptimizer
+from tests.support.processes import Event, Swarmlet, make_manifest, nothing_left_behind
+from tests.support.worker import loss_of, make_model, make_optimizer
+
+LOCAL_BATCH = 4
+GLOBAL_BATCH = 16
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@contextmanager
+def lone_swarm(directory: Path, **training: Any) -> Iterator[Swarm]:
+    """A swarm of this process alone."""
+    manifest = Manifest.model_validate(make_manifest(training=training, averaging={"codec": "fp32"}))
+    with nothing_left_behind(), Swarm.create(manifest, run_dir=directory, listen=("/ip4/127.0.0.1/tcp/0",)) as swarm:
+        yield swarm
+
+
+def take_step(model: torch.nn.Module, opt: torch.optim.Optimizer, indices: list[int]) -> None:
+    loss_of(model, indices).backward()  # type: ignore[no-untyped-call]
+    opt.step()
+    opt.zero_grad()
+
+
+def values_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+
+def test_two_peers_with_one_global_batch_step_like_one_process_on_all_their_samples(tmp_path: Path) -> None:
+    num_rounds = 6
+    with (
+        nothing_left_behind(),
+        Swarmlet(
+            tmp_path,
+            training={"every": 1, "global_batch": GLOBAL_BATCH, "local_batch": LOCAL_BATCH, "clip_norm": 0.5},
+            averaging={"codec": "fp32", "grace_seconds": 20.0, "min_peers": 2},
+        ) as swarm,
+    ):
+        workers = [swarm.start(name, tell_values=True, step_seconds=0.02) for name in "ab"]
+        for worker in workers:
+            worker.wait_for_commit(2, after_round=num_rounds - 1)
+        rounds = [committed_rounds(worker.rounds()) for worker in workers]
+    model = make_model(8)
+    opt = make_optimizer(model)
+    shared = [number for number in range(1, num_rounds + 1) if all(number in told for told in rounds)]
+    assert shared == list(range(1, num_rounds + 1)), "with min_peers = 2 both take part in every round"
+    for number in shared:
+        told = [of_one[number] for of_one in rounds]
+        assert all(event["contributed"] and event["contributors"] == 2 for event in told)
+        samples = [index for event in told for index in event["samples"]]
+        assert len(samples) >= GLOBAL_BATCH
+        assert len(set(samples)) == len(samples)
+        opt.zero_grad()
+        loss_of(model, samples).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        assert told[0]["values"] == told[1]["values"]
+        torch.testing.assert_close(torch.tensor(told[0]["values"]), values_of(model), rtol=1e-4, atol=1e-6)
+
+
+def committed_rounds(events: list[Event]) -> dict[int, Event]:
+    return {event["round"]: event for event in events if event["committed"]}
+
+
+def test_alone_with_a_global_batch_it_is_the_wrapped_optimizer(tmp_path: Path) -> None:
+    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=8, clip_norm=0.0) as swarm:
+        model, reference = make_model(8), make_model(8)
+        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
+        for number in range(4):
+            first, second = list(range(8 * number, 8 * number + 4)), list(range(8 * number + 4, 8 * number + 8))
+            before = values_of(model)
+            take_step(model, opt, first)
+            assert opt.samples_in_round == 4
+            assert torch.equal(values_of(model), before), "nothing moves before the global batch is full"
+            take_step(model, opt, second)
+            assert opt.samples_in_round == 0
+            assert opt.committed
+            take_step(reference, plain, [*first, *second])
+            torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
+        assert opt.round == 4
+
+
+def test_a_learning_rate_scheduler_acts_on_the_shared_optimizer(tmp_path: Path) -> None:
+    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4, clip_norm=0.0) as swarm:
+        model, reference = make_model(8), make_model(8)
+        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (opt, plain)]
+        for number in range(4):
+            samples = list(range(4 * number, 4 * number + 4))
+            take_step(model, opt, samples)
+            take_step(reference, plain, samples)
+            for schedule in schedules:
+                schedule.step()
+            assert opt.inner.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.01 * 0.5 ** (number + 1)
+        torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_local_steps_are_clipped_and_the_outer_step_is_nesterov(tmp_path: Path) -> None:
+    settings = {"every": 2, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    with lone_swarm(tmp_path, **settings) as swarm:
+        model, reference = make_model(8), make_model(8)
+        opt = swarm.optimizer(model, torch.optim.SGD(model.parameters(), 1.0), clip_norm=0.01)
+        start = values_of(reference)
+        velocity = torch.zeros_like(start)
+        plain = torch.optim.SGD(reference.parameters(), 1.0)
+        for number in range(3):
+            for step in range(2):
+                samples = [2 * number + step]
+                take_step(model, opt, samples)
+                loss_of(reference, samples).backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+                plain.step()
+                plain.zero_grad()
+            pseudo_gradient = start - values_of(reference)
+            assert pseudo_gradient.norm() <= 0.0201
+            velocity = 0.9 * velocity + pseudo_gradient
+            start = start - 0.7 * (pseudo_gradient + 0.9 * velocity)
+            torch.nn.utils.vector_to_parameters(start.clone(), reference.parameters())
+            torch.testing.assert_close(values_of(model), start, rtol=1e-4, atol=1e-6)
+        assert opt.round == 3
+
+
+def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_yet(tmp_path: Path) -> None:
+    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=8, clip_norm=0.0) as swarm:
+        model, reference = make_model(8), make_model(8)
+        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
+        take_step(model, opt, [0, 1, 2, 3])
+        take_step(model, opt, [4, 5, 6, 7])
+        take_step(reference, plain, [0, 1, 2, 3, 4, 5, 6, 7])
+        take_step(model, opt, [8, 9, 10, 11])
+        saved = copy.deepcopy(opt.state_dict())
+        bare = make_optimizer(make_model(8))
+        bare.load_state_dict({key: value for key, value in saved.items() if key != "p2ptrain"})
+        for parameter, other in zip(bare.param_groups[0]["params"], plain.param_groups[0]["params"], strict=True):
+            for key in ("step", "exp_avg", "exp_avg_sq"):
+                torch.testing.assert_close(bare.state[parameter][key], plain.state[other][key])
+        lose_progress(opt)
+        assert opt.samples_in_round == 0
+        opt.load_state_dict(saved)
+        assert opt.samples_in_round == 4
+        take_step(model, opt, [12, 13, 14, 15])
+        assert opt.round == 2
+        take_step(reference, plain, [8, 9, 10, 11, 12, 13, 14, 15])
+        torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
+
+
+def lose_progress(opt: SwarmOptimizer) -> None:
+    opt._work.samples = opt._work.tokens = opt._work.steps = 0
+    assert opt._work.accumulated is not None
+    opt._work.accumulated.zero_()
+
+
+def test_one_swarm_trains_one_model(tmp_path: Path) -> None:
+    with lone_swarm(tmp_path) as swarm:
+        model = make_model(8)
+        swarm.optimizer(model, make_optimizer(model))
+        with pytest.raises(UsageError, match="already"):
+            swarm.optimizer(model, make_optimizer(model))
+
+
+def test_closing_says_goodbye_and_later_steps_say_what_to_do(tmp_path: Path) -> None:
+    from p2ptrain.errors import TemporaryError
+
+    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4) as swarm:
+        model = make_model(8)
+        opt = swarm.optimizer(model, make_optimizer(model))
+        take_step(model, opt, [0, 1, 2, 3])
+        swarm.close()
+        swarm.close()
+        with pytest.raises(TemporaryError, match="closed"):
+            take_step(model, opt, [4, 5, 6, 7])

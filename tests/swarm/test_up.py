@@ -1,0 +1,94 @@
+"""`p2ptrain up`: a whole swarm by one command, and no process left of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.daemons import wait_until
+from tests.support.processes import background_command, nothing_left_behind
+
+TINY = (
+    "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",
+    "--set", "model.intermediate=64", "--set", "model.context=32", "--set", "training.warmup_steps=4",
+    "--set", "averaging.grace_seconds=2", "--no-monitor", "--device", "cpu", "--threads", "1",
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(path.read_text())
+    return values
+
+
+def small_text(directory: Path) -> Path:
+    """Text that a tiny model learns quickly."""
+    path = directory / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+    return path
+
+
+def metrics(run_dir: Path, trainer: str) -> list[dict[str, Any]]:
+    """What a trainer measured so far."""
+    path = run_dir / trainer / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def committed(run_dir: Path, trainer: str, members: int) -> bool:
+    """Whether a trainer committed a round in a group of this size."""
+    return any(m.get("committed") and m["members"] == members for m in metrics(run_dir, trainer))
+
+
+def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
+    run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
+    arguments: list[str | Path] = [
+        "--minutes",
+        "0.5",
+        "--summary",
+        summary_file,
+        "--run-dir",
+        run_dir,
+        "--data",
+        small_text(tmp_path),
+    ]
+    with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *TINY) as up:
+        assert up.wait(180) == 0, log.read_text()
+    each = [read_json(run_dir / f"trainer-{number}" / "summary.json") for number in (1, 2)]
+    for summary in each:
+        assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 1
+        assert summary["rounds_committed"] > 0
+        assert summary["exit_reason"] == "signal"
+    assert each[0]["peer"] != each[1]["peer"]
+    # A trainer that began before it knew of the other may have closed rounds alone, on a lineage that it gave up.
+    together = [
+        [m for m in metrics(run_dir, f"trainer-{n}") if m.get("committed") and m["members"] == 2] for n in (1, 2)
+    ]
+    digests = [{m["round"]: m["digest"] for m in rounds} for rounds in together]
+    common = set(digests[0]) & set(digests[1])
+    assert common
+    assert all(digests[0][number] == digests[1][number] for number in common)
+    assert read_json(summary_file)
+    for name in ("trainer-1", "trainer-2"):
+        assert list((run_dir / name / "checkpoints").glob("*-round-*"))
+
+
+@pytest.mark.parametrize(("signals", "exit_code"), [(1, 0), (2, 130)], ids=["drains", "ends at once when told twice"])
+def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "up.log"
+    arguments: list[str | Path] = ["--minutes", "5", "--run-dir", run_dir, "--data", small_text(tmp_path)]
+    with nothing_left_behind(), background_command(log, "up", "--peers", "1", *arguments, *TINY) as up:
+        wait_until(lambda: up.poll() is not None or committed(run_dir, "trainer-1", 1), 90)
+        assert up.poll() is None, log.read_text()
+        for number in range(signals):
+            up.send_signal(signal.SIGINT)
+            if number + 1 < signals:
+                wait_until(lambda: "draining" in log.read_text(), 30)
+        assert up.wait(60) == exit_code, log.read_text()
+    if exit_code == 0:
+        assert read_json(run_dir / "trainer-1" / "summary.json")["exit_reason"] == "signal"
+        assert read_json(run_dir / "summary.json")

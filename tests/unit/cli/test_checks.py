@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.cli import checks
+from p2ptrain.cli.doctor import add_arguments, run
+from p2ptrain.cli.main import Parser
+from tests.support.commands import p2ptrain
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "p2pd"
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_doctor_passes_where_the_tests_run_and_says_so_in_json(tmp_path: Path) -> None:
+    done = p2ptrain("doctor", "--json", "--run-dir", str(tmp_path))
+    values = json.loads(done.stdout)
+    assert values["ok"] is True, done.stdout
+    assert done.returncode == 0
+    assert {"Python", "torch", "daemon", "listening", "clock", "disk", "memory", "file limit", "setpriv"} <= {
+        check["name"] for check in values["checks"]
+    }
+
+
+def test_something_required_that_is_missing_exits_with_7_and_its_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [checks.Check("a", True, "fine", ""), checks.Check("b", False, "gone", "buy one")]
+    monkeypatch.setattr(checks, "all_checks", lambda run_dir, port: found)
+    parser = Parser()
+    add_arguments(parser)
+    assert run(parser.parse_args([])) == 7
+    assert "fix: buy one" in capsys.readouterr().out
+    found[1] = checks.Check("b", False, "gone", "buy one", required=False)
+    assert run(parser.parse_args([])) == 0
+
+
+def test_a_daemon_that_is_missing_not_executable_or_broken_is_found(tmp_path: Path) -> None:
+    assert "not installed" in checks.check_daemon(None).detail
+    assert "not installed" in checks.check_daemon(tmp_path / "p2pd").detail
+    path = script(tmp_path, "echo cannot do it; exit 3")
+    assert "cannot do it" in checks.check_daemon(path).detail
+    path.write_text("not a program")
+    assert not checks.check_daemon(path).passed
+    path.chmod(0o644)
+    assert "chmod" in checks.check_daemon(path).fix
+
+
+def test_a_daemon_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_DAEMON_SECONDS", 0.2)
+    check = checks.check_daemon(script(tmp_path, "exec sleep 60"))
+    assert not check.passed
+    assert "did not answer" in check.detail
+
+
+def test_a_port_in_use_is_found_and_another_one_named() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        taken = checks.check_ports(port)[1]
+        assert not taken.passed
+        assert not taken.required
+        assert str(port) in taken.detail
+    assert checks.check_ports(port)[1].passed
+
+
+def test_an_absurd_clock_fails() -> None:
+    check = checks.check_clock(0.0)
+    assert not check.passed
+    assert check.required
+
+
+@pytest.mark.parametrize(("limit", "passed", "required"), [(64, False, True), (512, False, False), (4096, True, False)])
+def test_a_small_file_limit_warns_and_a_tiny_one_fails(limit: int, passed: bool, required: bool) -> None:
+    check = checks.check_file_limit(limit)
+    assert (check.passed, check.required) == (passed, required)
+
+
+def test_the_disk_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    assert str(tmp_path) in checks.check_disk(tmp_path / "not" / "yet").detail

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import stat
+import tomllib
+from pathlib import Path
+
+from p2ptrain.cli.manifests import load_manifest
+from p2ptrain.manifest import Manifest
+from tests.support.commands import assert_one_line_error, p2ptrain
+
+
+def test_init_writes_a_run_that_is_valid_and_a_private_key(tmp_path: Path) -> None:
+    done = p2ptrain("init", str(tmp_path / "run"), "--name", "kitchen table")
+    assert done.returncode == 0, done.stderr
+    assert load_manifest(tmp_path / "run" / "run.toml") == Manifest(name="kitchen table")
+    key = tmp_path / "run" / "organizer.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert f"p2ptrain seed {tmp_path / 'run'}" in done.stdout
+
+
+def test_init_overwrites_nothing(tmp_path: Path) -> None:
+    for name in ("run.toml", "organizer.key"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("precious")
+        assert_one_line_error(p2ptrain("init", str(folder)), 2, "not overwritten")
+        assert [path.name for path in folder.iterdir()] == [name]
+        assert (folder / name).read_text() == "precious"
+
+
+def test_a_name_that_cannot_be_one_writes_nothing(tmp_path: Path) -> None:
+    assert_one_line_error(p2ptrain("init", str(tmp_path / "run"), "--name", "\x1b[31m"), 3, "name")
+    assert not (tmp_path / "run").exists()
+
+
+def test_seed_refuses_a_run_with_a_wrong_key_and_names_it(tmp_path: Path) -> None:
+    assert p2ptrain("init", str(tmp_path)).returncode == 0
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(run_file.read_text().replace("global_batch", "globl_batch"))
+    assert "globl_batch" in tomllib.loads(run_file.read_text())["training"]
+    assert_one_line_error(p2ptrain("seed", str(tmp_path)), 3, "globl_batch", "did you mean 'global_batch'")

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import json
+import logging
+
+from p2ptrain.cli.logs import JsonFormatter
+
+
+def test_a_json_line_holds_the_message_what_was_added_and_the_exception() -> None:
+    try:
+        raise ValueError("why\nso")
+    except ValueError as error:
+        record = logging.LogRecord("p2ptrain.x", logging.WARNING, "f", 1, "round %d", (7,), (ValueError, error, None))
+    record.round = 7
+    line = JsonFormatter().format(record)
+    values = json.loads(line)
+    assert "\n" not in line
+    assert (values["level"], values["logger"], values["message"], values["round"]) == (
+        "warning",
+        "p2ptrain.x",
+        "round 7",
+        7,
+    )
+    assert "why" in values["exception"]
+    assert values["time"].endswith("Z")
+
+
+def test_a_library_that_renames_the_levels_does_not_change_the_log() -> None:
+    before = logging.getLevelName(logging.WARNING)
+    logging.addLevelName(logging.WARNING, "WARN")
+    try:
+        record = logging.LogRecord("p2ptrain.x", logging.WARNING, "f", 1, "slow", (), None)
+        assert json.loads(JsonFormatter().format(record))["level"] == "warning"
+    finally:
+        logging.addLevelName(logging.WARNING, before)

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.cli.main import Parser
+from p2ptrain.cli.plan import DEFAULT_MINUTES, make_plan
+from p2ptrain.cli.up import add_arguments
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import P2PTrainError
+
+
+def arguments(tmp_path: Path, *words: str) -> argparse.Namespace:
+    parser = Parser()
+    add_arguments(parser)
+    parser.set_defaults(log_format=None, log_level=None)
+    return parser.parse_args(["--run-dir", str(tmp_path), *words])
+
+
+def test_the_plan_has_one_role_file_for_each_peer_and_all_listen_on_loopback(tmp_path: Path) -> None:
+    plan = make_plan(arguments(tmp_path, "--peers", "2", "--threads", "1"))
+    configs = [PeerConfig.load(path) for path in (plan.bootstrap, *plan.trainers)]
+    assert [(config.role, config.name) for config in configs] == [
+        ("bootstrap", "bootstrap"),
+        ("trainer", "trainer-1"),
+        ("trainer", "trainer-2"),
+    ]
+    assert {config.network.listen for config in configs} == {("/ip4/127.0.0.1/tcp/0",)}
+    assert len({config.run_dir for config in configs}) == 3
+    assert all(config.manifest == tmp_path / "manifest.bin" for config in configs)
+    assert not any(config.network.nat_port_map or config.network.auto_nat for config in configs)
+
+
+@pytest.mark.parametrize(
+    ("words", "minutes", "rounds"),
+    [([], DEFAULT_MINUTES, 0), (["--rounds", "5"], 0.0, 5), (["--minutes", "0.5", "--rounds", "5"], 0.5, 5)],
+)
+def test_it_ends_after_the_minutes_or_the_rounds_that_were_asked_for(
+    tmp_path: Path, words: list[str], minutes: float, rounds: int
+) -> None:
+    plan = make_plan(arguments(tmp_path, "--peers", "1", *words))
+    assert plan.minutes == minutes
+    assert PeerConfig.load(plan.trainers[0]).stop_after.rounds == rounds
+
+
+def test_a_wrong_option_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for words in (["--device", "gpu"], ["--every", "0"], ["--set", "model.heads=3"], ["--data", "/no/such"]):
+        with pytest.raises(P2PTrainError) as caught:
+            make_plan(arguments(tmp_path, *words))
+        assert caught.value.exit_code in (2, 3)
+
+
+def test_the_help_names_the_default_time() -> None:
+    parser = Parser()
+    add_arguments(parser)
+    assert f"default {DEFAULT_MINUTES:g}, unless --rounds" in " ".join(parser.format_help().split())

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.cli.summary import combine, read_summary
+
+PROMISED = {
+    "heldout_loss_before", "heldout_loss_after", "tokens_per_second", "tokens", "bytes_sent", "bytes_received",
+    "rounds_committed", "rounds_aborted", "state_digests", "seconds", "peers",
+}  # fmt: skip
+
+
+def of(**values: Any) -> dict[str, Any]:
+    return {
+        "heldout_loss_before": 5.5, "heldout_loss_after": 2.0, "tokens": 100, "seconds": 10.0, "bytes_sent": 7,
+        "bytes_received": 6, "rounds_committed": 4, "rounds_aborted": 1, "state_digest": "ab",
+    } | values  # fmt: skip
+
+
+def test_trainers_add_up() -> None:
+    summary = combine({"a": of(), "b": of(seconds=20.0, heldout_loss_after=3.0, rounds_committed=3)}, peers=2)
+    assert summary.tokens == 200
+    assert summary.tokens_per_second == 200 / 20.0
+    assert (summary.heldout_loss_before, summary.heldout_loss_after) == (5.5, 2.5)
+    assert (summary.bytes_sent, summary.bytes_received) == (14, 12)
+    assert (summary.rounds_committed, summary.rounds_aborted) == (4, 1)
+    assert summary.state_digests == {"a": "ab", "b": "ab"}
+
+
+def test_a_trainer_that_died_leaves_the_others_numbers() -> None:
+    summary = combine({"a": of(heldout_loss_after=None)}, peers=3)
+    assert (summary.peers, summary.reporting_peers) == (3, 1)
+    assert summary.heldout_loss_after is None
+    assert "1 of 3" in summary.to_text()
+
+
+def test_nothing_at_all_is_a_summary_too() -> None:
+    assert combine({}, peers=1).tokens_per_second == 0.0
+    assert "none" in combine({}, peers=1).to_text()
+
+
+def test_different_digests_are_pointed_out() -> None:
+    assert "differ" in combine({"a": of(), "b": of(state_digest="cd")}, peers=2).to_text()
+    assert "all equal" in combine({"a": of(), "b": of()}, peers=2).to_text()
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    assert set(json.loads(combine({"a": of()}, peers=1).to_json())) >= PROMISED
+
+
+def test_a_torn_or_missing_summary_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    assert read_summary(path) is None
+    for text in ("", '{"a": ', "[1]"):
+        path.write_text(text)
+        assert read_summary(path) is None
+    path.write_text('{"a": 1}')
+    assert read_summary(path) == {"a": 1}

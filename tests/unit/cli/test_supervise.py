@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2ptrain.cli.supervise import Child, Supervisor
+from tests.support.commands import ROOT
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEPER
+POLITE = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));" + SLEEPER
+PARENT = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]).pid, flush=True);" + (
+    "import time; time.sleep(600)"
+)
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+async def started(supervisor: Supervisor, code: str, log: Path) -> Child:
+    child = await supervisor.start(log.stem, [sys.executable, "-c", code], log)
+    await asyncio.to_thread(until, lambda: log.read_text() != "" or child.exit_code is not None)
+    return child
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_drain_lets_the_polite_end_and_kills_the_stubborn_at_the_deadline(tmp_path: Path) -> None:
+    async def scenario() -> tuple[int | None, int | None, float]:
+        async with Supervisor() as supervisor:
+            polite = await started(supervisor, POLITE, tmp_path / "polite.log")
+            stubborn = await started(supervisor, STUBBORN, tmp_path / "stubborn.log")
+            begun = time.monotonic()
+            await supervisor.drain([polite, stubborn], 0.5)
+            await supervisor.wait_all([polite, stubborn])
+            return polite.exit_code, stubborn.exit_code, time.monotonic() - begun
+
+    polite_code, stubborn_code, seconds = asyncio.run(scenario())
+    assert (polite_code, stubborn_code) == (0, -signal.SIGKILL)
+    assert 0.5 <= seconds < 10
+
+
+def test_an_error_in_the_owner_ends_children_and_grandchildren(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def scenario() -> None:
+        async with Supervisor() as supervisor:
+            parent = await started(supervisor, PARENT, tmp_path / "parent.log")
+            pids.extend([parent.process.pid, int((tmp_path / "parent.log").read_text().split()[0])])
+            raise RuntimeError("the owner failed")
+
+    with pytest.raises(RuntimeError, match="the owner failed"):
+        asyncio.run(scenario())
+    assert len(pids) == 2
+    until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_children_die_when_their_owner_is_killed(tmp_path: Path) -> None:
+    owner = f"""
+import asyncio, sys
+from pathlib import Path
+from p2ptrain.cli.supervise import Supervisor
+async def main():
+    async with Supervisor() as supervisor:
+        child = await supervisor.start("c", [sys.executable, "-c", {SLEEPER!r}], Path({str(tmp_path / "c.log")!r}))
+        print(child.process.pid, flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", owner], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert alive(pid)
+        process.kill()
+    until(lambda: not alive(pid))
+
+
+def test_children_do_not_get_the_terminals_signals(tmp_path: Path) -> None:
+    async def scenario() -> int:
+        async with Supervisor() as supervisor:
+            child = await started(supervisor, SLEEPER, tmp_path / "c.log")
+            return os.getpgid(child.process.pid)
+
+    assert asyncio.run(scenario()) != os.getpgid(0)
+
+
+def test_a_failure_carries_the_childs_last_error_and_its_exit_code(tmp_path: Path) -> None:
+    code = "import sys; print('noise'); print('p2ptrain: error: port 1 is taken'); print('bye'); sys.exit(7)"
+
+    async def scenario(code: str, name: str) -> Child:
+        async with Supervisor() as supervisor:
+            child = await started(supervisor, code, tmp_path / name)
+            await supervisor.wait_all([child])
+            return child
+
+    failure = asyncio.run(scenario(code, "a.log")).failure()
+    assert failure.exit_code == 7
+    assert "port 1 is taken" in str(failure)
+    killed = asyncio.run(scenario("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "b.log")).failure()
+    assert "SIGKILL" in str(killed)
+    assert killed.exit_code == 1

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.cli.toml import commented_toml, to_toml
+from p2ptrain.manifest import Manifest, parse_manifest
+
+SCALARS = st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text()
+KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
+FLAT = st.dictionaries(KEYS, SCALARS | st.lists(SCALARS, max_size=3), max_size=4)
+
+
+@given(FLAT, st.dictionaries(st.from_regex(r"[A-Z]{1,5}", fullmatch=True), FLAT, max_size=3))
+def test_what_is_written_is_read_back(values: dict[str, Any], sections: dict[str, Any]) -> None:
+    assert tomllib.loads(to_toml(values | sections)) == values | sections
+
+
+def test_a_path_is_written_as_text() -> None:
+    assert tomllib.loads(to_toml({"path": Path("a b/c")})) == {"path": "a b/c"}
+
+
+def test_what_has_no_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="no form"):
+        to_toml({"nothing": None})
+
+
+def test_a_commented_manifest_is_the_manifest() -> None:
+    manifest = Manifest(name="x y")
+    assert parse_manifest(tomllib.loads(commented_toml(manifest)), "run.toml") == manifest
+
+
+def test_every_field_of_a_commented_manifest_is_explained_just_above_it() -> None:
+    lines = commented_toml(Manifest()).splitlines()
+    settings = [index for index, line in enumerate(lines) if " = " in line and not line.startswith("#")]
+    assert len(settings) == len(tomllib.loads(to_toml(Manifest().model_dump()))) - 4 + sum(
+        len(section) for section in Manifest().model_dump().values() if isinstance(section, dict)
+    )
+    for index in settings:
+        assert lines[index - 1].startswith("# "), lines[index]
