@@ -1,0 +1,109 @@
+"""Run all benchmarks one after another, then show their headline ratios in one table.
+
+python -m benchmarks --json results/all.json
+python -m benchmarks --only download
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import format_table, machine
+
+BENCHMARKS: dict[str, list[str]] = {
+    "codecs": ["benchmarks.bench_codecs"],
+    "round": ["benchmarks.bench_round", "--peers", "2"],
+    "round4": ["benchmarks.bench_round", "--peers", "4", "--codecs", "int8"],
+    "overhead": ["benchmarks.bench_overhead"],
+    "download": ["benchmarks.bench_download"],
+    "convergence": ["benchmarks.bench_convergence"],
+}
+"""By name: the module and its arguments."""
+
+
+def main() -> int:
+    """Run them; 1 when one failed, though the others ran."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="run this one; repeatable")
+    parser.add_argument("--json", metavar="FILE", help="also write all results here")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends what it started
+    results: dict[str, Any] = {}
+    failed: list[str] = []
+    for name in options.only or BENCHMARKS:
+        started = time.monotonic()
+        found = run(BENCHMARKS[name])
+        if found is None:
+            failed.append(name)
+        else:
+            results[name] = found
+        outcome = "failed" if found is None else "took"
+        sys.stdout.write(f"\n({name} {outcome} {time.monotonic() - started:.0f} s)\n\n")
+    rows = [row for name, found in results.items() for row in headlines(name, found)]
+    sys.stdout.write(format_table(("ratio", "measured", "spread"), rows) + "\n")
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        payload = {"machine": machine(), "results": results, "failed": failed}
+        Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(f"\nwritten to {options.json}\n")
+    return 1 if failed else 0
+
+
+def run(command: list[str]) -> Any:
+    """Run one benchmark in a process of its own, which prints its table; its results, or None when it failed."""
+    sys.stdout.write(f"$ python -m {' '.join(command)}\n\n")
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.json"
+        with subprocess.Popen([sys.executable, "-m", *command, "--json", str(path)]) as process:
+            try:
+                status = process.wait()
+            except BaseException:
+                process.terminate()
+                raise
+        if status != 0 or not path.exists():
+            return None
+        return json.loads(path.read_text(encoding="utf-8"))["results"]
+
+
+def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
+    """(what, ratio, spread) of what matters most in one benchmark's results."""
+    if name == "codecs":
+        ratios = found["ratio_to_copy"]
+        return [
+            (f"{name}: int8 {operation}, of the speed of a copy", f"{ratios[f'int8 {operation}']:.2f}", "")
+            for operation in ("encode", "decode")
+        ]
+    if name.startswith("round"):
+        ours, theirs = found["p2ptrain int8"], found["hivemind"]
+        rows = [
+            (f"{name}: {what}, of hivemind's", f"{ours[field]['median'] / theirs[field]['median']:.2f}", "")
+            for what, field in (("time of a round", "seconds"), ("CPU time", "cpu_seconds"))
+        ]
+        memory = ours["peak_pss_bytes"] / theirs["peak_pss_bytes"]
+        return [*rows, (f"{name}: peak memory, of hivemind's", f"{memory:.2f}", "")]
+    if name == "overhead":
+        return [
+            (f"{name}: {what}, of plain torch", f"{found[field]['median']:.3f}", _percent(found[field]["spread"]))
+            for what, field in (("tokens a second", "ratio"), ("tokens a CPU second", "cpu_ratio"))
+        ]
+    if name == "download":
+        ratio = found["speed_ratio"]
+        return [(f"{name}: speed, of a raw stream", f"{ratio['median']:.2f}", _percent(ratio["spread"]))]
+    return [(f"{name}: held-out loss, of the best single process", f"{found['loss_ratio_median']:.4f}", "")]
+
+
+def _percent(spread: float) -> str:
+    return f"±{100 * spread:.0f} %"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

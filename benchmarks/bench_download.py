@@ -1,0 +1,132 @@
+"""How fast a newcomer downloads the swarm's state, against a raw stream of as many bytes.
+
+Both between the same two processes and daemons, in turn. The download includes its negotiation, the verification of
+every chunk against the digest, and putting it in place; the raw stream only reads and drops.
+
+    python -m benchmarks.bench_download --json results/download.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+import uvloop
+
+from benchmarks.harness import Measured, report
+from benchmarks.peers import SWARM, LoopbackPeer, hear, loopback_peer, say
+from benchmarks.workers import Workers
+from p2ptrain.averaging.head import genesis
+from p2ptrain.network.transport import Stream
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.outer import AverageStep
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.transfer import StateServer, download_state, fetch_head
+
+START_SECONDS = 60.0
+TURN_SECONDS = 120.0
+RAW = "/benchmark/raw"
+RAW_PIECE_BYTES = 256 * 1024
+
+
+def measure(num_values: int, turns: int, log: str | None) -> dict[str, Measured]:
+    """Seconds of ``turns`` downloads and raw streams in turn, after one of each to warm up.
+
+    Raises:
+        RuntimeError: A process failed or took too long.
+    """
+    seconds: dict[str, list[float]] = {"raw": [], "download": []}
+    with Workers("benchmarks.bench_download", log) as workers:
+        for role in ("source", "newcomer"):
+            workers.start("--worker", role, "--values", str(num_values))
+        workers.tell_all(json.dumps(workers.hear_all(START_SECONDS)))
+        workers.hear_all(START_SECONDS)
+        newcomer = workers.all[1]
+        for turn in range(-1, turns):
+            for kind, values in seconds.items():
+                newcomer.tell(kind)
+                value = newcomer.hear(TURN_SECONDS)["seconds"]
+                if turn >= 0:
+                    values.append(value)
+    return {kind: Measured(tuple(values)) for kind, values in seconds.items()}
+
+
+async def serve(role: str, num_values: int) -> None:
+    """The source, or the newcomer that answers ``raw`` and ``download`` on stdin."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.randn(num_values, generator=torch.Generator().manual_seed(1)))
+    layout = Layout.from_module(module)
+    async with loopback_peer() as peer:
+        if role == "source":
+            state = SharedState.from_module(module, layout, AverageStep(layout, 0.7))
+            state.head = genesis(SWARM, state.tree().root)
+            StateServer(peer.rpc, state, peer.runtime)
+            await peer.transport.serve(RAW, lambda stream: _send_raw(stream, 4 * num_values))
+        await peer.rpc.start()
+        source, _ = await peer.meet()
+        while command := await hear():
+            started = time.monotonic()
+            if command == "raw":
+                await _receive_raw(peer, source, 4 * num_values)
+            else:
+                await _download(peer, source, layout.fingerprint)
+            say(seconds=time.monotonic() - started)
+
+
+async def _download(peer: LoopbackPeer, source: str, fingerprint: bytes) -> None:
+    head = await fetch_head(peer.rpc, source)
+    await download_state(peer.rpc, peer.runtime, [source], head, fingerprint, TURN_SECONDS)
+
+
+async def _send_raw(stream: Stream, num_bytes: int) -> None:
+    piece = bytes(RAW_PIECE_BYTES)
+    for start in range(0, num_bytes, RAW_PIECE_BYTES):
+        await stream.write(piece[: num_bytes - start])
+    await stream.read(1)
+
+
+async def _receive_raw(peer: LoopbackPeer, source: str, num_bytes: int) -> None:
+    stream = await peer.transport.open(source, RAW, TURN_SECONDS)
+    async with asyncio.timeout(TURN_SECONDS):
+        for start in range(0, num_bytes, RAW_PIECE_BYTES):
+            await stream.read(min(RAW_PIECE_BYTES, num_bytes - start))
+    await stream.write(b".")
+    await stream.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=10_000_000, help="fp32 values in the state")
+    parser.add_argument("--turns", type=int, default=7, help="measurements of each")
+    parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    parser.add_argument("--worker", choices=("source", "newcomer"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker is not None:
+        torch.set_num_threads(1)
+        uvloop.run(serve(options.worker, options.values))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measure` ends what it started
+    seconds = measure(options.values, options.turns, options.log)
+    ratio = Measured(
+        tuple(raw / ours for raw, ours in zip(seconds["raw"].values, seconds["download"].values, strict=True))
+    )
+    rows = [
+        (kind, f"{one.median:.3f}", f"±{100 * one.spread:.0f} %", f"{4 * options.values / one.median / 1e6:.0f}")
+        for kind, one in seconds.items()
+    ]
+    rows.append(("download / raw, in speed", f"{ratio.median:.2f}", f"±{100 * ratio.spread:.0f} %", ""))
+    results = {**{kind: one.to_json() for kind, one in seconds.items()}, "speed_ratio": ratio.to_json()}
+    title = f"Download of a state of {options.values:,} fp32 values"
+    report(title, ("", "seconds", "spread", "MB/s"), rows, results, options.json)
+
+
+if __name__ == "__main__":
+    main()

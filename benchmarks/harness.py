@@ -1,0 +1,186 @@
+"""What all benchmarks share: alternating runs, medians with spread, process-tree accounting, a table and JSON.
+
+Times of shared machines drift, so contenders run in turn (A B C, A B C, ...) within one run, and reports give ratios of
+medians. Run a benchmark as ``python -m benchmarks.bench_codecs`` from the repository's root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Repeated measurements of one thing, in one unit."""
+
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Half the distance between the quartiles, as a fraction of the median."""
+        if len(self.values) < 2 or not self.median:
+            return 0.0
+        low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
+        return (high - low) / 2 / self.median
+
+    def to_json(self) -> dict[str, Any]:
+        """Median, spread and all values."""
+        return {"median": self.median, "spread": self.spread, "values": list(self.values)}
+
+
+def thread_seconds(function: Callable[[], object]) -> Callable[[], float]:
+    """Measure the CPU seconds (user and system) that ``function`` takes of the calling thread."""
+
+    def measure() -> float:
+        start = time.thread_time()
+        function()
+        return time.thread_time() - start
+
+    return measure
+
+
+def alternate(cases: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1) -> dict[str, Measured]:
+    """Run all ``cases`` in turn, ``repeats`` times over, after ``warm_ups`` turns that are not counted.
+
+    Args:
+        cases: By name, functions that return one measurement (such as those of `thread_seconds`).
+    """
+    values: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(-warm_ups, repeats):
+        for name, case in cases.items():
+            value = case()
+            if turn >= 0:
+                values[name].append(value)
+    return {name: Measured(tuple(measured)) for name, measured in values.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge the numbers; nothing that identifies the machine."""
+    return {
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def format_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Plain text columns: the first flush left, numbers flush right."""
+    cells = [list(headers), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    lines = [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in cells)
+    ]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def report(
+    title: str, headers: Sequence[str], rows: Iterable[Sequence[object]], results: object, path: str | None
+) -> None:
+    """Print the table, and write ``{"benchmark", "machine", "results"}`` as JSON to ``path`` if there is one."""
+    sys.stdout.write(f"{title}\n\n{format_table(headers, rows)}\n")
+    if path is not None:
+        payload = {"benchmark": title, "machine": machine(), "results": results}
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(f"\nwritten to {path}\n")
+
+
+def process_trees(pids: Iterable[int]) -> list[psutil.Process]:
+    """The living processes among ``pids`` and all their descendants."""
+    found: list[psutil.Process] = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            found += [process, *process.children(recursive=True)]
+    return found
+
+
+def session_processes(leaders: Iterable[int]) -> list[psutil.Process]:
+    """The living processes of the sessions that ``leaders`` lead (or led), orphans included."""
+    wanted, found = set(leaders), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError, PermissionError):
+            if os.getsid(process.pid) in wanted:
+                found.append(process)
+    return found
+
+
+def cpu_seconds(processes: Iterable[psutil.Process]) -> float:
+    """User and system CPU seconds that ``processes`` have used so far."""
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def pss_bytes(processes: Iterable[psutil.Process]) -> int:
+    """Proportional set size: resident memory, shared pages divided among those that share them."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup", encoding="ascii") as lines:
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total
+
+
+class PeakMemory:
+    """Samples the summed PSS of process trees from a thread; ``with PeakMemory(pids) as peak: ...; peak.bytes``.
+
+    Sampling makes the kernel walk page tables, so do not time what runs meanwhile.
+    """
+
+    def __init__(self, pids: Sequence[int], interval_seconds: float = 0.05) -> None:
+        self.bytes = 0
+        self._pids = tuple(pids)
+        self._interval_seconds = interval_seconds
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+
+    def _sample(self) -> None:
+        while True:
+            self.bytes = max(self.bytes, pss_bytes(process_trees(self._pids)))
+            if self._done.wait(self._interval_seconds):
+                return
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def end_processes(processes: Sequence[psutil.Process], grace_seconds: float = 5.0) -> None:
+    """Terminate exactly these processes (a reused pid is left alone), and kill those that do not go in time."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=grace_seconds)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=grace_seconds)

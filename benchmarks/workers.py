@@ -1,0 +1,136 @@
+"""Peers as processes: commands to their stdin, JSON lines from their stdout, and no process left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import psutil
+
+from benchmarks.harness import PeakMemory, end_processes, process_trees, session_processes
+
+
+class Worker:
+    """The parent's end of one process that runs a module of this package."""
+
+    def __init__(self, module: str, arguments: Sequence[str], log: IO[bytes], folder: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=Path(__file__).resolve().parents[1],
+            env={**os.environ, "HIVEMIND_LOGLEVEL": "WARNING", "TMPDIR": folder},
+            start_new_session=True,  # so that what it forks is found even when it dies first
+        )
+        self._buffer = b""
+
+    def tell(self, command: str) -> None:
+        """Send one command line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(command.encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, timeout_seconds: float) -> dict[str, Any]:
+        """The next answer.
+
+        Raises:
+            RuntimeError: The process ended, or did not answer in time.
+        """
+        # The end of the process is watched too: what it forked holds the pipe open after it.
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            while True:
+                line, newline, rest = self._buffer.partition(b"\n")
+                if newline:
+                    self._buffer = rest
+                    if line.startswith(b"{"):
+                        answer: dict[str, Any] = json.loads(line)
+                        return answer
+                    continue
+                if selector.select(min(1.0, max(0.0, deadline - time.monotonic()))):
+                    self._buffer += (chunk := os.read(self.process.stdout.fileno(), 65536))
+                    if chunk:
+                        continue
+                if self.process.poll() is not None:
+                    raise RuntimeError("a process of the benchmark ended early; run with --log FILE to see why")
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"a process of the benchmark did not answer within {timeout_seconds:.0f} s")
+
+
+class Workers:
+    """Several `Worker` processes that end with this context, whatever happens, and all that they forked with them.
+
+    Args:
+        module: What each runs.
+        log: Where their error output goes; None drops it.
+    """
+
+    def __init__(self, module: str, log: str | None = None) -> None:
+        self.all: list[Worker] = []
+        self._module = module
+        self._log = open(log or os.devnull, "ab")  # noqa: SIM115 - closed in `__exit__`
+        self._folder = tempfile.TemporaryDirectory()
+        self._seen: set[psutil.Process] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes started here, not of what they started."""
+        return [worker.process.pid for worker in self.all]
+
+    def start(self, *arguments: str) -> Worker:
+        """Start one more."""
+        worker = Worker(self._module, arguments, self._log, self._folder.name)
+        self.all.append(worker)
+        return worker
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of all workers."""
+        found = process_trees(self.pids)
+        self._seen.update(found)
+        return found
+
+    def tell_all(self, command: str) -> None:
+        """Send one command line to each."""
+        for worker in self.all:
+            worker.tell(command)
+
+    def hear_all(self, timeout_seconds: float) -> list[dict[str, Any]]:
+        """One answer of each; see `Worker.hear`."""
+        return [worker.hear(timeout_seconds) for worker in self.all]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.processes()
+        end_processes([*{*self._seen, *session_processes(self.pids)}])
+        for worker in self.all:
+            worker.process.wait()
+            for pipe in (worker.process.stdin, worker.process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        self._log.close()
+        self._folder.cleanup()
+
+
+def memory_of_round(workers: Workers, one_round: Callable[[], object]) -> tuple[int, int]:
+    """PSS of all processes in bytes before ``one_round``, and the most while it runs."""
+    with PeakMemory(workers.pids, interval_seconds=0.02) as peak:
+        time.sleep(0.2)
+        idle = peak.bytes
+        one_round()
+    return idle, peak.bytes
