@@ -31,12 +31,14 @@ from p2ptrain.training.transfer import StateServer, download_state, fetch_head
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
+WARM_UP_TURNS = 5
+"""A virtual machine takes long to hand out memory that was never used."""
 RAW = "/benchmark/raw"
 RAW_PIECE_BYTES = 256 * 1024
 
 
 def measure(num_values: int, turns: int, log: str | None) -> dict[str, Measured]:
-    """Seconds of ``turns`` downloads and raw streams in turn, after one of each to warm up.
+    """Seconds of ``turns`` downloads and raw streams in turn, after `WARM_UP_TURNS` of each.
 
     Raises:
         RuntimeError: A process failed or took too long.
@@ -48,7 +50,7 @@ def measure(num_values: int, turns: int, log: str | None) -> dict[str, Measured]
         workers.tell_all(json.dumps(workers.hear_all(START_SECONDS)))
         workers.hear_all(START_SECONDS)
         newcomer = workers.all[1]
-        for turn in range(-1, turns):
+        for turn in range(-WARM_UP_TURNS, turns):
             for kind, values in seconds.items():
                 newcomer.tell(kind)
                 value = newcomer.hear(TURN_SECONDS)["seconds"]
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=10_000_000, help="fp32 values in the state")
-    parser.add_argument("--turns", type=int, default=7, help="measurements of each")
+    parser.add_argument("--turns", type=int, default=15, help="measurements of each")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", choices=("source", "newcomer"), help=argparse.SUPPRESS)

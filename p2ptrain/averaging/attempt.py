@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +10,7 @@ from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, R
 from p2ptrain.averaging.head import Head
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import TemporaryError
+from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.signing import Signer
 
 
@@ -40,7 +40,7 @@ class Attempt:
         head: The head that the result will extend.
         bounds: Share offsets, ``len(roster) + 1``.
         means: Encoded mean of each share, as far as they arrived.
-        hashes: Their SHA-256.
+        hashes: Their `bulk_hash`.
         contributors: Indices into the roster, once agreed.
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
@@ -62,14 +62,14 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.tickets))]
-        self.hashes = [hashlib.sha256(b"").digest()] * len(self.means)
+        self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
-        """Take in a share's mean and its SHA-256, unless one is here."""
+        """Take in a share's mean and its `bulk_hash`, unless one is here."""
         if self.means[index] is None:
             self.means[index] = mean
             self.hashes[index] = digest

@@ -20,7 +20,6 @@ that point stays in its `Attempt`, from which other members can still complete t
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.pieces import Growing, cut, new_buffer, receive_checked, send_encoded
 from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
+from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -227,7 +227,7 @@ class Butterfly:
             mean.grow(attempt.codec.encoded_bytes(high))
         self._parts.clear()
         self.own_mean_exact = exact
-        digest = await self._runtime.compute(lambda: hashlib.sha256(mean.data).digest())
+        digest = await self._runtime.compute(bulk_hash, mean.data)
         attempt.add_mean(self._index, mean.data, digest)
 
     def _reduce_piece(self, low: int, high: int, exact: torch.Tensor, encoded: bytearray) -> None:

@@ -142,7 +142,7 @@ class Body:
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: SHA-256 of each owner's encoded mean; of nothing for an empty share.
+        hashes: `bulk_hash` of each owner's encoded mean; of nothing for an empty share.
     """
 
     swarm: bytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.hashing import bulk_hash
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
@@ -155,7 +155,7 @@ class History:
 
     def _check_means(self, peer: str, body: Body, means: Means) -> None:
         for index, mean in enumerate(means):
-            if hashlib.sha256(mean).digest() != body.hashes[index]:
+            if bulk_hash(mean) != body.hashes[index]:
                 raise ProtocolError(peer, "sent a result that does not match its certificate")
             size = body.bounds[index + 1] - body.bounds[index]
             try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from typing import TYPE_CHECKING
 
 from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.errors import ProtocolError
+from p2ptrain.hashing import BulkHasher
 from p2ptrain.network.channel import Channel
 from p2ptrain.runtime import Runtime
 
@@ -98,7 +98,7 @@ async def receive_checked(
     """Receive an encoded share, validating it while it arrives.
 
     Returns:
-        The share, and its SHA-256; with ``hashed`` False that of nothing, because hashing is most of the work.
+        The share, and its `bulk_hash`; with ``hashed`` False that of nothing, because hashing is most of the work.
 
     Raises:
         ProtocolError: It has another length or holds values that `Codec.validate` refuses.
@@ -126,7 +126,7 @@ class _Arriving:
         self._codec = codec
         self._hashed = hashed
         self._left = cut(num_values, codec.block_size)
-        self._hash = hashlib.sha256()
+        self._hash = BulkHasher()
         self._checking: asyncio.Task[None] | None = None
 
     def on_progress(self, filled: int) -> None:

@@ -36,7 +36,7 @@ from p2ptrain.network.rates import RateLimit
 from p2ptrain.network.transport import PeerId, Stream
 
 PIECE_BYTES = 64 * 1024
-"""Bulk data is read in pieces of this size, so that a slow stream that moves does not look silent."""
+"""What nobody waits for is read in pieces of this size."""
 
 SEND_FRAME_BYTES = 256 * 1024
 """The bulk frames written here: short enough to keep cancellation prompt, long enough to cost nothing."""
@@ -133,6 +133,7 @@ class Channel:
         self._ping: asyncio.Task[None] | None = None
         now = self._loop.time()
         self._last_read = now
+        self._num_arrived = 0
         self._last_write = now
         self._tick_due = now + limits.ping_seconds
         self._timer = self._loop.call_at(self._tick_due, self._tick)
@@ -182,14 +183,14 @@ class Channel:
     async def _write(self, *parts: Buffer) -> None:
         if self._failure is not None:
             raise self._failure
+        num_bytes = sum(map(len, parts))
         try:
             # Before the lock, so that heartbeats go out meanwhile, and before the deadline, which is the remote's.
-            await self._traffic.up.take(sum(map(len, parts)))
+            await self._traffic.up.take(num_bytes)
             async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
                 self._last_write = self._loop.time()
-                for part in parts:
-                    await self._stream.write(part)
-                    self._traffic.sent += len(part)
+                await self._stream.write(*parts)
+                self._traffic.sent += num_bytes
                 self._last_write = self._loop.time()
         except TimeoutError:
             self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {self._limits.send_seconds:g} s"))
@@ -392,7 +393,7 @@ class Channel:
             raise ProtocolError(self.remote, "sent an empty piece of bulk data")
         start = 0
         while True:
-            size = min(PIECE_BYTES, length - start)
+            size = length - start if self._sink is not None else min(PIECE_BYTES, length - start)
             start += size
             piece_kind = kind if start == length else Kind.BULK
             if self._sink is not None and size:
@@ -463,9 +464,12 @@ class Channel:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        if now > self._tick_due + 1.0 or self._room is not None or self._holds_back:
-            # This process was stopped itself, or chose not to read: that is no silence of the remote.
+        arrived = self._stream.num_arrived
+        if now > self._tick_due + 1.0 or self._room is not None or self._holds_back or arrived > self._num_arrived:
+            # This process was stopped itself, or chose not to read: that is no silence of the remote. Nor is a frame
+            # that takes long to arrive.
             self._last_read = now
+        self._num_arrived = arrived
         if now >= self._last_read + self._limits.silence_seconds:
             self._fail(PeerLostError(self.remote, f"sent nothing for {self._limits.silence_seconds:g} s"))
             return

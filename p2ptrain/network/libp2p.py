@@ -125,11 +125,15 @@ class Libp2pStream(Stream):
     def remote(self) -> PeerId:
         return self._remote
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
+    @property
+    def num_arrived(self) -> int:
+        return self._socket.num_arrived
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         if self._socket.is_closing:
             raise PeerLostError(self._remote, "the stream is closed; open another")
         try:
-            await self._socket.write(data)
+            await self._socket.write(*parts)
         except (OSError, RuntimeError) as error:
             raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
 

@@ -20,9 +20,13 @@ class SocketStream(asyncio.BufferedProtocol):
 
     Args:
         on_connected: Called once with this object when a server accepted the connection.
+
+    Attributes:
+        num_arrived: Bytes that the daemon handed over so far.
     """
 
     def __init__(self, on_connected: Callable[[SocketStream], None] | None = None) -> None:
+        self.num_arrived = 0
         self._on_connected = on_connected
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -81,15 +85,15 @@ class SocketStream(asyncio.BufferedProtocol):
             self._is_paused = False
             self._transport.resume_reading()
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Write all of ``data``; it is not referenced any more when this returns.
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Write all of ``parts`` at once; they are not referenced any more when this returns.
 
         Raises:
             OSError: The stream broke.
         """
         if self._transport is None or self.is_closing:
             raise BrokenPipeError("the stream is closed")
-        self._transport.write(data)
+        self._transport.writelines(parts)
         await self.drain()
 
     async def drain(self) -> None:
@@ -153,6 +157,7 @@ class SocketStream(asyncio.BufferedProtocol):
         return self._buffer[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.num_arrived += nbytes
         if self._target is not None and len(self._target):
             self._target = self._target[nbytes:]
             if not len(self._target) and self._arrival is not None and not self._arrival.done():

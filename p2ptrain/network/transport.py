@@ -25,11 +25,16 @@ class Stream(ABC):
     def remote(self) -> PeerId:
         """The authenticated id of the peer at the other end."""
 
+    @property
     @abstractmethod
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Queue all of ``data``, returning when the bounded send buffer has room again.
+    def num_arrived(self) -> int:
+        """Bytes that arrived so far, those that nobody has read yet included: it grows while the remote is alive."""
 
-        ``data`` must not be changed until this returns.
+    @abstractmethod
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        """Queue all of ``parts``, in order, returning when the bounded send buffer has room again.
+
+        They must not be changed until this returns.
 
         Raises:
             PeerLostError: The stream is gone.

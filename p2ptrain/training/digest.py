@@ -13,7 +13,6 @@ neither can be passed off as the other. The digest hashes the tree's root with t
 from __future__ import annotations
 
 import bisect
-import hashlib
 import hmac
 import math
 import sys
@@ -24,11 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from p2ptrain.buffers import new_buffer
 from p2ptrain.errors import IntegrityError
+from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import canonical_bytes
 
 CHUNK_BYTES = 1 << 20
-HASH_BYTES = 32
+
+ALIGNMENT_BYTES = 64
+"""Where tensors that share a buffer may start."""
 
 MAX_TENSORS = 1 << 20
 MAX_STATE_BYTES = 1 << 40
@@ -103,6 +106,19 @@ def specs_from_wire(values: Any) -> tuple[TensorSpec, ...]:
     if len({spec.name for spec in specs}) != len(specs):
         raise IntegrityError("a description names a tensor twice: the peer that sent it is broken or hostile")
     return tuple(specs)
+
+
+def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:
+    """Zeroed CPU tensors with these specs, side by side in memory; raises `MemoryError` when there is not so much."""
+    starts, end = [], 0
+    for spec in specs:
+        starts.append(end)
+        end += -(-spec.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    memory = torch.frombuffer(new_buffer(max(end, 1)), dtype=torch.uint8)
+    return [
+        (spec.name, memory[start : start + spec.num_bytes].view(DTYPES[spec.dtype]).reshape(spec.shape))
+        for spec, start in zip(specs, starts, strict=True)
+    ]
 
 
 def byte_view(tensor: Tensor) -> memoryview:
@@ -220,10 +236,10 @@ def root_of(specs: Sequence[TensorSpec], leaves: Sequence[bytes]) -> bytes:
     level = list(leaves)
     while len(level) > 1:
         pairs = range(0, len(level) - 1, 2)
-        above = [hashlib.sha256(b"\x01" + level[at] + level[at + 1]).digest() for at in pairs]
+        above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in pairs]
         level = above + level[len(above) * 2 :]
-    description = hashlib.sha256(canonical_bytes([spec.to_list() for spec in specs])).digest()
-    return hashlib.sha256(b"p2ptrain state 1" + description + b"".join(level)).digest()
+    description = bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
+    return bulk_hash(b"p2ptrain state 1", description, *level)
 
 
 def verify_chunk(index: int, data: bytes | bytearray | memoryview, leaves: Sequence[bytes]) -> bool:
@@ -232,7 +248,4 @@ def verify_chunk(index: int, data: bytes | bytearray | memoryview, leaves: Seque
 
 
 def _leaf(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes:
-    digest = hashlib.sha256(b"\x00")
-    for piece in pieces:
-        digest.update(piece)
-    return digest.digest()
+    return bulk_hash(b"\x00", *pieces)

@@ -22,7 +22,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from p2ptrain.averaging.head import Head
@@ -37,16 +36,16 @@ from p2ptrain.errors import (
     ResourceError,
     TemporaryError,
 )
+from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
 from p2ptrain.training.digest import (
     CHUNK_BYTES,
-    DTYPES,
-    HASH_BYTES,
     ChunkedBytes,
     TensorSpec,
+    new_tensors,
     num_chunks,
     root_of,
     specs_from_wire,
@@ -69,6 +68,8 @@ logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 RANGES_ASKED_AHEAD = 2
+CHECKS_BEHIND = 3
+"""Chunks that may wait for their verification while the next one arrives."""
 STOLEN_CHUNKS = 2
 MAX_HOLDERS = 2
 MAX_ATTEMPTS = 3
@@ -116,8 +117,8 @@ class PartialDownload:
     def begin(self, digest: bytes, specs: tuple[TensorSpec, ...], leaves: list[bytes]) -> None:
         """Make room for a state whose description is verified; raises `ResourceError` when there is none."""
         try:
-            tensors = [(spec.name, torch.zeros(spec.shape, dtype=DTYPES[spec.dtype])) for spec in specs]
-        except RuntimeError as error:
+            tensors = new_tensors(specs)
+        except MemoryError as error:
             needed = sum(spec.num_bytes for spec in specs) >> 20
             raise ResourceError(f"no memory for a state of {needed} MiB: close other programs") from error
         self.digest, self.specs, self.leaves, self.tensors = digest, specs, leaves, tensors
@@ -338,20 +339,19 @@ class _Download:
             self._notify()
 
     async def _pull(self, source: _Source, channel: Channel) -> None:
-        """Ask ahead, receive into one buffer while the other is verified."""
+        """Ask ahead, receive into one buffer while others are verified."""
         loop = asyncio.get_running_loop()
-        buffers = [memoryview(bytearray(CHUNK_BYTES)) for _ in range(2)]
+        buffers = deque(memoryview(bytearray(CHUNK_BYTES)) for _ in range(CHECKS_BEHIND + 1))
         asked: deque[list[int]] = deque()
-        checking: asyncio.Task[None] | None = None
+        checks: deque[asyncio.Task[None]] = deque()
         try:
             while True:
                 while len(asked) < RANGES_ASKED_AHEAD and (span := self._take(source)):
                     await channel.send({"first": span[0], "count": len(span)})
                     asked.append(span)
                 if not asked:
-                    if checking is not None:
-                        await checking
-                        checking = None
+                    if checks:
+                        await checks.popleft()
                         continue
                     if self._is_complete():
                         return
@@ -360,17 +360,17 @@ class _Download:
                 started = loop.time()
                 span = asked.popleft()
                 for index in span:
+                    if len(checks) == CHECKS_BEHIND:
+                        await checks.popleft()
                     view = buffers[0][: self._partial.chunk_bytes(index)]
-                    buffers.reverse()
+                    buffers.rotate()
                     await channel.receive_bytes(len(view), self._times.chunk_seconds, into=view)
-                    if checking is not None:
-                        await checking
-                    checking = asyncio.create_task(self._check(source, index, view))
+                    checks.append(asyncio.create_task(self._check(source, index, view)))
                 self._adapt(source, loop.time() - started)
         finally:
-            if checking is not None:
-                checking.cancel()
-                await asyncio.gather(checking, return_exceptions=True)
+            for check in checks:
+                check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
 
     async def _wait_for_work(self, channel: Channel) -> None:
         """Until the pool changes; a source that leaves meanwhile ends the conversation."""

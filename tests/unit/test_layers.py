@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"network"}),
     frozenset({"codecs"}),
     frozenset({"models"}),
-    frozenset({"errors", "config", "manifest", "runtime", "signing", "_version"}),
+    frozenset({"buffers", "errors", "config", "manifest", "hashing", "runtime", "signing", "_version"}),
 )
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 

@@ -63,6 +63,7 @@ class Pipe:
         self.buffer = bytearray()
         self.ended = False
         self.undelivered_bytes = 0
+        self.num_arrived = 0
         self._wanted_bytes = 0
         self._discarding = False
         self._ending = False
@@ -193,6 +194,7 @@ class Pipe:
     def _arrive_data(self, data: bytes) -> None:
         if self.ended:
             return
+        self.num_arrived += len(data)
         self.medium.record("deliver", self.source.name, self.target.name, self.flow, len(data))
         if self._discarding:
             self._consume(len(data))
@@ -225,6 +227,11 @@ class SimulatedStream(Stream):
         return self._in.source.peer_id
 
     @property
+    def num_arrived(self) -> int:
+        """See `Stream.num_arrived`."""
+        return self._in.num_arrived
+
+    @property
     def number(self) -> int:
         """Numbers the streams of a network."""
         return self._out.flow
@@ -237,9 +244,12 @@ class SimulatedStream(Stream):
     def _lost(self, what: str) -> PeerLostError:
         return PeerLostError(self.remote, "the stream was closed at this end" if self._over else what)
 
-    async def write(self, data: bytes | bytearray | memoryview) -> None:
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         """See `Stream.write`."""
-        view = memoryview(data).cast("B")
+        for part in parts:
+            await self._write(memoryview(part).cast("B"))
+
+    async def _write(self, view: memoryview) -> None:
         out = self._out
         for start in range(0, len(view), QUANTUM_BYTES):
             if self._over or self._in.ended:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,14 +36,14 @@ def test_golden_digest() -> None:
     tensors = [("a", torch.arange(600_000, dtype=torch.float32)), ("b", torch.tensor(1.5))]
     data = b"".join(bytes(byte_view(tensor)) for _, tensor in tensors)
     chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-    one, two, three = (hashlib.sha256(b"\x00" + chunk).digest() for chunk in chunks)
-    pair = hashlib.sha256(b"\x01" + one + two).digest()
+    one, two, three = (blake3(b"\x00" + chunk).digest() for chunk in chunks)
+    pair = blake3(b"\x01" + one + two).digest()
     tree = merkle_tree(tensors)
     assert tree.leaves == (one, two, three)
-    assert tree.root.hex() == "ef6bdf71e05b75d828ded1c80ddcfc551ba18adadfc01c14e06fbbf7c75447c0"
+    assert tree.root.hex() == "b0704426e222e7264eee966ee2b1d75161f9ffa764f7e325b08204f4700e1a6e"
     description = b"\x92\x94\xa1a\xa7float32\x91\xce\x00\x09\x27\xc0\xce\x00\x24\x9f\x00\x94\xa1b\xa7float32\x90\x04"
-    inner = hashlib.sha256(b"\x01" + pair + three).digest()
-    assert tree.root == hashlib.sha256(b"p2ptrain state 1" + hashlib.sha256(description).digest() + inner).digest()
+    inner = blake3(b"\x01" + pair + three).digest()
+    assert tree.root == blake3(b"p2ptrain state 1" + blake3(description).digest() + inner).digest()
 
 
 @settings(deadline=None, max_examples=30)
@@ -83,7 +83,7 @@ def test_a_leaf_cannot_pass_for_a_node() -> None:
     tensors = _sample()
     tree = merkle_tree(tensors)
     specs = ChunkedBytes(tensors).specs
-    node = hashlib.sha256(b"\x01" + tree.leaves[0] + tree.leaves[1]).digest()
+    node = blake3(b"\x01" + tree.leaves[0] + tree.leaves[1]).digest()
     assert root_of(specs, tree.leaves) == tree.root
     assert root_of(specs, [tree.leaves[0] + tree.leaves[1], tree.leaves[2]]) != tree.root
     assert node not in tree.leaves
