@@ -35,3 +35,13 @@ class RateLimit:
         wait_seconds = self._through_at - now - BURST_SECONDS
         if wait_seconds > 0:
             await asyncio.sleep(wait_seconds)
+
+
+class Traffic:
+    """Bytes of all frames that a peer wrote and read, headers included, and how fast it may write and read them."""
+
+    def __init__(self, up: RateLimit | None = None, down: RateLimit | None = None) -> None:
+        self.sent = 0
+        self.received = 0
+        self.up = up or RateLimit()
+        self.down = down or RateLimit()

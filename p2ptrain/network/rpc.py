@@ -35,7 +35,8 @@ from p2ptrain.errors import (
     ProtocolError,
 )
 from p2ptrain.manifest import PROTOCOL_VERSION
-from p2ptrain.network.channel import PIECE_BYTES, Channel, ChannelLimits, Traffic
+from p2ptrain.network.channel import Channel, ChannelLimits
+from p2ptrain.network.frame_reader import PIECE_BYTES
 from p2ptrain.network.frames import (
     FRAME,
     MAX_FRAME_BYTES,
@@ -47,7 +48,7 @@ from p2ptrain.network.frames import (
     pack,
     unpack,
 )
-from p2ptrain.network.rates import RateLimit
+from p2ptrain.network.rates import RateLimit, Traffic
 from p2ptrain.network.transport import PeerId, Stream, Transport
 from p2ptrain.runtime import Runtime
 

@@ -1,0 +1,125 @@
+"""Who lives is not taken for dead, and who is dead is noticed in time."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.heartbeat import Heartbeat
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from tests.support.channels import against, conversation, talkers
+
+
+def test_an_idle_channel_stays_alive_by_heartbeat() -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(300)
+        await channel.send({"still": "here"})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            assert await channel.receive(600) == {"still": "here"}
+
+    simulate(main, 1, model=LinkModel(loss=0.05))
+
+
+@pytest.mark.parametrize("fault", ["stall", "cut"])
+@pytest.mark.parametrize("side", ["receiving", "sending"])
+def test_a_silent_peer_is_noticed_within_15_seconds(fault: str, side: str) -> None:
+    async def server(channel: Channel) -> None:
+        while side == "sending":
+            await channel.receive_bytes(1 << 20, 60)
+        await asyncio.sleep(3600)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with talkers(network, server) as (caller, other):
+
+            async def talk() -> None:
+                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                    while side == "sending":
+                        await channel.send_bytes(bytes(1 << 20))
+                    await channel.receive(3600)
+
+            talking = asyncio.create_task(talk())
+            await asyncio.sleep(20)
+            struck_at = network.loop.time()
+            getattr(network, fault)(other.peer)
+            with pytest.raises(PeerLostError, match="sent nothing"):
+                await talking
+            assert 5 < network.loop.time() - struck_at < 15
+            assert caller.peer.transport.num_streams == 0
+
+    simulate(main, 1)
+
+
+def test_a_peer_that_was_stopped_itself_does_not_blame_the_others() -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(3600)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with talkers(network, server) as (caller, other):
+
+            async def talk() -> str:
+                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                    try:
+                        await channel.receive(3600)
+                    except PeerLostError as error:
+                        return error.reason
+                    return "?"
+
+            talking = caller.peer.spawn(talk())
+            await asyncio.sleep(5)
+            network.stall(caller.peer, 6)
+            await asyncio.sleep(30)
+            assert not talking.done()
+            network.stall(caller.peer, 60)
+            assert "sent nothing" not in await talking
+
+    simulate(main, 1)
+
+
+def test_a_slow_bulk_transfer_that_moves_is_not_silence() -> None:
+    async def server(channel: Channel) -> None:
+        await channel.receive_bytes(1 << 20, 600)
+        await channel.send({"thanks": True})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            await channel.send_bytes(bytes(1 << 20))
+            assert await channel.receive(600) == {"thanks": True}
+            assert network.loop.time() > 60
+
+    simulate(main, 1, model=LinkModel(up_bytes_per_second=15_000.0))
+
+
+def test_a_pause_of_ones_own_is_no_silence_and_counts_from_its_end() -> None:
+    events: list[tuple[str, float]] = []
+
+    async def main(network: SimulatedNetwork) -> None:
+        loop = network.loop
+        async with against(network, lambda stream: asyncio.sleep(3600)) as channel:
+            channel._heartbeat.stop()
+            heartbeat = Heartbeat(
+                channel._stream,
+                3.0,
+                10.0,
+                lambda: events.append(("ping", loop.time() - started)),
+                lambda: events.append(("silent", loop.time() - started)),
+            )
+            started = loop.time()
+            heartbeat.pause()
+            await asyncio.sleep(100)
+            assert {name for name, _ in events} == {"ping"}
+            heartbeat.resume()
+            await asyncio.sleep(100)
+            heartbeat.stop()
+            channel.abort()
+
+    simulate(main, 1)
+    pings = [seconds for name, seconds in events if name == "ping"]
+    assert all(later - earlier == pytest.approx(3.0) for earlier, later in pairwise(pings))
+    assert [seconds for name, seconds in events if name == "silent"] == [pytest.approx(110.0)]
+    assert events[-1][0] == "silent"
