@@ -239,7 +239,7 @@ class Averager:
                 failure = error
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
                 for peer in error.suspects:
-                    self._membership.broke_with(peer, str(error))
+                    self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
                 await butterfly.stop_sending()
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
@@ -276,7 +276,7 @@ class Averager:
             raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running:
+                while group not in self._running and not self._settlements.knows(group):
                     await self._arrived.wait()
         if group not in self._running:
             raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")

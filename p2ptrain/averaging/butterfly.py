@@ -20,6 +20,7 @@ that point stays in its `Attempt`, from which other members can still complete t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ class Butterfly:
         self._own_mean: asyncio.Future[Growing] = asyncio.get_running_loop().create_future()
         self._own_proof = asyncio.Event()
         self._served: dict[int, asyncio.Task[Any]] = {}
+        self._stream_came = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lost: dict[str, str] = {}
         self._unencodable = ""
@@ -101,6 +103,7 @@ class Butterfly:
         task = asyncio.current_task()
         assert task is not None
         self._served[sender] = task
+        self._stream_came.set()
         size = attempt.size(self._index)
         if size:
             part = await self._receive_part(channel, size)
@@ -326,9 +329,22 @@ class Butterfly:
 
     async def stop_serving(self, linger: bool) -> None:
         """End the others' streams; with ``linger``, first let them fetch mean and signature for a bounded time."""
-        if linger and self._served:
-            await asyncio.wait(list(self._served.values()), timeout=LINGER_SECONDS)
+        if linger:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._serve_everybody()
         self._own_mask.cancel()
         self._own_mean.cancel()
         for task in self._served.values():
             task.cancel()
+
+    async def _serve_everybody(self) -> None:
+        """Wait until all others came and went; who owns nothing may be done before a stream of another is there."""
+        others = [
+            i for i, peer in enumerate(self.attempt.roster.members) if i != self._index and peer not in self._lost
+        ]
+        while any(i not in self._served for i in others):
+            self._stream_came.clear()
+            await self._stream_came.wait()
+        if self._served:
+            await asyncio.wait(list(self._served.values()))

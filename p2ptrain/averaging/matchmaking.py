@@ -32,6 +32,7 @@ OPEN_TIMEOUT_SECONDS = 8.0
 IDLE_RALLY_SECONDS = 120.0
 MAX_RALLIES = 8
 MAX_HOPS = 4
+MAX_GREETED = 64
 RETRY_SECONDS = 0.25
 MAX_ROSTER_BYTES = 1 << 20
 
@@ -94,6 +95,11 @@ class Matchmaker:
         rpc.serve("rally.report", self._serve_report)
         rpc.serve("rally.nudge", self._serve_nudge)
 
+    @property
+    def last_leader(self) -> str:
+        """Who led the group found last; empty before the first."""
+        return self._last_leader[1] if self._last_leader is not None else ""
+
     def is_closing(self) -> bool:
         """Whether the round in progress should be closed with what this peer has."""
         return self._closing == (self.head.round, self.head.lineage)
@@ -103,6 +109,27 @@ class Matchmaker:
         for task in list(self._conductors):
             task.cancel()
         await asyncio.gather(*self._conductors, return_exceptions=True)
+
+    async def announce(self) -> None:
+        """Tell all peers that train, or are about to, that this one takes part in the round in progress.
+
+        Records spread with a delay; without this, two peers that start together would each end their first round alone.
+        """
+        key = (self.head.round, self.head.lineage)
+        peers = self._membership.present()[:MAX_GREETED]
+        await asyncio.gather(*(self._greet(peer, key) for peer in peers))
+
+    async def _greet(self, peer: str, key: Key) -> None:
+        try:
+            await self._nudge(peer, key, closing=False)
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
+
+    async def _nudge(self, peer: str, key: Key, closing: bool) -> tuple[Head, Any]:
+        """Tell a peer that this one is in a round; its head, and whom it says that it follows."""
+        request = {"round": key[0], "lineage": key[1], "closing": closing}
+        reply = await self._rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
+        return Head.from_dict(reply.get("head")), reply.get("leader")
 
     # --- following -----------------------------------------------------------------------------------------------
 
@@ -386,10 +413,8 @@ class Matchmaker:
 
     async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
-        request = {"round": key[0], "lineage": key[1], "closing": rally.closing}
         try:
-            reply = await self._rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
-            head = Head.from_dict(reply.get("head"))
+            head, leader = await self._nudge(peer, key, rally.closing)
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError, IntegrityError) as error:
@@ -397,7 +422,6 @@ class Matchmaker:
             self._leaders.lost(peer)
             rally.changed.set()
             return
-        leader = reply.get("leader")
         if rally.over:
             return
         if head.lineage != rally.head.lineage and head.outranks(rally.head):

@@ -14,7 +14,7 @@ every round of the swarm. And a peer whose record turned out to promise too much
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.runtime import Runtime
@@ -43,6 +43,7 @@ class _Known:
     reason: str = ""
     rounds_missed: int = 0
     breaks: int = 0
+    broke_under: set[str] = field(default_factory=set)
     avoid_until: float = 0.0
     broken_promises: int = 0
     mistrust_until: float = 0.0
@@ -99,13 +100,21 @@ class Membership:
             known.rounds_missed = 0
             known.reason = ""
 
-    def broke_with(self, peer: str, reason: str) -> None:
-        """Note that an attempt broke on a peer: it is a suspect, and after a second time also avoided."""
+    def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
+        """Note that an attempt broke on a peer: it is a suspect, and after a second time also avoided.
+
+        Args:
+            peer: With which it broke.
+            reason: How.
+            leader: Who put the group together, where that could be the cause: then only a second leader's group that
+                breaks on the same peer tells that it is the peer. Empty when the peer did wrong for certain.
+        """
         self.suspect(peer, reason)
         known = self._known.get(peer)
         if known is not None:
             known.breaks += 1
-            if known.breaks >= BREAKS_BEFORE_AVOIDING:
+            known.broke_under.add(leader or f"itself {known.breaks}")
+            if len(known.broke_under) >= BREAKS_BEFORE_AVOIDING:
                 doubled = FIRST_AVOIDANCE_SECONDS * 2 ** min(known.breaks - BREAKS_BEFORE_AVOIDING, 16)
                 known.avoid_until = self._runtime.now() + min(doubled, LONGEST_AVOIDANCE_SECONDS)
 
@@ -114,6 +123,7 @@ class Membership:
         known = self._known.get(peer)
         if known is not None:
             known.breaks = 0
+            known.broke_under.clear()
             known.avoid_until = 0.0
 
     def avoided(self) -> list[str]:
@@ -169,6 +179,14 @@ class Membership:
     def expected(self) -> list[str]:
         """Other peers that a round waits for: training, not suspect, not absent from the last round; sorted."""
         return [peer for peer in sorted(self._known) if not self.why_not_expected(peer)]
+
+    def present(self) -> list[str]:
+        """Other peers that train or are about to, and are not suspects; sorted."""
+        return [
+            record.peer
+            for record in self.records()
+            if record.state in (*ACTIVE_STATES, "syncing") and not self.is_suspect(record.peer)
+        ]
 
     def alive_trainers(self) -> list[str]:
         """Other peers that train and are not suspects, absent ones included; sorted."""

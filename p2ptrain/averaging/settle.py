@@ -51,6 +51,10 @@ class Settlements:
                 return attempt
         return None
 
+    def knows(self, group: bytes) -> bool:
+        """Whether this peer took part in an attempt of this group."""
+        return group in self._attempts
+
     def _abandon(self, attempt: Attempt) -> None:
         """Give an attempt up and forget it.
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
+from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
+from p2ptrain.node.presence import Presence
+from p2ptrain.training.sync import Synchronizer
 
 SETTLE_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
+SPREADING_SECONDS = 1.0
+"""How long a record may take to be seen by everybody."""
 
 
 async def enter_training(peer: Peer) -> None:
@@ -20,19 +25,42 @@ async def enter_training(peer: Peer) -> None:
     synchronizer = peer.synchronizer
     assert synchronizer is not None
     peer.set_state("syncing")
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + SETTLE_SECONDS
-    while loop.time() < deadline:
-        await peer.presence.refresh()
-        await synchronizer.follow_swarm(None)
-        ahead = [r for r in peer.membership.records() if r.state == "training" and r.round > synchronizer.head.round]
-        if not ahead:
-            break
-        await asyncio.sleep(PAUSE_SECONDS)
-    trainers = [record.peer for record in peer.membership.records() if record.state == "training"]
+    await find_the_others(peer.presence, peer.membership, synchronizer)
+    trainers = [record.peer for record in peer.membership.records() if record.state in ACTIVE_STATES]
     if trainers and all(trainer in synchronizer.incompatible for trainer in trainers):
         reason = synchronizer.incompatible[trainers[0]]
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
-    await peer.presence.publish()
+    await step_in(peer.presence, synchronizer)
     peer.remember_peers()  # Also for the start after a crash, which leaves no time for it.
+
+
+async def find_the_others(presence: Presence, membership: Membership, synchronizer: Synchronizer) -> None:
+    """Follow the swarm until nobody who trains is ahead, or for `SETTLE_SECONDS`.
+
+    A peer that sees nobody train looks again once its own record has spread: of two peers that start together at least
+    one then knows the other.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SETTLE_SECONDS
+    was_alone = False
+    while loop.time() < deadline:
+        await presence.refresh()
+        followed = await synchronizer.follow_swarm(None)
+        trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
+        if not trainers and not was_alone:
+            was_alone = True
+            await presence.publish()
+            await asyncio.sleep(SPREADING_SECONDS)
+            continue
+        # Who is some rounds behind catches up for good when the others begin to wait for it.
+        if followed or not any(record.round > synchronizer.head.round for record in trainers):
+            return
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def step_in(presence: Presence, synchronizer: Synchronizer) -> None:
+    """Tell everybody that this peer trains now, those that are about to train in person, lest both train alone."""
+    await presence.publish()
+    await presence.refresh()
+    await synchronizer.announce()

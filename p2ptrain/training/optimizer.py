@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
@@ -26,6 +27,9 @@ from p2ptrain.training.sync import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
 
+PAUSE_SECONDS = 1.0
+"""Between two attempts of a swarm that is below its minimum of peers."""
+
 T = TypeVar("T")
 
 
@@ -36,12 +40,18 @@ class Bridge:
         self._loop = loop
         self._current: Future[Any] | None = None
         self._over = ""
+        self._ended = threading.Event()
 
     def cancel(self, reason: str = "the swarm is closing") -> None:
         """End the wait in progress and refuse further ones, from any thread; ``reason`` is what they raise."""
         self._over = self._over or reason
+        self._ended.set()
         if self._current is not None:
             self._current.cancel()
+
+    def rest(self, seconds: float) -> None:
+        """Let the calling thread wait, but not beyond `cancel`."""
+        self._ended.wait(seconds)
 
     def _is_over(self) -> bool:
         return bool(self._over)
@@ -121,6 +131,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     Attributes:
         inner: The wrapped optimizer.
         last_result: The last synchronisation; None before the first.
+        on_pause: Called by `step` with the result of each synchronisation that found the swarm below its minimum of
+            peers, where the manifest says that it pauses then. It waits a little, and says whether to go on waiting.
     """
 
     def __init__(
@@ -159,6 +171,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._counted: tuple[int, int] | None = None
         self._next_attempt = spec.every
         self._total_tokens = 0
+        self.on_pause: Callable[[RoundResult], bool] = self._rest
 
     @property
     def round(self) -> int:
@@ -192,7 +205,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._counted = (samples, tokens)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count one local batch; synchronise when the round is due. Returns the closure's loss, if there is one."""
+        """Count one local batch; synchronise when the round is due. Returns the closure's loss, if there is one.
+
+        Waits for other peers as long as the swarm is below its minimum, if the manifest says so.
+
+        Raises:
+            TemporaryError: The swarm was closed, or its network ended.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -211,8 +230,19 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._work.steps += 1
         self._total_tokens += tokens
         if self._is_due():
-            self.synchronize()
+            self._synchronize_when_enough()
         return loss
+
+    def _synchronize_when_enough(self) -> None:
+        result = self.synchronize()
+        if result.paused:
+            logger.warning("round %d: paused: %s", result.round, result.reason)
+        while result.paused and self.on_pause(result):
+            result = self.synchronize()
+
+    def _rest(self, result: RoundResult) -> bool:
+        self._bridge.rest(PAUSE_SECONDS)
+        return True
 
     def _is_due(self) -> bool:
         if self._synchronizer.is_closing():

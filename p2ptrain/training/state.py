@@ -106,6 +106,7 @@ class SharedState:
         self._lock = threading.RLock()
         self._live: Snapshot | None = None
         self._copied: Snapshot | None = None
+        self._offered: Snapshot | None = None
 
     @classmethod
     def from_module(cls, module: nn.Module, layout: Layout, stepper: Stepper) -> SharedState:
@@ -125,7 +126,7 @@ class SharedState:
     def head(self, head: Head) -> None:
         with self._lock:
             if self._live is not None and self._live.head != head:
-                self._detach()
+                self._detach(same_lineage=True)
             self._head = head
             self._settled = True
 
@@ -142,7 +143,7 @@ class SharedState:
     def apply(self, mean: Tensor) -> None:
         """Take the shared step on a certified mean (fp32, ``[num_values]``, CPU). Set ``head`` afterwards."""
         with self._lock:
-            self._detach()
+            self._detach(same_lineage=True)
             self._settled = False
             self._tree = None
             self.stepper.step(self.vector, mean)
@@ -161,7 +162,7 @@ class SharedState:
         if not fits or tensors[0][1].shape != self.vector.shape or tensors[0][1].dtype != torch.float32:
             raise IncompatibleError("the state is that of another model: check that all peers build the same one")
         with self._lock:
-            self._detach()
+            self._detach(same_lineage=False)
             self.stepper.load_state_tensors(tensors[1:])
             self.vector.copy_(tensors[0][1])
             self._tree = None
@@ -186,6 +187,19 @@ class SharedState:
         finally:
             self._lock.release()
 
+    def offer(self, oldest_round: int) -> Snapshot:
+        """Pin what a newcomer should read: what others read already, unless it is too old, so that all share one copy.
+
+        Args:
+            oldest_round: The oldest round that is of use.
+
+        Raises:
+            TemporaryError: As `lease`.
+        """
+        with self._lock:
+            offered = self._offered
+            return self.lease(offered.head.lineage if offered and offered.head.round >= oldest_round else None)
+
     def needs_tree(self) -> bool:
         """Whether `tree` has to be called before the next `lease`."""
         return self._tree is None
@@ -206,17 +220,23 @@ class SharedState:
             self._live = Snapshot(self, self.head, self._tree, ChunkedBytes(self.tensors()))
         return self._live
 
-    def _detach(self) -> None:
-        """Before live bytes change: give those who read them a copy of their own."""
+    def _detach(self, same_lineage: bool) -> None:
+        """Before live bytes change: give those who read them a copy of their own.
+
+        Args:
+            same_lineage: Whether who reads the copy can replay the rounds that follow.
+        """
         live, self._live = self._live, None
+        self._offered = self._offered if same_lineage else None
         if live is None or not live._leases:
             return
         if self._copied is not None:
             self._copied._chunks = None
-            self._copied = None
+            self._copied = self._offered = None
         try:
             live._chunks = ChunkedBytes([(name, tensor.clone()) for name, tensor in self.tensors()])
             self._copied = live
+            self._offered = live if same_lineage else None
         except RuntimeError as error:  # torch's way of saying that memory is short; the round matters more.
             logger.warning("round %d: no memory to let readers finish: %s", live.head.round, error)
             live._chunks = None
@@ -227,7 +247,7 @@ class SharedState:
             if snapshot._leases == 0:
                 snapshot._chunks = None
                 if snapshot is self._copied:
-                    self._copied = None
+                    self._copied = self._offered = None
                 elif snapshot is self._live:
                     self._live = None
 

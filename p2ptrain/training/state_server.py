@@ -20,6 +20,14 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.training.digest import CHUNK_BYTES
 from p2ptrain.training.state import SharedState, Snapshot
 
+RESERVATION_SECONDS = 10.0
+"""How long what was offered is kept for the download to begin."""
+
+OFFERED_ROUNDS = 4
+"""How old what others download already may be and still be offered."""
+
+MAX_WAITS_FOR_A_ROUND = 5
+
 MAX_RANGE_CHUNKS = 16
 """Chunks that may be asked for at once."""
 
@@ -41,19 +49,58 @@ class ServeLimits:
 
 
 class StateServer:
-    """Serves this peer's shared state: ``state.info`` (its head) and ``state.chunks`` (its bytes)."""
+    """Serves this peer's shared state: ``state.info`` (the head that it offers) and ``state.chunks`` (the bytes).
 
-    def __init__(self, rpc: Rpc, state: SharedState, runtime: Runtime, limits: ServeLimits | None = None) -> None:
+    What is offered is reserved for a moment, and offered again to others for some rounds: newcomers share one copy, and
+    none is too slow for a peer whose rounds are short.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        state: SharedState,
+        runtime: Runtime,
+        limits: ServeLimits | None = None,
+        offered_rounds: int = OFFERED_ROUNDS,
+    ) -> None:
         self._state = state
         self._runtime = runtime
         self._limits = limits or ServeLimits()
         self._active: Counter[PeerId] = Counter()
         self._free_at = 0.0
+        self._offered_rounds = offered_rounds
+        self._reserved: Snapshot | None = None
+        self._expiry: asyncio.TimerHandle | None = None
         rpc.serve("state.info", self._on_info, max_request_bytes=1024)
         rpc.serve_channel("state.chunks", self._on_chunks, max_request_bytes=1024)
 
+    def close(self) -> None:
+        """Keep nothing for anybody any more."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._reserved is not None:
+            self._reserved.release()
+        self._reserved = self._expiry = None
+
     async def _on_info(self, peer: PeerId, request: dict[str, Any]) -> dict[str, Any]:
-        return {"head": self._state.head.to_dict(), "layout": self._state.layout.fingerprint}
+        oldest = request.get("oldest_round", 0)
+        if type(oldest) is not int:
+            raise ProtocolError(peer, "asked for a state of a round that is no number")
+        snapshot = await self._offer(oldest)
+        self.close()
+        self._reserved = snapshot
+        self._expiry = asyncio.get_running_loop().call_later(RESERVATION_SECONDS, self.close)
+        return {"head": snapshot.head.to_dict(), "layout": self._state.layout.fingerprint}
+
+    async def _offer(self, oldest_round: int) -> Snapshot:
+        for _ in range(MAX_WAITS_FOR_A_ROUND):
+            if self._state.needs_tree():
+                await self._runtime.compute(self._state.tree)
+            try:
+                return self._state.offer(max(oldest_round, self._state.head.round - self._offered_rounds))
+            except TemporaryError:  # A round is being applied, in the compute thread: queue behind it.
+                await self._runtime.compute(int)
+        raise TemporaryError("busy with a round: ask again in a moment")
 
     async def _on_chunks(self, channel: Channel, request: dict[str, Any]) -> None:
         peer, lineage = channel.remote, request.get("lineage")

@@ -23,7 +23,7 @@ from p2ptrain.averaging.history import Means, Result
 from p2ptrain.averaging.matchmaking import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
 from p2ptrain.codecs import Codec
-from p2ptrain.errors import IncompatibleError, IntegrityError, ResourceError, TemporaryError
+from p2ptrain.errors import IncompatibleError, IntegrityError, PeerRefusedError, ResourceError, TemporaryError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records import RoundReport
 from p2ptrain.network.rpc import Rpc
@@ -105,7 +105,7 @@ class Synchronizer:
         )  # fmt: skip
         self.feedback = ErrorFeedback(state.layout.num_values, codec)
         self._buffer: torch.Tensor | None = None
-        self._server = StateServer(rpc, state, runtime)
+        self._server = StateServer(rpc, state, runtime, offered_rounds=self._spec.history_rounds // 2)
         self.rounds_committed = 0
         self.rounds_aborted = 0
         self.resyncs = 0
@@ -132,8 +132,13 @@ class Synchronizer:
         """Tell the swarm how many samples are accumulated; True when its global batch is full."""
         return await self.averager.matchmaker.report(samples)
 
+    async def announce(self) -> None:
+        """Tell the peers that train, or will soon, that this one takes part from now on."""
+        await self.averager.matchmaker.announce()
+
     async def close(self) -> None:
         """End everything this synchronizer started."""
+        self._server.close()
         await self.averager.close()
 
     # --- the main path --------------------------------------------------------------------------------------------
@@ -277,13 +282,19 @@ class Synchronizer:
 
     # --- following the swarm --------------------------------------------------------------------------------------
 
-    async def follow_swarm(self, work: Work | None) -> None:
-        """Catch up with the best lineage that any known peer announces, if it outranks this peer's."""
+    async def follow_swarm(self, work: Work | None) -> bool:
+        """Catch up with the best lineage that any known peer announces, if it outranks this peer's.
+
+        Returns:
+            Whether this peer's head moved.
+        """
+        before = self.head
         for _ in range(3):
             best = self._best_source()
             if best is None:
-                return
+                break
             await self._follow(best, work)
+        return self.head != before
 
     async def _follow(self, source: str, work: Work | None) -> bool:
         """Catch up with one peer; whether that worked."""
@@ -293,7 +304,8 @@ class Synchronizer:
             logger.info("could not follow peer %s: %s", source[-8:], error)
             if isinstance(error, IncompatibleError):
                 self.incompatible[source] = str(error)
-            self._membership.suspect(source, str(error))
+            if not isinstance(error, PeerRefusedError):  # Who refuses is there: leading alone would fork.
+                self._membership.suspect(source, str(error))
             self._membership.mistrust(source)
             return False
         self._membership.kept_promise(source)
@@ -323,9 +335,13 @@ class Synchronizer:
             body = certificate.body
             if (body.tokens_before, body.samples_before) != (self.head.tokens, self.head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
-            means = await self.averager.history.fetch_means(
-                source, body, self.state.layout.num_values, REPLAY_TIMEOUT_SECONDS
-            )
+            try:
+                means = await self.averager.history.fetch_means(
+                    source, body, self.state.layout.num_values, REPLAY_TIMEOUT_SECONDS
+                )
+            except PeerRefusedError:  # Its rounds are faster than this replay.
+                await self._download(source, work, keep_work=True)
+                return
             await self._apply(Result(certificate, means), work, self._is_contributor(body))
             logger.info("replayed round %d from peer %s", body.round, source[-8:])
 
@@ -357,7 +373,7 @@ class Synchronizer:
 
     async def _download(self, source: str, work: Work | None, keep_work: bool) -> None:
         """Fetch the whole state of ``source``'s lineage, from it and others that announce the same digest."""
-        head = await fetch_head(self._rpc, source)
+        head = await fetch_head(self._rpc, source, self.head.round + int(keep_work))
         self._check_head(head)
         heals = not keep_work and head.lineage == self.head.lineage
         if not heals and not head.outranks(self.head):

@@ -17,17 +17,19 @@ from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.checkpoint import LoadedCheckpoint, save_checkpoint
 from p2ptrain.training.data import Sampler
-from p2ptrain.training.evaluate import held_out_loss, language_model_loss
+from p2ptrain.training.evaluate import Evaluation, held_out_loss, language_model_loss
 from p2ptrain.training.learning_rate import learning_rate_factor
 from p2ptrain.training.metrics import MetricsWriter
-from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
 from p2ptrain.training.sync import RoundResult, Synchronizer
 from p2ptrain.training.text import Corpus
 
 logger = logging.getLogger(__name__)
 
-PAUSE_SECONDS = 1.0
 EVALUATION_SECONDS = 20.0
+GLANCE_SECONDS = 10.0
+"""Between two short looks at the held-out loss; they take less than a fiftieth of the time, or are further apart."""
+GLANCE_WINDOWS = 16
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,10 @@ class Trainer:
         self._round = -1
         self._index = 0
         self._saved_round = synchronizer.head.round
+        self._next_glance = 0.0
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.on_progress: Callable[[], None] = lambda: None
+        optimizer.on_pause = self._on_pause
 
     def stop(self) -> None:
         """Ask the loop to end after its current step; from any thread."""
@@ -203,11 +207,13 @@ class Trainer:
         due = self._checkpoints.every_rounds
         if result.committed and result.contributed and due and result.round - self._saved_round >= due:
             self._save()
-        while result.paused and not self._stop.wait(PAUSE_SECONDS):
-            result = self.optimizer.synchronize()
-            self.optimizer.last_result = None
-            self.progress.note = "" if result.committed else result.reason
-            self.on_progress()
+        if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
+            self._glance()
+
+    def _on_pause(self, result: RoundResult) -> bool:
+        self.progress.note = result.reason
+        self.on_progress()
+        return not self._stop.wait(PAUSE_SECONDS)
 
     def _finish(self) -> None:
         """Hand in what is not contributed yet, save, and measure the shared state."""
@@ -224,7 +230,26 @@ class Trainer:
 
     def _held_out(self) -> float:
         evaluation = held_out_loss(self._module, self._corpus.held_out, self._context, max_seconds=EVALUATION_SECONDS)
+        self._write_held_out(evaluation)
         return evaluation.loss
+
+    def _glance(self) -> None:
+        """Measure the held-out loss on a few windows, always the same, for people who watch the training."""
+        started = time.monotonic()
+        size = min(GLANCE_WINDOWS, self._spec.local_batch)
+        self._write_held_out(
+            held_out_loss(
+                self._module, self._corpus.held_out, self._context, max_windows=GLANCE_WINDOWS, batch_size=size,
+                max_seconds=1.0,
+            )
+        )  # fmt: skip
+        now = time.monotonic()
+        self._next_glance = now + max(GLANCE_SECONDS, 50 * (now - started))
+
+    def _write_held_out(self, evaluation: Evaluation) -> None:
+        self._metrics.write(
+            "held_out", round=self._synchronizer.head.round, loss=evaluation.loss, windows=evaluation.num_windows
+        )
 
     def _save(self) -> None:
         state = self._synchronizer.state

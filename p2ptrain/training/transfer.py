@@ -10,8 +10,8 @@ of all chunks, so after these are checked any peer may send any chunk, and a lie
       | {first, count}, {first, count} (asked ahead) ->    |  each chunk as one bulk buffer
       | END                                                |
 
-Sources take ranges from one pool; a range whose source dies goes back, and one that a slow source holds at the end is
-asked of another as well. What arrives goes through a buffer of its own, so that only verified bytes touch the result.
+What is asked of whom is decided by `p2ptrain.training.chunk_pool`. What has arrived is in a `PartialDownload`, which
+outlives a download that fails. Chunks go through buffers of their own, so that only verified bytes touch the result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +33,6 @@ from p2ptrain.errors import (
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
-    ResourceError,
     TemporaryError,
 )
 from p2ptrain.hashing import HASH_BYTES
@@ -41,18 +40,11 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
-from p2ptrain.training.digest import (
-    CHUNK_BYTES,
-    ChunkedBytes,
-    TensorSpec,
-    new_tensors,
-    num_chunks,
-    root_of,
-    specs_from_wire,
-    verify_chunk,
-)
+from p2ptrain.training.chunk_pool import ChunkPool
+from p2ptrain.training.digest import CHUNK_BYTES, num_chunks, root_of, specs_from_wire
+from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import MOVED_ON
-from p2ptrain.training.state_server import MAX_RANGE_CHUNKS, ServeLimits, StateServer
+from p2ptrain.training.state_server import ServeLimits, StateServer
 
 __all__ = [
     "DownloadedState",
@@ -70,76 +62,30 @@ MAX_DESCRIPTION_BYTES = 16 << 20
 RANGES_ASKED_AHEAD = 2
 CHECKS_BEHIND = 3
 """Chunks that may wait for their verification while the next one arrives."""
-STOLEN_CHUNKS = 2
-MAX_HOLDERS = 2
 MAX_ATTEMPTS = 3
 FIRST_RETRY_SECONDS = 0.25
-QUICK_RANGE_SECONDS = 1.0
-SLOW_RANGE_SECONDS = 3.0
 
 
-async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) -> Head:
-    """Ask a peer where its lineage stands; the caller checks the certificate.
+async def fetch_head(rpc: Rpc, source: PeerId, oldest_round: int = 0, timeout_seconds: float = 10.0) -> Head:
+    """Ask a peer which state it offers; the caller checks the certificate.
+
+    The peer keeps that state for a moment, so that a download can begin however fast its rounds are.
+
+    Args:
+        rpc: To reach the peer.
+        source: The peer.
+        oldest_round: What others download already may be offered, but nothing older than this round.
+        timeout_seconds: Deadline.
 
     Raises:
         PeerError: The peer cannot be reached, refuses, or answers nonsense.
         IntegrityError: The head is malformed.
         DeadlineError: No answer in time.
     """
-    reply = await rpc.call(source, "state.info", {}, timeout_seconds, max_reply_bytes=4 << 20)
+    reply = await rpc.call(
+        source, "state.info", {"oldest_round": oldest_round}, timeout_seconds, max_reply_bytes=4 << 20
+    )
     return Head.from_dict(reply.get("head"))
-
-
-class PartialDownload:
-    """What a download has so far; pass it to the next `download_state` to go on where it stopped.
-
-    Attributes:
-        digest: Which state; empty before a first source was heard.
-        specs: Its tensors.
-        leaves: Hashes of its chunks.
-        tensors: Where its bytes go.
-        done: For each chunk, 1 once it is verified and in place.
-    """
-
-    def __init__(self) -> None:
-        self.digest = b""
-        self.specs: tuple[TensorSpec, ...] = ()
-        self.leaves: list[bytes] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.done = bytearray()
-        self._chunks: ChunkedBytes | None = None
-
-    @property
-    def num_done(self) -> int:
-        """Chunks in place."""
-        return self.done.count(1)
-
-    def begin(self, digest: bytes, specs: tuple[TensorSpec, ...], leaves: list[bytes]) -> None:
-        """Make room for a state whose description is verified; raises `ResourceError` when there is none."""
-        try:
-            tensors = new_tensors(specs)
-        except MemoryError as error:
-            needed = sum(spec.num_bytes for spec in specs) >> 20
-            raise ResourceError(f"no memory for a state of {needed} MiB: close other programs") from error
-        self.digest, self.specs, self.leaves, self.tensors = digest, specs, leaves, tensors
-        self.done = bytearray(len(leaves))
-        self._chunks = ChunkedBytes(tensors)
-
-    def chunk_bytes(self, index: int) -> int:
-        """Size of a chunk."""
-        assert self._chunks is not None
-        return self._chunks.chunk_bytes(index)
-
-    def put(self, index: int, data: memoryview) -> bool:
-        """Verify a chunk and put it in place; False when its hash is wrong."""
-        assert self._chunks is not None
-        if self.done[index]:
-            return True
-        if not verify_chunk(index, data, self.leaves):
-            return False
-        self._chunks.write(index, data)
-        self.done[index] = 1
-        return True
 
 
 @dataclass(frozen=True)
@@ -205,24 +151,23 @@ async def download_state(
     peers = [peer for peer in dict.fromkeys(sources) if peer != rpc.peer_id]
     if not peers:
         raise PeerLostError("?", "no other peer holds the state: wait for one, or start from a checkpoint")
-    download = _Download(rpc, runtime, expect, layout_fingerprint, partial, times or TransferTimes())
-    await download.run(peers, timeout_seconds)
+    download = _Download(rpc, runtime, expect, layout_fingerprint, partial, times or TransferTimes(), peers)
+    await download.run(timeout_seconds)
     return DownloadedState(expect, partial.tensors, dict(download.bytes_from), download.fault_texts())
-
-
-@dataclass
-class _Source:
-    peer: PeerId
-    span: int = 1
-    outstanding: list[int] = field(default_factory=list)
-    fault: P2PTrainError | None = None
 
 
 class _Download:
     """One download: a pool of chunks, and one task a source that empties it."""
 
     def __init__(
-        self, rpc: Rpc, runtime: Runtime, expect: Head, layout: bytes, partial: PartialDownload, times: TransferTimes
+        self,
+        rpc: Rpc,
+        runtime: Runtime,
+        expect: Head,
+        layout: bytes,
+        partial: PartialDownload,
+        times: TransferTimes,
+        sources: list[PeerId],
     ) -> None:
         self._rpc = rpc
         self._runtime = runtime
@@ -230,23 +175,22 @@ class _Download:
         self._layout = layout
         self._partial = partial
         self._times = times
-        self._pending: deque[int] = deque()
-        self._sources: list[_Source] = []
+        self._pool = ChunkPool(sources)
+        self._faults: dict[PeerId, P2PTrainError | None] = dict.fromkeys(sources)
         self._changed = asyncio.Event()
         self.bytes_from: Counter[PeerId] = Counter()
         if partial.digest:
-            self._fill_pool()
+            self._pool.fill(partial.done)
 
     def fault_texts(self) -> dict[PeerId, str]:
         """Why sources were given up."""
-        return {source.peer: str(source.fault) for source in self._sources if source.fault is not None}
+        return {source: str(fault) for source, fault in self._faults.items() if fault is not None}
 
-    async def run(self, peers: list[PeerId], timeout_seconds: float) -> None:
+    async def run(self, timeout_seconds: float) -> None:
         """Return when all is there; see `download_state` for what is raised."""
-        self._sources = [_Source(peer) for peer in peers]
         try:
             async with asyncio.timeout(timeout_seconds), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._use(source)) for source in self._sources]
+                tasks = [group.create_task(self._use(source)) for source in self._faults]
                 while not self._is_complete() and not all(task.done() for task in tasks):
                     await self._changed.wait()
                 for task in tasks:
@@ -266,7 +210,7 @@ class _Download:
 
     def _verdict(self) -> P2PTrainError:
         """The most telling of the sources' faults, with all of them in its message."""
-        faults = [source.fault for source in self._sources if source.fault is not None]
+        faults = [fault for fault in self._faults.values() if fault is not None]
         text = "no source of the state is left: " + "; ".join(str(fault) for fault in faults)[:800]
         for kind in (IncompatibleError, IntegrityError, DeadlineError):
             if any(isinstance(fault, kind) for fault in faults):
@@ -283,40 +227,41 @@ class _Download:
 
     # One source
 
-    async def _use(self, source: _Source) -> None:
-        """Take chunks from one source until all is there or it is given up; then ``source.fault`` says why."""
+    async def _use(self, source: PeerId) -> None:
+        """Take chunks from one source until all is there or it is given up; then its fault says why."""
         attempts = 0
         try:
             while not self._is_complete():
-                before = self.bytes_from[source.peer]
+                before = self.bytes_from[source]
                 try:
                     await self._converse(source)
                     continue
                 except (ProtocolError, IntegrityError, IncompatibleError) as error:
-                    self._rpc.count_refusal(source.peer, "bad state")
-                    logger.warning("state download: gave up peer %s: %s", source.peer[-8:], error)
-                    source.fault = error
+                    self._rpc.count_refusal(source, "bad state")
+                    logger.warning("state download: gave up peer %s: %s", source[-8:], error)
+                    self._faults[source] = error
                     return
                 except TemporaryError as error:
-                    source.fault = error
+                    self._faults[source] = error
                     if isinstance(error, PeerRefusedError) and MOVED_ON in error.reason:
                         return
                 finally:
-                    self._give_back(source)
-                attempts = 1 if self.bytes_from[source.peer] > before else attempts + 1
+                    if self._pool.give_back(source):
+                        self._notify()
+                attempts = 1 if self.bytes_from[source] > before else attempts + 1
                 if attempts >= MAX_ATTEMPTS:
-                    logger.info("state download: gave up peer %s: %s", source.peer[-8:], source.fault)
+                    logger.info("state download: gave up peer %s: %s", source[-8:], self._faults[source])
                     return
                 await asyncio.sleep(FIRST_RETRY_SECONDS * 2**attempts * (1 + self._runtime.random.random()))
         finally:
             # When this was the last source, the waiting main task has to see that it is done.
             asyncio.get_running_loop().call_soon(self._notify)
 
-    async def _converse(self, source: _Source) -> None:
+    async def _converse(self, source: PeerId) -> None:
         request = {"lineage": self._expect.lineage, "describe": not self._partial.digest}
-        async with self._rpc.open(source.peer, "state.chunks", request, self._times.open_seconds) as channel:
+        async with self._rpc.open(source, "state.chunks", request, self._times.open_seconds) as channel:
             await self._agree(channel, bool(request["describe"]))
-            source.fault = None
+            self._faults[source] = None
             await self._pull(source, channel)
 
     async def _agree(self, channel: Channel, describe: bool) -> None:
@@ -335,10 +280,10 @@ class _Download:
             raise IntegrityError(f"peer {channel.remote[-8:]} described a state that has not the digest asked for")
         if not self._partial.digest:
             self._partial.begin(self._expect.digest, specs, leaves)
-            self._fill_pool()
+            self._pool.fill(self._partial.done)
             self._notify()
 
-    async def _pull(self, source: _Source, channel: Channel) -> None:
+    async def _pull(self, source: PeerId, channel: Channel) -> None:
         """Ask ahead, receive into one buffer while others are verified."""
         loop = asyncio.get_running_loop()
         buffers = deque(memoryview(bytearray(CHUNK_BYTES)) for _ in range(CHECKS_BEHIND + 1))
@@ -346,7 +291,7 @@ class _Download:
         checks: deque[asyncio.Task[None]] = deque()
         try:
             while True:
-                while len(asked) < RANGES_ASKED_AHEAD and (span := self._take(source)):
+                while len(asked) < RANGES_ASKED_AHEAD and (span := self._pool.take(source)):
                     await channel.send({"first": span[0], "count": len(span)})
                     asked.append(span)
                 if not asked:
@@ -366,7 +311,7 @@ class _Download:
                     buffers.rotate()
                     await channel.receive_bytes(len(view), self._times.chunk_seconds, into=view)
                     checks.append(asyncio.create_task(self._check(source, index, view)))
-                self._adapt(source, loop.time() - started)
+                self._pool.adapt(source, loop.time() - started)
         finally:
             for check in checks:
                 check.cancel()
@@ -383,60 +328,10 @@ class _Download:
         if channel.lost.done() and not changed.done():
             await channel.receive(0.0)  # Raises what ended it.
 
-    async def _check(self, source: _Source, index: int, data: memoryview) -> None:
+    async def _check(self, source: PeerId, index: int, data: memoryview) -> None:
         if not await self._runtime.compute(self._partial.put, index, data):
-            raise IntegrityError(f"peer {source.peer[-8:]} sent a chunk that does not match its hash")
-        self.bytes_from[source.peer] += len(data)
-        source.outstanding.remove(index)
+            raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
+        self.bytes_from[source] += len(data)
+        self._pool.settle(source, index)
         if self._is_complete():
             self._notify()
-
-    # The pool
-
-    def _fill_pool(self) -> None:
-        self._pending = deque(index for index, done in enumerate(self._partial.done) if not done)
-
-    def _take(self, source: _Source) -> list[int]:
-        """The next run of chunks for ``source``; at the end, some that another still owes."""
-        # Smaller and smaller towards the end, so that all sources finish together.
-        limit = min(source.span, max(1, len(self._pending) // (2 * len(self._sources))))
-        span: list[int] = []
-        while self._pending and len(span) < limit and (not span or self._pending[0] == span[-1] + 1):
-            span.append(self._pending.popleft())
-        if not span:
-            span = self._steal(source)
-        source.outstanding.extend(span)
-        return span
-
-    def _steal(self, thief: _Source) -> list[int]:
-        holders = Counter(index for source in self._sources for index in source.outstanding)
-        best: list[int] = []
-        for source in self._sources:
-            if source is thief:
-                continue
-            owed = [
-                index for index in source.outstanding if holders[index] < MAX_HOLDERS and not self._partial.done[index]
-            ]
-            best = max(best, owed, key=len)
-        # From its end: what was asked for last arrives last.
-        span: list[int] = []
-        for index in sorted(best, reverse=True):
-            if len(span) == min(thief.span, STOLEN_CHUNKS) or (span and index != span[-1] - 1):
-                break
-            span.append(index)
-        return span[::-1]
-
-    def _give_back(self, source: _Source) -> None:
-        held = {index for other in self._sources if other is not source for index in other.outstanding}
-        lost = [index for index in source.outstanding if not self._partial.done[index] and index not in held]
-        source.outstanding.clear()
-        source.span = 1
-        if lost:
-            self._pending = deque(sorted({*self._pending, *lost}))
-            self._notify()
-
-    def _adapt(self, source: _Source, seconds: float) -> None:
-        if seconds < QUICK_RANGE_SECONDS:
-            source.span = min(2 * source.span, MAX_RANGE_CHUNKS)
-        elif seconds > SLOW_RANGE_SECONDS:
-            source.span = max(1, source.span // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
+from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.optimizer import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
@@ -52,6 +54,7 @@ class Ledger:
 
     digests: dict[bytes, bytes] = field(default_factory=dict)
     tokens: dict[bytes, int] = field(default_factory=dict)
+    rounds: dict[bytes, int] = field(default_factory=dict)
     contributed: dict[str, int] = field(default_factory=dict)
     produced: dict[str, int] = field(default_factory=dict)
     longest_seconds: float = 0.0
@@ -63,8 +66,14 @@ class Ledger:
         digest = self.digests.setdefault(head.lineage, head.digest)
         if digest != head.digest:
             raise InvariantError(f"{trainer.peer.name} has another digest than others at round {head.round}")
+        self.rounds[head.lineage] = head.round
         if self.tokens.setdefault(head.lineage, head.tokens) != head.tokens:
             raise InvariantError(f"{trainer.peer.name} counts other tokens than others at round {head.round}")
+
+    @property
+    def forked_rounds(self) -> list[int]:
+        """Rounds that ended in more than one result."""
+        return sorted(number for number, count in Counter(self.rounds.values()).items() if count > 1)
 
 
 class SimulatedTrainer:
@@ -133,16 +142,11 @@ class SimulatedTrainer:
 
     async def _join(self) -> None:
         self.status = "syncing"
-        for _ in range(20):
-            await self.presence.refresh()
-            await self.sync.follow_swarm(None)
-            if not any(r.state == "training" and r.round > self.sync.head.round for r in self.membership.records()):
-                break
-            await asyncio.sleep(0.5)
+        await find_the_others(self.presence, self.membership, self.sync)
         self.state.layout.write(self.state.vector, self.module)
         self.status = "training"
         self.sync.averager.matchmaker.participates = True
-        await self.presence.publish()
+        await step_in(self.presence, self.sync)
 
     def _step(self) -> None:
         with torch.no_grad():

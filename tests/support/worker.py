@@ -154,6 +154,12 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     synchronizer = swarm._peer.synchronizer
     assert synchronizer is not None
     follow_phases(orders, synchronizer)
+
+    def wait_for_others(result: RoundResult) -> bool:
+        say("round", **{**dataclasses.asdict(result), **describe(synchronizer)})
+        return not orders.leave.wait(0.2)
+
+    opt.on_pause = wait_for_others
     say("training", **describe(synchronizer))
     size = swarm.manifest.training.local_batch
     index = 1_000_000 * options.seed

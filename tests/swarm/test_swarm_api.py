@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 from p2ptrain import Manifest, Swarm
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.sync import RoundResult
 from tests.support.processes import Event, Swarmlet, make_manifest, nothing_left_behind
 from tests.support.worker import loss_of, make_model, make_optimizer
 
@@ -24,9 +27,10 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @contextmanager
-def lone_swarm(directory: Path, **training: Any) -> Iterator[Swarm]:
+def lone_swarm(directory: Path, averaging: dict[str, Any] | None = None, **training: Any) -> Iterator[Swarm]:
     """A swarm of this process alone."""
-    manifest = Manifest.model_validate(make_manifest(training=training, averaging={"codec": "fp32"}))
+    averaging = {"codec": "fp32", **(averaging or {})}
+    manifest = Manifest.model_validate(make_manifest(training=training, averaging=averaging))
     with nothing_left_behind(), Swarm.create(manifest, run_dir=directory, listen=("/ip4/127.0.0.1/tcp/0",)) as swarm:
         yield swarm
 
@@ -71,6 +75,29 @@ def test_two_peers_with_one_global_batch_step_like_one_process_on_all_their_samp
         opt.step()
         assert told[0]["values"] == told[1]["values"]
         torch.testing.assert_close(torch.tensor(told[0]["values"]), values_of(model), rtol=1e-4, atol=1e-6)
+
+
+def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(tmp_path: Path) -> None:
+    averaging = {"min_peers": 2, "below_min": "pause", "matchmaking_seconds": 1.0}
+    with lone_swarm(tmp_path, averaging, every=1, global_batch=LOCAL_BATCH) as swarm:
+        model = make_model(8)
+        opt = swarm.optimizer(model, make_optimizer(model))
+        before = values_of(model)
+        pauses: list[RoundResult] = []
+        rest = opt.on_pause
+
+        def lose_the_network_later(result: RoundResult) -> bool:
+            pauses.append(result)
+            if len(pauses) == 2:
+                os.kill(swarm._peer.transport.daemon.process_id, signal.SIGKILL)
+            return rest(result)
+
+        opt.on_pause = lose_the_network_later
+        with pytest.raises(TemporaryError, match="network daemon"):
+            take_step(model, opt, [1, 2, 3, 4])
+        assert all(result.paused and not result.committed for result in pauses)
+        assert len(pauses) >= 2
+        assert torch.equal(values_of(model), before)
 
 
 def committed_rounds(events: list[Event]) -> dict[int, Event]:

@@ -118,6 +118,16 @@ def test_only_a_second_break_makes_a_peer_avoided_and_its_word_does_not_end_that
     assert membership.avoided() == []  # until a round with it works.
 
 
+def test_groups_of_one_leader_do_not_make_a_peer_avoided_however_many_break() -> None:
+    membership, _ = make_membership()
+    see(membership, "a")
+    for _ in range(5):
+        membership.broke_with("a", "is not in that group", leader="bad")
+    assert membership.avoided() == []
+    membership.broke_with("a", "is not in that group", leader="other")
+    assert membership.avoided() == ["a"]
+
+
 def test_what_is_avoided_is_bounded() -> None:
     membership, _ = make_membership()
     names = [f"p{index:03}" for index in range(100)]
