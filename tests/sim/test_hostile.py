@@ -297,7 +297,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool) -> Non
 def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
     async def main(network: SimulatedNetwork) -> None:
         def corrupt(evil: SimulatedTrainer) -> None:
-            serve = evil.rpc._services["state.chunks"].handler
+            serve = evil.rpc._server._services["state.chunks"].handler
 
             async def lying(channel: Any, request: Message) -> None:
                 send = channel.send_bytes

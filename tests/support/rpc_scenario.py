@@ -16,21 +16,28 @@ from p2ptrain.network.rpc import Rpc
 NUM_BYTES = 3_000_001
 
 
+async def double(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+    """A handler that says twice the number, and who asked."""
+    return {"twice": 2 * request["number"], "caller": peer}
+
+
+async def hang(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+    """A handler that does not answer within an hour."""
+    await asyncio.sleep(3600)
+    return {}
+
+
 async def serve_scenario(server: Rpc, ended: list[str]) -> None:
     """Serve what `run_scenario` asks for; ``ended`` collects how its channels end."""
-
-    async def double(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"twice": 2 * request["number"], "caller": peer}
 
     async def refuse(peer: str, request: dict[str, Any]) -> dict[str, Any]:
         raise IncompatibleError("stage 3 is not hosted here")
 
-    async def hang(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def hang_and_tell(peer: str, request: dict[str, Any]) -> dict[str, Any]:
         try:
-            await asyncio.sleep(3600)
+            return await hang(peer, request)
         finally:
             ended.append("hang")
-        return {}
 
     async def echo(channel: Channel, request: dict[str, Any]) -> None:
         try:
@@ -43,7 +50,7 @@ async def serve_scenario(server: Rpc, ended: list[str]) -> None:
 
     server.serve("double", double)
     server.serve("refuse", refuse)
-    server.serve("hang", hang)
+    server.serve("hang", hang_and_tell)
     server.serve_channel("echo", echo)
     await server.start()
 
