@@ -135,7 +135,9 @@ class StopAfterSection(Section):
     """When this peer drains and leaves by itself."""
 
     rounds: int = Field(0, ge=0, le=1 << 40)
-    """Leave once this many rounds were committed since this peer started; 0 goes on."""
+    """Leave once the swarm has committed this many rounds since this peer took on its state; 0 goes on."""
+    at_round: int = Field(0, ge=0, le=1 << 40)
+    """Leave once the swarm has committed this many rounds in all; 0 goes on."""
     minutes: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
     """Leave this long after training started; 0 goes on."""
 

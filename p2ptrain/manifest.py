@@ -21,6 +21,8 @@ PROTOCOL_VERSION = 1
 """Raised whenever peers of the old version could no longer take part; a joiner with another version is refused."""
 
 MAX_MANIFEST_BYTES = 256 * 1024
+SIGNED_FILE = "manifest.bin"
+"""The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
 class Section(BaseModel):

@@ -8,11 +8,12 @@ from_pretrained loads.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.errors import CheckpointError, ConfigError, UsageError
+from p2ptrain.errors import CheckpointError, ConfigError, ManifestError, UsageError
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
@@ -96,8 +97,7 @@ def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest
     """The manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
     import tempfile
 
-    from p2ptrain.cli.manifests import SIGNED_FILE
-    from p2ptrain.manifest import SignedManifest
+    from p2ptrain.manifest import SIGNED_FILE, SignedManifest
     from p2ptrain.network.identity import Identity
 
     # CHECKPOINT, checkpoints, the peer's run directory, and the folder of a whole swarm or of an organizer.
@@ -105,12 +105,21 @@ def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest
     found = [given] if given is not None else [file for file in above if file.is_file()]
     if not found:
         raise ConfigError(f"no {SIGNED_FILE} lies near {checkpoint.path}: give the swarm's with --manifest")
-    try:
-        data = found[0].read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{found[0]}: {error.strerror}; give the swarm's signed manifest with --manifest") from error
     with tempfile.TemporaryDirectory(prefix="p2ptrain-export-") as folder, Identity.ephemeral(folder) as verifier:
-        return SignedManifest.from_bytes(data, checkpoint.swarm, verifier).manifest
+        for path in found:
+            with contextlib.suppress(ManifestError):
+                return SignedManifest.from_bytes(_read(path), checkpoint.swarm, verifier).manifest
+    raise ConfigError(
+        f"{found[0]} is not the signed manifest of the swarm that {checkpoint.path} is from: give its {SIGNED_FILE},"
+        " as 'p2ptrain seed' writes it, with --manifest"
+    )
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give the swarm's signed manifest with --manifest") from error
 
 
 def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path) -> None:

@@ -27,17 +27,20 @@ _SPARE_DISK_BYTES = 200_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain join``."""
-    parser.add_argument("link", metavar="LINK", help="the swarm link, p2ptrain://…")
+    parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files (default runs/join-DIGEST)")
-    parser.add_argument("--minutes", type=float, help="leave after this time (default never)")
-    parser.add_argument("--rounds", type=int, help="leave after so many rounds (default never)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default runs/join-DIGEST)"
+    )
+    parser.add_argument("--minutes", type=float, metavar="N", help="leave after this time (default never)")
+    parser.add_argument(
+        "--rounds", type=int, metavar="N", help="leave after so many more rounds of the swarm (default never)"
+    )
     add_peer_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show, ask, check, and train."""
-    from p2ptrain.cli.manifests import SIGNED_FILE, write_atomically
     from p2ptrain.cli.running import confirm, default_run_dir, run_async, run_configured_peer
     from p2ptrain.config import PeerConfig
     from p2ptrain.network.link import SwarmLink
@@ -59,9 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("nothing was started")
         return 0
     check_machine(signed.manifest, config)
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    write_atomically(config.run_dir / SIGNED_FILE, signed.to_bytes())  # `checkpoint export` needs it
-    return run_configured_peer(config, signed, "joined; others can take part with: p2ptrain join ")
+    return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
 
 
 async def _fetch(link: SwarmLink) -> SignedManifest:
@@ -103,7 +104,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     parameters = num_parameters(manifest.model)
     memory = estimate_memory_bytes(manifest.model, manifest.training)
     state = human_bytes(parameters * _STATE_BYTES_PER_PARAMETER)
-    threads = resources.threads or "all"
+    threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
     steps = "gradients each global batch" if manifest.training.every == 1 else f"{manifest.training.every} steps"
     return "\n".join(
@@ -111,7 +112,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
             f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
             f"downloads  the state of the model, about {state}, from peers",
             f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
-            f" device {resources.device}, {threads} threads, about {human_bytes(memory)} of memory",
+            f" device {resources.device}, {threads}, about {human_bytes(memory)} of memory",
             f"sends      {manifest.averaging.codec} updates every {steps}{'; ' + ', '.join(caps) if caps else ''}",
             f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
             " public to the swarm; no files are",

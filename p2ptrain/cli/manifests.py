@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.toml"
 KEY_FILE = "organizer.key"
-SIGNED_FILE = "manifest.bin"
 LINK_FILE = "link.txt"
 
 

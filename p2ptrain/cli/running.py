@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -29,7 +30,7 @@ def run_configured_peer(config: PeerConfig, signed: SignedManifest | None = None
     Args:
         config: The peer's configuration.
         signed: The manifest, if it is known already.
-        announce: Text that is printed before the link.
+        announce: Text that is printed before the link, which is then quoted for a shell.
 
     Returns:
         The exit code.
@@ -40,7 +41,8 @@ def run_configured_peer(config: PeerConfig, signed: SignedManifest | None = None
     def on_ready(link: str) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
         write_atomically(config.run_dir / LINK_FILE, f"{link}\n".encode())
-        print(f"{announce}{link}", flush=True)
+        # A link with two addresses holds an ampersand.
+        print(f"{announce}{shlex.quote(link)}\n" if announce else link, flush=True)
 
     return run_async(run_peer(config, signed_manifest=signed, on_ready=on_ready))
 

@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--relay", action="store_true", help="relay for volunteers behind NAT")
     parser.add_argument("--nat-port-map", action="store_true", help="ask the gateway to forward the port")
-    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files (default DIR/bootstrap)")
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default DIR/bootstrap)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,9 +37,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: DIR is not what ``init`` wrote.
     """
-    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, SIGNED_FILE, load_manifest, sign_manifest
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, sign_manifest
     from p2ptrain.cli.running import run_configured_peer
     from p2ptrain.config import PeerConfig
+    from p2ptrain.manifest import SIGNED_FILE
     from p2ptrain.network.identity import Identity
 
     directory: Path = arguments.directory

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, P2PTrainError, ResourceError, TemporaryError
-from p2ptrain.manifest import SignedManifest
+from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
@@ -117,6 +117,7 @@ async def run_peer(
         peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
         try:
             peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
+            _keep_manifest(peer.signed, run_dir / SIGNED_FILE)
             if on_ready is not None:
                 on_ready(str(peer.link))
             if config.role == "trainer":
@@ -143,6 +144,19 @@ def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identit
     return SignedManifest.from_bytes(data, link.digest if link else None, identity)
 
 
+def _keep_manifest(signed: SignedManifest, path: Path) -> None:
+    """Keep what the swarm agreed on beside the checkpoints, which can be exported with it after the swarm is gone."""
+    data = signed.to_bytes()
+    try:
+        if path.is_file() and path.read_bytes() == data:
+            return
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError as error:
+        logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
+
+
 def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
     network = config.network
     return PeerOptions(
@@ -166,7 +180,7 @@ def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
 
 async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """A bootstrap peer: it answers until it is told to stop."""
-    peer.set_state("training" if config.role == "trainer" else "starting")
+    peer.set_state("serving")
     timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout):

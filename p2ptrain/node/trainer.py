@@ -116,7 +116,10 @@ def _assemble(
     optimizer = SwarmOptimizer(
         module, inner, sync, bridge, manifest.training, tokens, clip_norm=manifest.training.clip_norm
     )
-    limits = [rounds for rounds in (config.stop_after.rounds, manifest.training.rounds) if rounds]
+    stop = config.stop_after
+    limits = [limit for limit in (stop.at_round, manifest.training.rounds) if limit]
+    if stop.rounds:
+        limits.append(sync.head.round + stop.rounds)
     trainer = Trainer(
         module, optimizer, sync, manifest, corpus, peer.identity.peer_id, peer.swarm,
         MetricsWriter(run_dir / "metrics.jsonl"),
