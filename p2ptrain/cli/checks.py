@@ -160,8 +160,11 @@ def _bind_error(host: str, port: int) -> str | None:
     try:
         with socket.create_server((host, port)):
             return None
-    except (OSError, OverflowError) as error:
-        return f"cannot listen at {host}:{port}: {getattr(error, 'strerror', None) or error}"
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        return f"cannot listen at {host}:{port}: {reason}"
+    except OverflowError as error:
+        return f"cannot listen at {host}:{port}: {error}"
 
 
 def check_clock(now: float) -> Check:

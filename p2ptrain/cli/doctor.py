@@ -15,8 +15,12 @@ from p2ptrain.errors import ResourceError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain doctor``."""
-    parser.add_argument("--run-dir", type=Path, default=Path(), help="the folder whose disk is checked (default .)")
-    parser.add_argument("--port", type=int, default=31337, help="the TCP port that 'seed' would use (default 31337)")
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path(), metavar="DIR", help="the folder whose disk is checked (default .)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=31337, metavar="N", help="the TCP port that 'seed' would use (default 31337)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

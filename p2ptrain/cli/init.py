@@ -7,6 +7,7 @@ DIR/organizer.key, which signs it. Edit run.toml, then start the swarm with 'p2p
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from p2ptrain.errors import UsageError
@@ -44,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
     with Identity.create_or_load(key_file) as organizer:
         run_file.write_text(_HEADER.format(directory=directory) + commented_toml(manifest), encoding="utf-8")
     print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}; keep it private)")
-    print(f"next: edit {run_file}, then run: p2ptrain seed {directory}")
+    print(f"next: edit {run_file}, then run: p2ptrain seed {shlex.quote(str(directory))}")
     return 0

@@ -1,15 +1,29 @@
-"""What ``p2ptrain up`` shows while it runs: a live table on a terminal, one line a round elsewhere."""
+"""What ``p2ptrain up`` shows while it runs: a live table on a terminal, one line for each new round elsewhere."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from p2ptrain.cli.table import COLUMNS, peer_row, peer_table, round_lines
+from p2ptrain.cli.table import (
+    COLUMNS,
+    SwarmRate,
+    committed_rounds,
+    human_time,
+    peer_row,
+    peer_table,
+    present_state,
+    rounds_line,
+    with_footer,
+)
 from p2ptrain.errors import TemporaryError
 
 if TYPE_CHECKING:
@@ -20,6 +34,9 @@ if TYPE_CHECKING:
     from p2ptrain.network.records import PeerRecord
 
 _REFRESH_SECONDS = 1.0
+_METRICS_TAIL_BYTES = 64 * 1024
+_STATE = COLUMNS.index("state")
+_DRAINING = "draining: trainers finish their step and save their state"
 
 
 def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
@@ -36,13 +53,29 @@ def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
     return stop
 
 
+@dataclass(frozen=True)
+class Goal:
+    """When a swarm is done: after so many minutes, or when it has committed so many rounds; 0 for no such limit."""
+
+    minutes: float = 0.0
+    rounds: int = 0
+
+
 class View:
     """Shows a swarm on a stream; a context manager, so that a terminal is left as it was."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, goal: Goal) -> None:
         self._stream = stream
+        self._goal = goal
         self._live: Live | None = None
-        self._shown_round = 0
+        self._started = time.monotonic()
+        self._draining = False
+        self._shown_rounds = 0
+        self._rate = SwarmRate()
+        self._state = ""
+        self._held_out: float | None = None
+        self._others: list[tuple[str, ...]] = []
+        self._ours: dict[str, tuple[str, ...]] = {}
         self._ended: set[str] = set()
 
     def __enter__(self) -> View:
@@ -67,37 +100,98 @@ class View:
         else:
             print(text, file=self._stream, flush=True)
 
+    def drain(self, trainers: list[Child]) -> None:
+        """From now on trainers that still run are on their way out."""
+        self._draining = True
+        if self._live is None and any(child.exit_code is None for child in trainers):
+            self.say(_DRAINING)
+
     async def follow(self, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
-        """Keep showing the swarm's records until cancelled; a directory that does not answer is asked again."""
+        """Keep showing the swarm's records until cancelled; a directory that does not answer is asked again.
+
+        The time that is shown counts from here.
+        """
         from p2ptrain.node.observe import Observer
 
+        self._started = time.monotonic()
+        self.show([], trainers)
         async with Observer(link, run_dir) as observer:
             while True:
                 try:
-                    self.show(await observer.peers(), trainers)
+                    records = await observer.peers()
+                    self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
+                    self.show(records, trainers)
                 except TemporaryError as error:
                     self.say(f"no news: {error}")
                 await asyncio.sleep(_REFRESH_SECONDS)
 
     def show(self, records: list[PeerRecord], trainers: list[Child]) -> None:
         """Show these records, and say once of each trainer that it has ended."""
+        self._rate.update(time.monotonic(), records)
         for child in trainers:
             if child.exit_code is not None and child.name not in self._ended:
                 self._ended.add(child.name)
-                self.say(f"{child.name} ended with code {child.exit_code}")
+                if child.exit_code != 0 or not self._draining:
+                    self.say(f"{child.name} ended with code {child.exit_code}")
+        if records:
+            self._state = present_state(records, self._rate.tokens_per_second, self._held_out)
+        new = committed_rounds(records, self._shown_rounds)
+        if new:
+            self._shown_rounds = new[-1].round + 1
         if self._live is not None:
-            self._live.update(peer_table(self._rows(records, trainers), "p2ptrain up"), refresh=True)
-            return
-        for number, line in round_lines(records, self._shown_round):
-            self._shown_round = number
-            self.say(line)
+            title = "  ".join(filter(None, ["p2ptrain up", self._progress(), self._state]))
+            table = peer_table(self._table_rows(records, trainers), self._live.console.width, title)
+            over = all(child.exit_code is not None for child in trainers)
+            footer = "" if over else _DRAINING if self._draining else "Ctrl-C ends it in good order, twice at once"
+            self._live.update(with_footer(table, footer), refresh=True)
+        elif new:
+            self.say(f"{self._elapsed()}  {rounds_line(new, records, self._state)}")
 
-    def _rows(self, records: list[PeerRecord], trainers: list[Child]) -> list[tuple[str, ...]]:
-        ordered = sorted(records, key=lambda record: (record.role != "bootstrap", record.name, record.peer))
-        rows = [peer_row(record) for record in ordered if record.name not in self._ended]
-        known = {record.name for record in records}
-        for child in trainers:
-            if child.name in self._ended or child.name not in known:
-                state = "starting" if child.exit_code is None else f"ended ({child.exit_code})"
-                rows.append((child.name, state, *[""] * (len(COLUMNS) - 2)))
+    def _elapsed(self) -> str:
+        return human_time(time.monotonic() - self._started)
+
+    def _progress(self) -> str:
+        minutes = f" of {human_time(self._goal.minutes * 60)}" if self._goal.minutes else ""
+        rounds = f" of {self._goal.rounds}" if self._goal.rounds else ""
+        return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
+
+    def _table_rows(self, records: list[PeerRecord], trainers: list[Child]) -> list[tuple[str, ...]]:
+        """Peers that are not ours, then ours; a child keeps its last numbers when it has ended."""
+        children = {child.name: child for child in trainers}
+        if records:
+            self._others = [peer_row(record) for record in records if record.name not in children]
+        self._ours |= {record.name: peer_row(record) for record in records if record.name in children}
+        rows = sorted(self._others)
+        for name, child in children.items():
+            row = self._ours.get(name, (name, "starting", *[""] * (len(COLUMNS) - 2)))
+            rows.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
         return rows
+
+    def _child_state(self, child: Child, state: str) -> str:
+        if child.exit_code is not None:
+            return f"ended ({child.exit_code})" if child.exit_code else "ended"
+        return "draining" if self._draining else state
+
+
+def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
+    """The mean of what the trainers measured last on held-out text, in nats; None if their files tell nothing new."""
+    found = [_held_out_loss(run_dir / child.name / "metrics.jsonl") for child in trainers]
+    known = [loss for loss in found if loss is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _held_out_loss(path: Path) -> float | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if b'"held_out"' in line:
+            try:
+                loss = json.loads(line)["loss"]
+            except (ValueError, KeyError):
+                continue  # cut off at the beginning of the tail
+            return float(loss) if loss is not None else None
+    return None

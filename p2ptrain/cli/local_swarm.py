@@ -7,11 +7,12 @@ other peer. At the end the trainers are drained, then the bootstrap peer, and th
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 import time
 from pathlib import Path
 
-from p2ptrain.cli.live import View, stop_on_signals
+from p2ptrain.cli.live import Goal, View, stop_on_signals
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
@@ -46,7 +47,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
 
         stop = stop_on_signals(end_at_once)
         try:
-            with View(sys.stdout) as view:
+            with View(sys.stdout, plan.goal) as view:
                 view.say(f"run directory: {plan.run_dir}")
                 trainers = await _train(plan, supervisor, stop, view)
         except asyncio.CancelledError:
@@ -62,14 +63,22 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
     trainers: list[Child] = []
     if text is not None:
         link = SwarmLink.parse(text)
-        view.say(f"swarm link: {link}")
+        view.say(f"look at it from elsewhere with: p2ptrain status {shlex.quote(str(link))}")
         for path in plan.trainers:
             command = [*_peer_command(path), "--link", str(link)]
             trainers.append(await supervisor.start(path.stem, command, path.with_suffix(".log")))
-        await _watch(plan, link, supervisor, trainers, stop, view)
-    if any(child.exit_code is None for child in trainers):
-        view.say("draining: trainers finish their step and save their state")
-    await supervisor.drain(trainers, DRAIN_SECONDS)
+        watcher = asyncio.create_task(view.follow(link, plan.run_dir, trainers))
+        try:
+            await _wait_for_end(plan.goal, supervisor, trainers, stop)
+            view.drain(trainers)
+            await supervisor.drain(trainers, DRAIN_SECONDS)
+            await supervisor.wait_all(trainers)
+        finally:
+            watcher.cancel()
+            await asyncio.wait([watcher])
+        view.show([], trainers)
+        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+            view.say(f"the live view ended early: {error}")
     await supervisor.drain([bootstrap], DRAIN_SECONDS)
     return trainers
 
@@ -93,35 +102,27 @@ async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> s
     return None
 
 
-async def _watch(
-    plan: Plan, link: SwarmLink, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event, view: View
-) -> None:
-    """Show the swarm until its time is up, all trainers have ended or a signal comes."""
-    watcher = asyncio.create_task(view.follow(link, plan.run_dir, trainers))
-    ends = [
-        asyncio.create_task(stop.wait()),
-        asyncio.create_task(supervisor.wait_all(trainers)),
-    ]
+async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event) -> None:
+    """Wait until the time is up, all trainers have ended or a signal comes."""
+    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.wait_all(trainers))]
     try:
         await asyncio.wait(
-            ends, timeout=plan.minutes * 60 if plan.minutes else None, return_when=asyncio.FIRST_COMPLETED
+            ends, timeout=goal.minutes * 60 if goal.minutes else None, return_when=asyncio.FIRST_COMPLETED
         )
     finally:
-        for task in (watcher, *ends):
+        for task in ends:
             task.cancel()
-        await asyncio.wait([watcher, *ends])
-    if not watcher.cancelled() and (error := watcher.exception()) is not None:
-        view.say(f"the live view ended early: {error}")
+        await asyncio.wait(ends)
 
 
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
     found = {child.name: read_summary(plan.run_dir / child.name / "summary.json") for child in trainers}
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
     failed = [child for child in trainers if child.exit_code != 0]
-    for child in failed:
-        print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
     if len(failed) == len(trainers) and not (interrupted and not trainers):
         raise _worst(failed)
+    for child in failed:
+        print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
     print(f"\n{summary.to_text()}")
     _write_summary(summary, plan.run_dir / "summary.json")
     if summary_file is not None:

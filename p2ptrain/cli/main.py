@@ -39,6 +39,9 @@ EXIT_CODES = """exit codes:
   130  interrupted"""
 
 INTERRUPTED = 130
+_WRONG_PATH = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG,
+)  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -115,7 +118,7 @@ def _overview() -> str:
     commands = "\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items())
     return (
         "usage: p2ptrain COMMAND [OPTIONS]\n\n"
-        "Train and serve one model together, over the internet, on machines that come and go.\n\n"
+        "Train one model together, over the internet, on machines that come and go.\n\n"
         f"commands:\n{commands}\n\n"
         "options:\n  --help     show this, or with a command its options\n  --version  show the version\n\n"
         f"{EXIT_CODES}"
@@ -145,7 +148,7 @@ def _explain_os_error(error: OSError) -> P2PTrainError | None:
         return ResourceError(f"{what}: raise the limit of open files (ulimit -n 4096)")
     if error.errno == errno.ENOMEM:
         return ResourceError(f"{what}: close other programs, or choose a smaller model")
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR):
+    if error.errno in _WRONG_PATH:
         return ConfigError(f"{what}: choose a path that exists and that you may write to")
     return None
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain peer``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the role file")
     parser.add_argument("--link", help="the swarm link, if the file has none or another")
-    parser.add_argument("--run-dir", type=Path, help="where to keep this peer's files")
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files")
     add_peer_arguments(parser)
 
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.manifests import KEY_FILE, SIGNED_FILE, load_manifest, parse_settings, sign_manifest
+from p2ptrain.cli.live import Goal
+from p2ptrain.cli.manifests import KEY_FILE, load_manifest, parse_settings, sign_manifest
 from p2ptrain.cli.running import default_run_dir
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import UsageError
+from p2ptrain.errors import ManifestError, UsageError
+from p2ptrain.manifest import SIGNED_FILE, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
+from p2ptrain.signing import Signer
 
 DEFAULT_MINUTES = 3.0
 DEMO_SETTINGS: dict[str, Any] = {
@@ -30,12 +33,12 @@ _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start: a role file for each peer, and when to stop. ``minutes`` is 0 for no time limit."""
+    """What to start: a role file for each peer, and when to stop."""
 
     run_dir: Path
     bootstrap: Path
     trainers: tuple[Path, ...]
-    minutes: float
+    goal: Goal
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -54,6 +57,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     run_dir: Path = (arguments.run_dir or default_run_dir(f"up-{time.strftime('%Y%m%d-%H%M%S')}")).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with Identity.create_or_load(run_dir / KEY_FILE) as organizer:
+        done = _rounds_done(run_dir, manifest, organizer)
         sign_manifest(manifest, organizer, run_dir / SIGNED_FILE)
     threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.peers)
     log = {"level": arguments.log_level or "info"}
@@ -65,9 +69,11 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
         return _write_role_file(run_dir / f"{name}.toml", values | settings | sections)
 
+    # One number for all, because trainers do not all come in the same round.
+    at_round = done + arguments.rounds if arguments.rounds else 0
     sections = {
         "resources": {"device": arguments.device or "auto", "threads": threads},
-        "stop_after": {"rounds": arguments.rounds or 0},
+        "stop_after": {"at_round": at_round},
     }
     names = [f"trainer-{number}" for number in range(1, arguments.peers + 1)]
     minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
@@ -75,8 +81,19 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         run_dir,
         role_file("bootstrap", "bootstrap", {}),
         tuple(role_file("trainer", name, sections) for name in names),
-        minutes,
+        Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
     )
+
+
+def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
+    """How many rounds a former run in this directory left in its newest checkpoint; 0 if it trained something else."""
+    try:
+        former = SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), manifest.digest, verifier)
+    except (OSError, ManifestError):
+        return 0
+    assert former.manifest == manifest
+    names = [path.name for path in run_dir.glob("*/checkpoints/*-round-*")]
+    return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)
 
 
 def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.network.records import PeerRecord
+    from p2ptrain.node.observe import Observer
 
 _WATCH_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain status``."""
-    parser.add_argument("link", metavar="LINK", help="the swarm link, p2ptrain://…")
+    parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--watch", action="store_true", help="keep showing it until Ctrl-C")
@@ -36,7 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
-    import asyncio
     import tempfile
     from pathlib import Path
 
@@ -48,16 +50,32 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
             if not watch:
                 print(_rendered(await observer.peers(), name, link, as_json=as_json))
                 return
-            from rich.console import Console
-            from rich.live import Live
+            await _watch(observer, name)
 
-            from p2ptrain.cli.table import peer_row, peer_table
 
-            with Live(console=Console(file=sys.stdout), auto_refresh=False) as live:
-                while True:
-                    rows = [peer_row(record) for record in await observer.peers()]
-                    live.update(peer_table(rows, f"swarm {name}: {len(rows)} peers"), refresh=True)
-                    await asyncio.sleep(_WATCH_SECONDS)
+async def _watch(observer: Observer, name: str) -> None:
+    """Keep showing a swarm: one table that changes on a terminal, one after the other elsewhere."""
+    import asyncio
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from p2ptrain.cli.table import peer_row, peer_table, plain_table, with_footer
+
+    console = Console(file=sys.stdout)
+    with Live(console=console, auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
+        while True:
+            rows = [peer_row(record) for record in await observer.peers()]
+            if live is not None:
+                table = peer_table(rows, console.width, _title(name, len(rows)))
+                live.update(with_footer(table, "Ctrl-C ends this"), refresh=True)
+            else:
+                print(f"{_title(name, len(rows))}\n{plain_table(rows)}\n", flush=True)
+            await asyncio.sleep(_WATCH_SECONDS)
+
+
+def _title(name: str, peers: int) -> str:
+    return f"swarm {name}: {peers} peer{'s' if peers != 1 else ''}"
 
 
 def _rendered(records: list[PeerRecord], name: str, link: SwarmLink, *, as_json: bool) -> str:
@@ -66,4 +84,5 @@ def _rendered(records: list[PeerRecord], name: str, link: SwarmLink, *, as_json:
     if as_json:
         values = {"swarm": name, "digest": link.digest.hex(), "peers": [record_values(record) for record in records]}
         return json.dumps(values, indent=2)
-    return f"swarm {name}: {len(records)} peers\n{plain_table(peer_row(record) for record in records)}"
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return f"{_title(name, len(records))}\n{plain_table([peer_row(record) for record in records], width)}"

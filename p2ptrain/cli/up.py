@@ -8,6 +8,7 @@ Ctrl-C ends it in good order; a second one ends it at once.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from p2ptrain.errors import UsageError
@@ -17,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain up``."""
     parser.add_argument("--peers", type=int, default=3, metavar="N", help="trainers (default 3)")
     end = parser.add_argument_group("when it ends")
-    end.add_argument("--minutes", type=float, help="after this time (default 3, unless --rounds)")
-    end.add_argument("--rounds", type=int, help="after so many rounds")
+    end.add_argument("--minutes", type=float, metavar="N", help="after this time (default 3, unless --rounds)")
+    end.add_argument("--rounds", type=int, metavar="N", help="after so many rounds")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--manifest", type=Path, metavar="FILE", help="a run.toml as 'p2ptrain init' writes it")
     what.add_argument("--every", type=int, metavar="H", help="inner steps a round; 1 (the default) averages gradients")
@@ -29,10 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where = parser.add_argument_group("how it runs")
     where.add_argument("--device", metavar="auto|cpu|cuda:N", help="where the trainers compute (default auto)")
-    where.add_argument("--threads", type=int, help="CPU threads of each trainer (default: the cores, shared out)")
-    where.add_argument("--run-dir", type=Path, help="where to keep its files (default runs/up-TIME)")
+    where.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads of each trainer (default: the cores, shared out)"
+    )
+    where.add_argument("--run-dir", type=Path, metavar="DIR", help="where to keep its files (default runs/up-TIME)")
     where.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as JSON, too")
-    where.add_argument("--no-monitor", action="store_true", help="no status page (this version has none yet)")
+    where.add_argument(
+        "--no-monitor", action="store_true", help="changes nothing: this version has no status page to leave out"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,8 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
         value = getattr(arguments, name)
         if value is not None and not value > 0:
             raise UsageError(f"--{name} {value}: give a number above 0")
+    if arguments.summary is not None:
+        _check_writable(arguments.summary)
     from p2ptrain.cli.local_swarm import run_swarm
     from p2ptrain.cli.plan import make_plan
     from p2ptrain.cli.running import run_async
 
     return run_async(run_swarm(make_plan(arguments), arguments.summary))
+
+
+def _check_writable(path: Path) -> None:
+    """Find out now, not after the training, that a file cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UsageError(f"--summary {path}: a file cannot be written there; choose another path")

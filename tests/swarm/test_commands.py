@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -106,6 +108,53 @@ def test_a_peer_whose_daemon_is_killed_exits_with_75_and_says_so(tmp_path: Path,
         assert peer.wait(30) == 75
         assert "the network daemon ended (signal 9)" in log.read_text()
         assert not is_alive(daemon.pid)
+
+
+def test_the_invitation_is_quoted_for_a_shell(seeded: Seeded) -> None:
+    (line,) = [line for line in (seeded.directory / "seed.log").read_text().splitlines() if "p2ptrain join" in line]
+    assert shlex.split(line) == ["p2ptrain", "join", seeded.link]
+    assert line != " ".join(shlex.split(line))  # a link with two addresses holds an ampersand
+
+
+def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
+    def states() -> list[str]:
+        return [peer["state"] for peer in json.loads(run_command("status", seeded.link, "--json").stdout)["peers"]]
+
+    wait_until(lambda: states() == ["serving"], PATIENCE_SECONDS)
+
+
+def test_watching_without_a_terminal_prints_one_table_after_the_other(tmp_path: Path, seeded: Seeded) -> None:
+    log = tmp_path / "watch.log"
+    with nothing_left_behind(), background_command(log, "status", seeded.link, "--watch") as watch:
+        wait_until(lambda: log.read_text().count("serving") >= 2, PATIENCE_SECONDS)
+        watch.send_signal(signal.SIGINT)
+        assert watch.wait(30) == 130
+    assert "\x1b" not in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+def test_a_peer_that_had_only_a_link_trains_so_many_rounds_each_time_and_can_export(
+    tmp_path: Path, seeded: Seeded
+) -> None:
+    text = f'role = "trainer"\nlink = "{seeded.link}"\nrun_dir = "peer"\n[network]\nlisten = ["{LOOPBACK}"]\n'
+    text += '[resources]\ndevice = "cpu"\nthreads = 1\n[stop_after]\nrounds = 1\n'
+    for number in (1, 2):
+        with nothing_left_behind():
+            done = run_command("peer", role_file(tmp_path, text))
+        assert done.returncode == 0, done.stderr
+        assert json.loads((tmp_path / "peer" / "summary.json").read_text())["round"] == number
+    assert (tmp_path / "peer" / "manifest.bin").read_bytes() == (seeded.directory / "manifest.bin").read_bytes()
+    assert run_command("checkpoint", "export", tmp_path / "peer", tmp_path / "out").returncode == 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    wrong = seeded.directory / "run.toml"
+    expect(3, "is not the signed manifest", "checkpoint", "export", tmp_path / "peer", tmp_path, "--manifest", wrong)
+    newest = sorted((tmp_path / "peer" / "checkpoints").iterdir())[-1]
+    with (newest / "shared.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    expect(8, "changed after it was written: delete this checkpoint", "checkpoint", "verify", tmp_path / "peer")
 
 
 def test_another_model_is_refused_with_6_and_does_no_harm(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind
+from tests.support.processes import background_command, nothing_left_behind, run_command
 
 TINY = (
     "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",
@@ -63,6 +63,14 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
         assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 1
         assert summary["rounds_committed"] > 0
         assert summary["exit_reason"] == "signal"
+        held_out = [m for m in metrics(run_dir, summary["name"]) if m["kind"] == "held_out"]
+        assert held_out[0]["loss"] == summary["heldout_loss_before"]
+        assert held_out[-1]["loss"] == summary["heldout_loss_after"]
+        assert len(held_out) > 2
+    told = [line for line in log.read_text().splitlines() if "peers  averaged in" in line]
+    assert told
+    assert all(" loss " in line and " held-out " in line and " digest " in line for line in told)
+    assert not any(" 0 tokens/s" in line for line in told)
     assert each[0]["peer"] != each[1]["peer"]
     # A trainer that began before it knew of the other may have closed rounds alone, on a lineage that it gave up.
     together = [
@@ -92,3 +100,13 @@ def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> N
     if exit_code == 0:
         assert read_json(run_dir / "trainer-1" / "summary.json")["exit_reason"] == "signal"
         assert read_json(run_dir / "summary.json")
+
+
+def test_what_no_trainer_can_do_is_said_once(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("too little")
+    with nothing_left_behind():
+        done = run_command("up", "--peers", "2", "--run-dir", tmp_path / "run", "--data", text, *TINY)
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.startswith("p2ptrain: error: trainer-")
+    assert len(done.stderr.splitlines()) == 1

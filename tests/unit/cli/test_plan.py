@@ -41,8 +41,26 @@ def test_it_ends_after_the_minutes_or_the_rounds_that_were_asked_for(
     tmp_path: Path, words: list[str], minutes: float, rounds: int
 ) -> None:
     plan = make_plan(arguments(tmp_path, "--peers", "1", *words))
-    assert plan.minutes == minutes
-    assert PeerConfig.load(plan.trainers[0]).stop_after.rounds == rounds
+    assert (plan.goal.minutes, plan.goal.rounds) == (minutes, rounds)
+    stop = PeerConfig.load(plan.trainers[0]).stop_after
+    # All trainers stop at the same round, whichever they came in.
+    assert (stop.rounds, stop.at_round) == (0, rounds)
+
+
+def test_rounds_count_from_what_a_former_run_left_unless_it_trained_something_else(tmp_path: Path) -> None:
+    def goal(*words: str) -> int:
+        return make_plan(arguments(tmp_path, "--peers", "1", "--rounds", "5", *words)).goal.rounds
+
+    assert goal() == 5
+    for name in ("000001-round-4", "000002-round-12"):
+        (tmp_path / "trainer-1" / "checkpoints" / name).mkdir(parents=True)
+    assert goal() == 17
+    assert goal("--every", "2") == 5
+
+
+def test_the_manifests_own_limit_is_part_of_the_goal(tmp_path: Path) -> None:
+    plan = make_plan(arguments(tmp_path, "--peers", "1", "--rounds", "5", "--set", "training.rounds=3"))
+    assert plan.goal.rounds == 3
 
 
 def test_a_wrong_option_is_refused_before_anything_starts(tmp_path: Path) -> None:

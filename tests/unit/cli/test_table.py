@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from p2ptrain.cli.table import (
     COLUMNS,
+    RATE_SECONDS,
+    SwarmRate,
+    committed_rounds,
+    fit_columns,
     human_bytes,
     human_count,
+    human_time,
     peer_row,
+    peer_table,
     plain_table,
+    present_state,
     printable,
     record_values,
-    round_lines,
+    rounds_line,
 )
 from p2ptrain.network.records import PeerRecord, RoundReport
 
@@ -46,7 +55,13 @@ def test_a_row_has_one_cell_for_each_column() -> None:
     assert row["digest"] == "abababab"
     assert row["group"] == "3"
     bootstrap = dict(zip(COLUMNS, peer_row(replace(TRAINER, role="bootstrap", last_rounds=(), loss=None)), strict=True))
-    assert (bootstrap["state"], bootstrap["round"], bootstrap["digest"]) == ("bootstrap", "", "")
+    assert (bootstrap["state"], bootstrap["round"]) == ("training", "")
+
+
+def test_what_a_peer_does_not_have_yet_is_left_empty() -> None:
+    new = replace(TRAINER, state="starting", digest=bytes(32), loss=None, tokens_per_second=0.0, last_rounds=())
+    row = dict(zip(COLUMNS, peer_row(new), strict=True))
+    assert [name for name, cell in row.items() if not cell] == ["tokens/s", "loss", "group", "digest"]
 
 
 def test_a_strangers_name_cannot_command_the_terminal() -> None:
@@ -60,14 +75,108 @@ def test_a_record_becomes_json() -> None:
     assert values["last_rounds"][0]["committed"] is True
 
 
-def test_each_committed_round_is_told_once_with_the_most_contributors_that_were_seen() -> None:
+@pytest.mark.parametrize(("seconds", "text"), [(7.9, "0:07"), (754, "12:34"), (3723, "1:02:03")])
+def test_time_is_shown_in_minutes_and_seconds(seconds: float, text: str) -> None:
+    assert human_time(seconds) == text
+
+
+BUSY = [
+    peer_row(replace(TRAINER, name=f"trainer-{number}", bytes_sent=123_000_000, bytes_received=123_000_000))
+    for number in range(1, 9)
+]
+
+
+def test_eight_peers_fit_in_80_columns_with_nothing_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    Console(width=80, file=sys.stdout).print(peer_table(BUSY, 80, "p2ptrain up  0:41 of 3:00"))
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) < 80
+    assert lines[1].split() == ["peer", "state", "round", "tokens/s", "loss", "group", "sent", "received", "digest"]
+    assert lines[3].split() == [
+        "trainer-1",
+        "training",
+        "5",
+        "1.2k",
+        "2.500",
+        "3",
+        "123",
+        "MB",
+        "123",
+        "MB",
+        "abababab",
+    ]
+    assert len(lines) == 3 + len(BUSY)
+    assert "…" not in "".join(lines)
+
+
+def test_a_wide_terminal_shows_every_column_and_a_narrow_one_the_most_important() -> None:
+    assert fit_columns(BUSY, 200)[0] == COLUMNS
+    narrow = fit_columns([peer_row(replace(TRAINER, name="x" * 64))], 50)
+    assert {"peer", "state", "round", "loss"} <= set(narrow[0])
+    assert sum(max(map(len, column)) + 2 for column in zip(*narrow, strict=True)) - 2 <= 50
+    assert all(len(line) <= 60 for line in plain_table(BUSY, 60).splitlines())
+
+
+def test_committed_rounds_are_told_once_each_as_seen_with_most_contributors() -> None:
     other = replace(TRAINER, last_rounds=(replace(COMMITTED, contributors=3), replace(COMMITTED, round=5)))
-    lines = round_lines([TRAINER, other], after=0)
-    assert [number for number, _ in lines] == [5, 6]
-    assert "3/3 peers" in lines[0][1]
-    assert round_lines([TRAINER, other], after=6) == []
+    rounds = committed_rounds([TRAINER, other], after=0)
+    assert [(report.round, report.contributors) for report in rounds] == [(4, 3), (5, 2)]
+    assert [report.round for report in committed_rounds([TRAINER, other], after=5)] == [5]
+    assert committed_rounds([TRAINER, other], after=6) == []
 
 
-def test_aborted_rounds_and_bootstrap_peers_give_no_line() -> None:
+def test_aborted_rounds_and_bootstrap_peers_are_not_told() -> None:
     aborted = replace(TRAINER, last_rounds=(replace(COMMITTED, committed=False),))
-    assert round_lines([aborted, replace(TRAINER, role="bootstrap")], after=0) == []
+    assert committed_rounds([aborted, replace(TRAINER, role="bootstrap")], after=0) == []
+
+
+def test_a_line_for_several_rounds_names_them_all_and_hides_no_missing_peer() -> None:
+    whole = replace(COMMITTED, contributors=3)
+    line = rounds_line([whole, replace(COMMITTED, round=5), replace(whole, round=6)], [TRAINER], "loss 2.500")
+    assert line.startswith("rounds 5-7  2/3 peers  averaged in 0.5 s  loss 2.500")
+    # Who is behind has another digest, which says nothing about agreement.
+    assert "digest" not in line
+    one = rounds_line([whole], [TRAINER, replace(TRAINER, round=4, digest=bytes(32))], "")
+    assert one == "round 5  3/3 peers  averaged in 0.5 s  digest abababab"
+
+
+def test_what_is_not_known_yet_is_not_shown() -> None:
+    assert present_state([replace(TRAINER, loss=None)], None, None) == ""
+    assert (
+        present_state([TRAINER, replace(TRAINER, loss=3.0)], 5400.0, 2.7) == "loss 2.750  held-out 2.70  5.4k tokens/s"
+    )
+
+
+def observed(rate: SwarmRate, now: float, tokens: int, state: str = "training") -> float | None:
+    """The rate after one more look at a swarm of two trainers, of which one is a round behind."""
+    behind = replace(TRAINER, lineage_tokens=max(0, tokens - 100))
+    rate.update(now, [behind, replace(TRAINER, lineage_tokens=tokens, state=state)])
+    return rate.tokens_per_second
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1.0, 40.0], ids=str)
+def test_the_speed_is_the_average_over_whole_rounds_however_long_they_last(seconds: float) -> None:
+    rate = SwarmRate()
+    assert observed(rate, 0.0, 0) is None
+    assert observed(rate, 0.5 * seconds, 0) is None
+    for number in range(1, 100):
+        assert observed(rate, number * seconds, number * 1000) == pytest.approx(1000 / seconds)
+        # Between two rounds nothing new is known, so nothing changes.
+        assert observed(rate, (number + 0.9) * seconds, number * 1000) == pytest.approx(1000 / seconds)
+
+
+def test_the_speed_forgets_what_is_long_ago_and_a_lineage_that_was_given_up() -> None:
+    rate = SwarmRate()
+    for second in range(60):
+        observed(rate, second, second * 1000)
+    for second in range(60, 60 + int(RATE_SECONDS) + 1):
+        last = observed(rate, second, 60_000 + (second - 60) * 10)
+    assert last is not None
+    assert last < 100
+    assert observed(rate, 100.0, 5000) is None
+
+
+def test_the_time_before_training_starts_does_not_count() -> None:
+    rate = SwarmRate()
+    rate.update(0.0, [replace(TRAINER, state="starting")])
+    assert observed(rate, 10.0, 0) is None
+    assert observed(rate, 11.0, 1000) == pytest.approx(1000)
