@@ -1,7 +1,8 @@
 """`Transport` on libp2p: raw streams through a p2pd daemon of our own.
 
-The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it. Everything that
-the daemon or the operating system raise is mapped to this package's errors here (`_mapped`), and nowhere else.
+The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it
+(`p2ptrain.network.libp2p_stream`), and `p2ptrain.network.libp2p_settings` says how it is started. What the daemon or
+the operating system raise is mapped to this package's errors here (`_mapped`) and in the streams, and nowhere else.
 
 Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
 under way when a side closes may be lost. The layer above marks ends and waits for them.
@@ -13,22 +14,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-from p2ptrain.errors import PeerLostError, PeerUnreachableError, ResourceError, TemporaryError
+from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError
 from p2ptrain.network.control import DaemonControl, DaemonGone, DaemonRefusal
-from p2ptrain.network.daemon import MAX_UNARY_BYTES, Daemon
+from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.link import check_address, check_peer_address
+from p2ptrain.network.libp2p_settings import Libp2pSettings
+from p2ptrain.network.libp2p_stream import Libp2pStream
+from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import Scope, answering, scope
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 
-logger = logging.getLogger(__name__)
+__all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
 
-CLOSE_SECONDS = 5.0
-"""How long `Stream.close` tries to hand over what was written."""
+logger = logging.getLogger(__name__)
 
 REQUEST_SECONDS = 5.0
 """Deadline of requests that the daemon answers by itself."""
@@ -37,137 +38,6 @@ REDIAL_SECONDS = 5.0
 """Pause between attempts to reach the bootstrap peers while there is no connection at all."""
 
 Reachability = Literal["direct", "relay", "unknown"]
-
-
-@dataclass(frozen=True)
-class Libp2pSettings:
-    """How a peer's daemon listens and what it does for others. Multiaddrs are text.
-
-    Attributes:
-        listen: Where to listen; port 0 takes any free one.
-        announce: Where others are told to dial; empty: wherever the daemon listens.
-        bootstrap: Peers to stay connected with, each address ending in ``/p2p/<id>``.
-        nat_port_map: Ask the gateway to open a port (UPnP, NAT-PMP).
-        auto_nat: Help others to find out whether they can be reached, and take part in hole punching.
-        relay: Serve as a relay for peers that cannot be reached.
-        trusted_relays: Relays to be reached through, each ending in ``/p2p/<id>``; used when this peer's reachability
-            is private.
-        force_reachability: ``private`` takes the relays at once, ``public`` never; None lets the daemon find out.
-        find_peers: Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only
-            what `Libp2pTransport.connect` was told is dialled.
-        startup_timeout_seconds: For each of three attempts to start the daemon.
-        max_streams: Incoming streams at a time; more are refused.
-    """
-
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    bootstrap: tuple[str, ...] = ()
-    nat_port_map: bool = False
-    auto_nat: bool = False
-    relay: bool = False
-    trusted_relays: tuple[str, ...] = ()
-    force_reachability: Literal["private", "public"] | None = None
-    find_peers: bool = True
-    startup_timeout_seconds: float = 15.0
-    max_streams: int = 1024
-
-    def __post_init__(self) -> None:
-        for address in (*self.listen, *self.announce):
-            check_address(address)
-        for address in (*self.bootstrap, *self.trusted_relays):
-            check_peer_address(address)
-
-    def daemon_arguments(self, identity_path: str) -> list[str]:
-        """p2pd's command line for these settings."""
-        switches = {
-            "connManager": True,
-            "dhtServer": self.find_peers,
-            "tls": True,
-            "natPortMap": self.nat_port_map,
-            "autonat": self.auto_nat,
-            "relay": True,
-            "relayService": self.relay,
-            "autoRelay": bool(self.trusted_relays),
-            # Discovery waits for minutes before it takes the relays that it was given.
-            "relayDiscovery": False,
-        }
-        arguments = [f"-{name}={int(value)}" for name, value in switches.items()]
-        arguments += [f"-id={identity_path}", f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}"]
-        for name, addresses in (
-            ("hostAddrs", self.listen),
-            ("announceAddrs", self.announce),
-            ("trustedRelays", self.trusted_relays),
-        ):
-            if addresses:
-                arguments.append(f"-{name}={','.join(addresses)}")
-        if not self.listen:
-            arguments.append("-noListenAddrs=1")
-        if self.force_reachability is not None:
-            arguments.append(f"-forceReachability{self.force_reachability.capitalize()}=1")
-        return arguments
-
-
-class Libp2pStream(Stream):
-    """A stream through the daemon: one Unix socket."""
-
-    def __init__(
-        self,
-        remote: PeerId,
-        socket: SocketStream,
-        on_end: Callable[[Libp2pStream], None],
-    ) -> None:
-        self._remote = remote
-        self._on_end = on_end
-        self._socket = socket
-        self._closed = False
-
-    @property
-    def remote(self) -> PeerId:
-        return self._remote
-
-    @property
-    def num_arrived(self) -> int:
-        return self._socket.num_arrived
-
-    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
-        if self._socket.is_closing:
-            raise PeerLostError(self._remote, "the stream is closed; open another")
-        try:
-            await self._socket.write(*parts)
-        except (OSError, RuntimeError) as error:
-            raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
-
-    async def read(self, num_bytes: int) -> bytes:
-        try:
-            return await self._socket.read(num_bytes)
-        except (OSError, EOFError) as error:
-            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
-
-    async def read_into(self, view: memoryview) -> None:
-        try:
-            await self._socket.read_into(view)
-        except (OSError, EOFError) as error:
-            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
-
-    async def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._socket.close()
-        except (OSError, RuntimeError, TimeoutError):
-            self._socket.abort()
-        except BaseException:
-            self._socket.abort()
-            raise
-        finally:
-            self._on_end(self)
-
-    def abort(self) -> None:
-        self._closed = True
-        self._socket.abort()
-        self._on_end(self)
 
 
 class Libp2pTransport(Transport):

@@ -14,11 +14,34 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.transport import Stream
 
 ROOT = Path(__file__).parents[2]
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+ECHO = "/test/echo"
+
+
+async def echo(stream: Stream) -> None:
+    """Serves `ECHO`: sends every byte back."""
+    while True:
+        await stream.write(await stream.read(1))
+
+
+def run(main: Callable[[], Awaitable[None]], on_uvloop: bool = False) -> None:
+    """Run ``main`` on a loop of its own, for a minute at most."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    if on_uvloop:
+        uvloop.run(bounded())
+    else:
+        asyncio.run(bounded())
 
 
 def free_port() -> int:

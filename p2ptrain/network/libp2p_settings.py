@@ -1,0 +1,77 @@
+"""How a peer's libp2p daemon is set up: checked settings, and the command line that they mean for p2pd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from p2ptrain.network.daemon import MAX_UNARY_BYTES
+from p2ptrain.network.link import check_address, check_peer_address
+
+
+@dataclass(frozen=True)
+class Libp2pSettings:
+    """How a peer's daemon listens and what it does for others. Multiaddrs are text.
+
+    Attributes:
+        listen: Where to listen; port 0 takes any free one.
+        announce: Where others are told to dial; empty: wherever the daemon listens.
+        bootstrap: Peers to stay connected with, each address ending in ``/p2p/<id>``.
+        nat_port_map: Ask the gateway to open a port (UPnP, NAT-PMP).
+        auto_nat: Help others to find out whether they can be reached, and take part in hole punching.
+        relay: Serve as a relay for peers that cannot be reached.
+        trusted_relays: Relays to be reached through, each ending in ``/p2p/<id>``; used when this peer's reachability
+            is private.
+        force_reachability: ``private`` takes the relays at once, ``public`` never; None lets the daemon find out.
+        find_peers: Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only
+            what `Libp2pTransport.connect` was told is dialled.
+        startup_timeout_seconds: For each of three attempts to start the daemon.
+        max_streams: Incoming streams at a time; more are refused.
+    """
+
+    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    announce: tuple[str, ...] = ()
+    bootstrap: tuple[str, ...] = ()
+    nat_port_map: bool = False
+    auto_nat: bool = False
+    relay: bool = False
+    trusted_relays: tuple[str, ...] = ()
+    force_reachability: Literal["private", "public"] | None = None
+    find_peers: bool = True
+    startup_timeout_seconds: float = 15.0
+    max_streams: int = 1024
+
+    def __post_init__(self) -> None:
+        for address in (*self.listen, *self.announce):
+            check_address(address)
+        for address in (*self.bootstrap, *self.trusted_relays):
+            check_peer_address(address)
+
+    def daemon_arguments(self, identity_path: str) -> list[str]:
+        """p2pd's command line for these settings."""
+        switches = {
+            "connManager": True,
+            "dhtServer": self.find_peers,
+            "tls": True,
+            "natPortMap": self.nat_port_map,
+            "autonat": self.auto_nat,
+            "relay": True,
+            "relayService": self.relay,
+            "autoRelay": bool(self.trusted_relays),
+            # Discovery waits for minutes before it takes the relays that it was given.
+            "relayDiscovery": False,
+        }
+        arguments = [f"-{name}={int(value)}" for name, value in switches.items()]
+        arguments += [f"-id={identity_path}", f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}"]
+        for name, addresses in (
+            ("hostAddrs", self.listen),
+            ("announceAddrs", self.announce),
+            ("trustedRelays", self.trusted_relays),
+        ):
+            if addresses:
+                arguments.append(f"-{name}={','.join(addresses)}")
+        if not self.listen:
+            arguments.append("-noListenAddrs=1")
+        if self.force_reachability is not None:
+            arguments.append(f"-forceReachability{self.force_reachability.capitalize()}=1")
+        return arguments

@@ -1,0 +1,76 @@
+"""One stream through the daemon: a Unix socket, with its errors mapped to this package's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.transport import PeerId, Stream
+
+CLOSE_SECONDS = 5.0
+"""How long `Stream.close` tries to hand over what was written."""
+
+
+class Libp2pStream(Stream):
+    """A stream through the daemon: one Unix socket."""
+
+    def __init__(
+        self,
+        remote: PeerId,
+        socket: SocketStream,
+        on_end: Callable[[Libp2pStream], None],
+    ) -> None:
+        self._remote = remote
+        self._on_end = on_end
+        self._socket = socket
+        self._closed = False
+
+    @property
+    def remote(self) -> PeerId:
+        return self._remote
+
+    @property
+    def num_arrived(self) -> int:
+        return self._socket.num_arrived
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        if self._socket.is_closing:
+            raise PeerLostError(self._remote, "the stream is closed; open another")
+        try:
+            await self._socket.write(*parts)
+        except (OSError, RuntimeError) as error:
+            raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
+
+    async def read(self, num_bytes: int) -> bytes:
+        try:
+            return await self._socket.read(num_bytes)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def read_into(self, view: memoryview) -> None:
+        try:
+            await self._socket.read_into(view)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
+        except (OSError, RuntimeError, TimeoutError):
+            self._socket.abort()
+        except BaseException:
+            self._socket.abort()
+            raise
+        finally:
+            self._on_end(self)
+
+    def abort(self) -> None:
+        self._closed = True
+        self._socket.abort()
+        self._on_end(self)
