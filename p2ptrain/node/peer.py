@@ -32,8 +32,9 @@ from p2ptrain.network.libp2p_directory import Libp2pDirectory
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.node.contacts import dialable
 from p2ptrain.node.presence import Presence
-from p2ptrain.node.reach import Reach, dialable
+from p2ptrain.node.reach import Reach
 from p2ptrain.node.relaying import relay_settings
 from p2ptrain.runtime import Runtime
 

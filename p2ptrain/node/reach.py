@@ -8,103 +8,40 @@
       |                              let each relay carry more than a default relay would ──▶ relay
       | nobody does, no relay ─────▶ outbound only: looks for a relay now and then
 
-A private peer also connects to all trainers itself (`Reach.watch`): others open streams to it over these connections,
-without a relay. Two private peers meet at a relay, and their daemons then try to punch a hole.
-
-Others are asked and answer through the RPC ``reach.probe``. They dial only the address that the asking connection comes
-from, and never one that the caller names, so nobody can point this peer's dials at a third party.
+How others are asked is in `p2ptrain.node.probing`, how a relay proves itself in `p2ptrain.node.relaying`. A private
+peer also connects to all trainers itself (`p2ptrain.node.contacts`). Two private peers meet at a relay, and their
+daemons then try to punch a hole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError, TemporaryError
+from p2ptrain.errors import PeerError, TemporaryError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport, Reachability
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.reachability import (
-    ANSWER_SECONDS,
-    MAX_PROBED_PORTS,
-    ProbeReport,
-    Scope,
-    host_of,
-    judge,
-    scope,
-    speaks_libp2p,
-    tcp_ports,
-)
+from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
 from p2ptrain.network.rpc import Rpc
+from p2ptrain.node.contacts import Contacts, dialable
+from p2ptrain.node.probing import CONTACT_SECONDS, ProbeServer, as_multiaddr, ask_back
 from p2ptrain.node.relaying import RELAY_ATTEMPTS, carrier, serve_carry, why_no_relay
 from p2ptrain.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-PROBE = "reach.probe"
-PROBE_SECONDS = 2 * ANSWER_SECONDS
-NUM_ASKED = 3
 MAX_RELAYS = 3
-MAX_PROBES_PER_PEER = 10
-MAX_PROBES = 200
-PROBE_WINDOW_SECONDS = 60.0
-
 WATCH_SECONDS = 2.0
 LOST_SECONDS = 6.0
 """How long there may be no place at any relay before others are looked for."""
 FIRST_SEARCH_PAUSE_SECONDS = 10.0
 LONGEST_SEARCH_PAUSE_SECONDS = 300.0
-MAX_CONTACTS = 64
-CONTACT_SECONDS = 5.0
-CONTACT_PAUSE_SECONDS = 20.0
 
 OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers that it is connected to"
-
-
-class ProbeServer:
-    """Tells callers whether this peer can dial them, and whether it relays."""
-
-    def __init__(self, rpc: Rpc, transport: Callable[[], Libp2pTransport]) -> None:
-        self.is_relay = False
-        """Whether this peer says that it relays."""
-        self._transport = transport
-        self._asked: Counter[str] = Counter()
-        self._window_ends = 0.0
-        rpc.serve(PROBE, self._probe, max_request_bytes=1024)
-
-    async def _probe(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        ports = request.get("ports")
-        if not isinstance(ports, list) or len(ports) > MAX_PROBED_PORTS:
-            raise ProtocolError(peer, f"asked for something else than up to {MAX_PROBED_PORTS} ports")
-        if not all(type(port) is int and 0 < port < 65536 for port in ports):
-            raise ProtocolError(peer, "asked for a port that is none")
-        self._count(peer)
-        transport = self._transport()
-        observed = await self._observed(transport, peer)
-        reachable: list[int] = []
-        # Dialling one's own loopback for a stranger would show it what listens there.
-        if observed and scope(_as_multiaddr(observed)) is not Scope.LOOPBACK:
-            answers = await asyncio.gather(*(speaks_libp2p(observed, port) for port in ports))
-            reachable = [port for port, answer in zip(ports, answers, strict=True) if answer]
-        return {"observed": observed, "reachable": reachable, "relay": self.is_relay}
-
-    async def _observed(self, transport: Libp2pTransport, peer: str) -> str:
-        hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
-        return next(filter(None, hosts), "")
-
-    def _count(self, peer: str) -> None:
-        now = asyncio.get_running_loop().time()
-        if now >= self._window_ends:
-            self._window_ends = now + PROBE_WINDOW_SECONDS
-            self._asked.clear()
-        if self._asked[peer] >= MAX_PROBES_PER_PEER or self._asked.total() >= MAX_PROBES:
-            raise TemporaryError("asked too often whether it can be reached: try again in a minute")
-        self._asked[peer] += 1
 
 
 @dataclass
@@ -123,8 +60,6 @@ class _Search:
     lost_since: float | None = None
     next_at: float = 0.0
     pause_seconds: float = FIRST_SEARCH_PAUSE_SECONDS
-    contacts: dict[str, float] = field(default_factory=dict)
-    """Until when a peer that did not answer is left alone, by id."""
 
 
 class Reach:
@@ -165,6 +100,7 @@ class Reach:
         self._proven: tuple[str, ...] = ()
         self._carrier = ""
         self._search = _Search()
+        self._contacts = Contacts(transport, membership)
         self._probes = ProbeServer(rpc, transport)
         serve_carry(rpc, lambda peer: peer == self._carrier)
 
@@ -192,7 +128,7 @@ class Reach:
         if self._settings.relay:
             await self._be_relay()
         elif self.asks and self._settings.bootstrap:
-            reports = await self._ask(self._settings.bootstrap)
+            reports = await ask_back(self._rpc, self._transport(), self._settings.bootstrap)
             success, reason = judge(reports)
             if success is not None:
                 await self._be_direct(success, reason)
@@ -224,7 +160,7 @@ class Reach:
             if self._verdict not in ("relay", "unknown"):
                 continue
             try:
-                await self._keep_contacts()
+                await self._contacts.keep()
                 await self._keep_relays()
                 if await self.refresh():
                     on_change()
@@ -233,53 +169,17 @@ class Reach:
 
     # Finding out
 
-    async def _ask(self, addresses: Sequence[str]) -> list[ProbeReport]:
-        """Have up to `NUM_ASKED` of the peers at ``addresses`` dial back; a clear success ends it early."""
-        by_peer: dict[str, list[str]] = {}
-        for address in addresses:
-            if (peer := check_peer_address(address)) != self._identity.peer_id:
-                by_peer.setdefault(peer, []).append(address)
-        ports = tcp_ports(await self._transport().addresses())
-        asking = {asyncio.create_task(self._ask_one(by_peer[peer], ports)) for peer in list(by_peer)[:NUM_ASKED]}
-        reports: list[ProbeReport] = []
-        try:
-            for attempt in asyncio.as_completed(asking):
-                try:
-                    reports.append(await attempt)
-                except (PeerError, DeadlineError, ValueError) as error:
-                    logger.debug("a peer cannot say how it sees this one: %s", error)
-                    continue
-                last = reports[-1]
-                if last.reachable and scope(_as_multiaddr(last.observed)) is Scope.PUBLIC:
-                    break
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return reports
-
-    async def _ask_one(self, addresses: Sequence[str], ports: Sequence[int]) -> ProbeReport:
-        peer = await self._transport().connect(addresses, CONTACT_SECONDS)
-        reply = await self._rpc.call(peer, PROBE, {"ports": list(ports)}, PROBE_SECONDS, max_reply_bytes=1024)
-        observed, reachable = reply.get("observed"), reply.get("reachable")
-        if not isinstance(observed, str) or not isinstance(reachable, list):
-            raise ProtocolError(peer, "sent something else than a report")
-        if observed and host_of(_as_multiaddr(observed)) != observed:
-            raise ProtocolError(peer, "sent something else than an address")
-        found = tuple(port for port in ports if port in reachable)
-        return ProbeReport(peer, observed, found, reply.get("relay") is True)
-
     async def _be_direct(self, report: ProbeReport, reason: str) -> None:
         self._verdict = "direct"
         logger.info("reachable directly: %s", reason)
         transport = self._transport()
         own = await transport.addresses()
-        if scope(_as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
+        if scope(as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
             return
         # Its gateway forwards the port, and the daemon cannot know the address outside.
         port = report.reachable[0]
         inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
-        outside = f"{_as_multiaddr(report.observed)}/tcp/{port}"
+        outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
         listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
         await self._move(replace(transport.settings, listen=listen, announce=(outside, *inside)))
 
@@ -370,55 +270,13 @@ class Reach:
         addresses = [address for record in records for address in dialable(record.addresses)]
         known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
         self._runtime.random.shuffle(known)
-        reports = await self._ask(known)
+        reports = await ask_back(self._rpc, self._transport(), known)
         if any(report.is_relay for report in reports):
             await self._be_private(reports, "a relay answers")
         search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
         search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 
-    # Contacts
-
-    async def _keep_contacts(self) -> None:
-        """Connect to the trainers that this peer is not connected to: they cannot easily do it themselves."""
-        transport, now = self._transport(), asyncio.get_running_loop().time()
-        connected = set(await transport.connected_peers())
-        wanted = {
-            record.peer: addresses
-            for record in self._membership.records()
-            if record.role != "bootstrap" and record.peer not in connected
-            if now >= self._search.contacts.get(record.peer, 0.0)
-            if (addresses := dialable(record.addresses))
-        }
-        chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
-
-        async def contact(peer: str) -> None:
-            try:
-                await transport.connect(wanted[peer], CONTACT_SECONDS)
-            except P2PTrainError as error:
-                logger.debug("no connection with peer %s: %s", peer[-8:], error)
-                self._search.contacts[peer] = now + CONTACT_PAUSE_SECONDS
-
-        await asyncio.gather(*map(contact, chosen))
-        self._search.contacts = {peer: until for peer, until in self._search.contacts.items() if until > now}
-
-
-def _as_multiaddr(host: str) -> str:
-    return f"/ip{6 if ':' in host else 4}/{host}"
-
 
 def _relay_of(address: str) -> str:
     """The relay's id in a circuit address."""
     return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]
-
-
-def dialable(addresses: Sequence[str]) -> list[str]:
-    """Addresses from another peer's record that may be dialled from here; malformed ones and loopback are left out."""
-    found = []
-    for address in addresses:
-        try:
-            check_peer_address(address)
-        except P2PTrainError:
-            continue
-        if scope(address) is not Scope.LOOPBACK:
-            found.append(address)
-    return found

@@ -17,8 +17,9 @@ from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.reachability import host_of, speaks_libp2p, tcp_ports
 from p2ptrain.network.rpc import Rpc
-from p2ptrain.node import reach
+from p2ptrain.node import probing, reach
 from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.probing import PROBE, ask_back
 from p2ptrain.node.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.runtime import real_runtime
 from tests.support.daemons import LOOPBACK, eventually, free_port, loopback_transport
@@ -50,10 +51,10 @@ async def started(directory: Path, name: str, link: SwarmLink | None = None, **n
 
 
 def test_a_swarm_on_loopback_is_direct_without_asking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ask(self: reach.Reach, addresses: object) -> list[object]:
+    async def ask(*_: object) -> list[object]:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(reach.Reach, "_ask", ask)
+    monkeypatch.setattr(reach, "ask_back", ask)
 
     async def main() -> None:
         async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
@@ -69,19 +70,19 @@ def test_a_probe_dials_nothing_on_loopback_and_refuses_nonsense_and_floods(
     async def speaks(host: str, port: int) -> bool:
         raise AssertionError("dialled")
 
-    monkeypatch.setattr(reach, "speaks_libp2p", speaks)
-    monkeypatch.setattr(reach, "MAX_PROBES_PER_PEER", 3)
+    monkeypatch.setattr(probing, "speaks_libp2p", speaks)
+    monkeypatch.setattr(probing, "MAX_PROBES_PER_PEER", 3)
 
     async def main() -> None:
         async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
             for ports in ("22", [0], [65536], [True], list(range(1, 6))):
                 with pytest.raises(PeerRefusedError, match="asked for"):
-                    await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": ports}, 5)
+                    await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": ports}, 5)
             for _ in range(3):
-                reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": [22]}, 5)
+                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, 5)
                 assert reply == {"observed": "127.0.0.1", "reachable": [], "relay": False}
             with pytest.raises(PeerRefusedError, match="too often"):
-                await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": [22]}, 5)
+                await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, 5)
 
     run(main)
 
@@ -111,7 +112,7 @@ def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
             assert not verdicts
             assert [address.partition("/p2p/")[0] for address in seed.link.addresses] == list(listen)
             async with started(tmp_path, "joiner", seed.link) as joiner:
-                reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": []}, 5)
+                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, 5)
                 assert reply["relay"] is True
 
     run(main)
@@ -121,7 +122,7 @@ def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp
     async def main() -> None:
         async with started(tmp_path, "seed", relay=True) as seed, started(tmp_path, "joiner", seed.link) as joiner:
             daemon = joiner.transport.daemon.process_id
-            reports = await joiner.reach._ask(seed.link.addresses)
+            reports = await ask_back(joiner.rpc, joiner.transport, seed.link.addresses)
             assert [report.is_relay for report in reports] == [True]
             await joiner.reach._be_private(reports, "for a test")
             await joiner.reach.refresh()
@@ -134,7 +135,7 @@ def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp
                 return any(record.reachability == "relay" for record in seed.membership.records())
 
             await eventually(is_seen)
-            reply = await joiner.rpc.call(seed.identity.peer_id, reach.PROBE, {"ports": []}, 5)
+            reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, 5)
             assert reply["observed"] == "127.0.0.1"
 
     run(main)
