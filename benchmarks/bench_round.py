@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import uvloop
@@ -54,17 +54,11 @@ class P2PTrainSwarm(Workers):
         self._arguments = ["--peers", str(peers), "--values", str(num_values), "--codecs", codec]
         self._num_peers = peers
 
-    def __enter__(self) -> Self:
-        try:
-            for index in range(self._num_peers):
-                self.start("--worker", str(index), *self._arguments)
-            self.tell_all(json.dumps(self.hear_all(START_SECONDS)))
-            self.hear_all(START_SECONDS)
-            self.processes()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+    def begin(self) -> None:
+        for index in range(self._num_peers):
+            self.start("--worker", str(index), *self._arguments)
+        self.tell_all(json.dumps(self.hear_all(START_SECONDS)))
+        self.hear_all(START_SECONDS)
 
     def round(self) -> Round:
         """One round of all peers.

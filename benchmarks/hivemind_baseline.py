@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.harness import Measured, cpu_seconds, report
 from benchmarks.workers import Workers, memory_of_round
@@ -78,18 +78,12 @@ class HivemindSwarm(Workers):
         self._common = ["--peers", str(peers), "--values", str(num_values)]
         self._num_peers = peers
 
-    def __enter__(self) -> Self:
-        try:
-            addresses = self.start("--worker", "0", *self._common).hear(START_SECONDS)["addresses"]
-            for index in range(1, self._num_peers):
-                self.start("--worker", str(index), *self._common, "--initial", *addresses)
-            for worker in self.all[1:]:
-                worker.hear(START_SECONDS)
-            self.processes()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+    def begin(self) -> None:
+        addresses = self.start("--worker", "0", *self._common).hear(START_SECONDS)["addresses"]
+        for index in range(1, self._num_peers):
+            self.start("--worker", str(index), *self._common, "--initial", *addresses)
+        for worker in self.all[1:]:
+            worker.hear(START_SECONDS)
 
     def round(self) -> Round:
         """One round of all peers.

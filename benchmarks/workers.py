@@ -110,7 +110,16 @@ class Workers:
         """One answer of each; see `Worker.hear`."""
         return [worker.hear(timeout_seconds) for worker in self.all]
 
+    def begin(self) -> None:
+        """Called on entry: start the workers that there are from the beginning, and wait until they are ready."""
+
     def __enter__(self) -> Self:
+        try:
+            self.begin()
+            self.processes()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
     def __exit__(
