@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import msgpack
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, canonical_bytes, parse_manifest
-from p2ptrain.signing import Signer
+from tests.support.signers import NamedSigner
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text(),
@@ -19,24 +18,7 @@ VALUES = st.recursive(
 )
 
 
-class HashSigner(Signer):
-    """Signs with a hash over its name: enough to tell one signer from another."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def peer_id(self) -> str:
-        return self._name
-
-    def sign(self, message: bytes) -> bytes:
-        return hashlib.sha256(self._name.encode() + message).digest()
-
-    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        return HashSigner(peer_id).sign(message) == proof
-
-
-ALICE, MALLORY = HashSigner("alice"), HashSigner("mallory")
+ALICE, MALLORY = NamedSigner("alice"), NamedSigner("mallory")
 
 
 @given(VALUES)

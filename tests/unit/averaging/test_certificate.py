@@ -15,26 +15,9 @@ from p2ptrain.averaging.certificate import Body, Certificate, Roster, Ticket, vo
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
-from p2ptrain.signing import Signer
+from tests.support.signers import NamedSigner
 
 SWARM = b"s" * 32
-
-
-class NamedSigner(Signer):
-    """Signs with a hash over its name: enough to tell whose signature of what it is."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def peer_id(self) -> str:
-        return self._name
-
-    def sign(self, message: bytes) -> bytes:
-        return hashlib.sha256(self._name.encode() + message).digest()
-
-    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        return proof == hashlib.sha256(peer_id.encode() + message).digest()
 
 
 VERIFIER = NamedSigner("verifier")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import torch
 
@@ -13,10 +15,19 @@ from tests.support.averaging import NUM_VALUES, RosterMember, make_roster, stop
 from tests.support.simulation import members
 
 
-async def complete(network: SimulatedNetwork, roster: list[RosterMember]) -> None:
+async def complete(roster: list[RosterMember]) -> None:
     """Run the attempt, so that everybody holds everything."""
     await asyncio.gather(*(each.butterfly.run() for each in roster))
     await stop(roster, linger=True)
+
+
+@asynccontextmanager
+async def completed(network: SimulatedNetwork) -> AsyncIterator[list[RosterMember]]:
+    """Three members that ran an attempt."""
+    async with members(network, 3) as swarm:
+        roster = make_roster(swarm, vectors(3), [10, 10, 10])
+        await complete(roster)
+        yield roster
 
 
 def forget(member: RosterMember, *, proofs_only: bool = False) -> None:
@@ -37,9 +48,7 @@ def vectors(count: int) -> list[torch.Tensor]:
 
 def test_a_member_that_missed_the_end_takes_it_over_from_a_signer() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, vectors(3), [10, 10, 10])
-            await complete(network, roster)
+        async with completed(network) as roster:
             means = list(roster[1].attempt.means)
             forget(roster[0])
             certificate = await roster[0].settlements.settle(roster[0].attempt)
@@ -52,9 +61,7 @@ def test_a_member_that_missed_the_end_takes_it_over_from_a_signer() -> None:
 
 def test_members_that_hold_all_but_each_other_s_signatures_exchange_them() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, vectors(3), [10, 10, 10])
-            await complete(network, roster)
+        async with completed(network) as roster:
             for each in roster:
                 forget(each, proofs_only=True)
             certificates = await asyncio.gather(*(each.settlements.settle(each.attempt) for each in roster))
@@ -66,9 +73,7 @@ def test_members_that_hold_all_but_each_other_s_signatures_exchange_them() -> No
 
 def test_without_a_majority_the_attempt_is_given_up_within_the_deadline() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, vectors(3), [10, 10, 10])
-            await complete(network, roster)
+        async with completed(network) as roster:
             forget(roster[0], proofs_only=True)
             for each in roster[1:]:
                 network.crash(each.member.peer)
@@ -83,9 +88,7 @@ def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late() -> None:
     """Or a peer that was away could complete, alone, a round that the others have left behind."""
 
     async def main(network: SimulatedNetwork) -> None:
-        async with members(network, 3) as swarm:
-            roster = make_roster(swarm, vectors(3), [10, 10, 10])
-            await complete(network, roster)
+        async with completed(network) as roster:
             for each in roster:
                 forget(each, proofs_only=True)
             network.cut(roster[0].member.peer)
@@ -106,7 +109,7 @@ def test_a_result_of_another_roster_is_not_taken_over() -> None:
         async with members(network, 3) as swarm:
             roster = make_roster(swarm, vectors(3), [10, 10, 10])
             other = make_roster(swarm, vectors(3), [10, 10, 50])
-            await complete(network, other)
+            await complete(other)
             wrong = other[1].attempt.body
             assert wrong is not None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import hmac
 from typing import Any
 
 import msgpack
@@ -22,29 +21,12 @@ from p2ptrain.network.records import (
     peers_key,
     seal_record,
 )
-from p2ptrain.signing import Signer
+from tests.support.signers import NamedSigner
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
 
 
-class FastSigner(Signer):
-    """A stand-in whose secret everybody knows; good enough to notice changed bytes."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    @property
-    def peer_id(self) -> str:
-        return self.name
-
-    def sign(self, message: bytes) -> bytes:
-        return hmac.digest(self.name.encode(), message, "sha256")
-
-    def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
-        return hmac.compare_digest(hmac.digest(peer_id.encode(), message, "sha256"), proof)
-
-
-ALICE, BOB = FastSigner("alice"), FastSigner("bob")
+ALICE, BOB = NamedSigner("alice"), NamedSigner("bob")
 
 
 def record(**changes: Any) -> PeerRecord:
