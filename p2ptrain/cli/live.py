@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -111,10 +112,14 @@ class View:
 
         The time that is shown counts from here.
         """
+        self._started = time.monotonic()
+        if self._live is None:
+            self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
+        self.show([], trainers)
+        # It takes seconds, in which signals have to be answered.
+        await asyncio.to_thread(import_module, "p2ptrain.node.observe")
         from p2ptrain.node.observe import Observer
 
-        self._started = time.monotonic()
-        self.show([], trainers)
         async with Observer(link, run_dir) as observer:
             while True:
                 try:
@@ -132,7 +137,7 @@ class View:
             if child.exit_code is not None and child.name not in self._ended:
                 self._ended.add(child.name)
                 if child.exit_code != 0 or not self._draining:
-                    self.say(f"{child.name} ended with code {child.exit_code}")
+                    self.say(f"{child.name} {child.ending}")
         if records:
             self._state = present_state(records, self._rate.tokens_per_second, self._held_out)
         new = committed_rounds(records, self._shown_rounds)
@@ -169,18 +174,24 @@ class View:
 
     def _child_state(self, child: Child, state: str) -> str:
         if child.exit_code is not None:
-            return f"ended ({child.exit_code})" if child.exit_code else "ended"
+            return (
+                "ended" if child.exit_code == 0 else "killed" if child.exit_code < 0 else f"ended ({child.exit_code})"
+            )
         return "draining" if self._draining else state
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
-    """The mean of what the trainers measured last on held-out text, in nats; None if their files tell nothing new."""
-    found = [_held_out_loss(run_dir / child.name / "metrics.jsonl") for child in trainers]
-    known = [loss for loss in found if loss is not None]
-    return sum(known) / len(known) if known else None
+    """What a trainer measured last on held-out text, in nats, and in the latest round; None if nothing new is known.
+
+    Those that have ended do not count: they may be far behind.
+    """
+    running = [child.name for child in trainers if child.exit_code is None]
+    found = [_held_out_loss(run_dir / name / "metrics.jsonl") for name in running]
+    return max((known for known in found if known is not None), default=(0, None))[1]
 
 
-def _held_out_loss(path: Path) -> float | None:
+def _held_out_loss(path: Path) -> tuple[int, float] | None:
+    """The round and loss of the newest measurement near the end of a file of metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))
@@ -190,8 +201,8 @@ def _held_out_loss(path: Path) -> float | None:
     for line in reversed(lines):
         if b'"held_out"' in line:
             try:
-                loss = json.loads(line)["loss"]
-            except (ValueError, KeyError):
-                continue  # cut off at the beginning of the tail
-            return float(loss) if loss is not None else None
+                values = json.loads(line)
+                return int(values["round"]), float(values["loss"])
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off at the beginning of the tail or while it is written, or not finite
     return None

@@ -41,19 +41,25 @@ class Child:
         """None while it runs; negative if a signal ended it."""
         return self.process.returncode
 
+    @property
+    def ending(self) -> str:
+        """How it ended, for people: ``ended with code 7``, ``was ended by SIGKILL``."""
+        code = self.exit_code or 0
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
     def last_error(self) -> str:
-        """The last error line of its log, or its last line, or nothing."""
+        """The last error line of its log; if it ended by itself with none, its last line; or nothing."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _LOG_TAIL_BYTES))
             lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         errors = [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]
-        return (errors or lines or [""])[-1].strip()
+        killed = self.exit_code is not None and self.exit_code < 0
+        return (errors or ([] if killed else lines) or [""])[-1].strip()
 
     def failure(self) -> P2PTrainError:
         """An error that carries what this child said last and its exit code."""
-        code = self.exit_code or 0
-        ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        error = P2PTrainError(f"{self.name} {ending}: {self.last_error() or 'it said nothing'} (log: {self.log})")
+        code, said = self.exit_code or 0, self.last_error()
+        error = P2PTrainError(f"{self.name} {self.ending}{f': {said}' if said else ''} (log: {self.log})")
         error.exit_code = code if code > 0 else 1
         return error
 

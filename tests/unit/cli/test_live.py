@@ -19,6 +19,7 @@ class FakeChild:
 
     name: str
     exit_code: int | None = None
+    ending: str = "ended somehow"
 
 
 class Terminal(io.StringIO):
@@ -94,12 +95,13 @@ def test_without_a_terminal_there_is_one_line_for_each_look_with_something_new()
     assert stream.getvalue() == "0:00  round 5  2/3 peers  averaged in 0.5 s  loss 2.500  digest abababab\n"
 
 
-def test_the_held_out_loss_is_the_mean_of_what_trainers_measured_last(tmp_path: Path) -> None:
-    fakes = children(FakeChild("a"), FakeChild("b"), FakeChild("c"))
+def test_the_held_out_loss_is_that_of_the_latest_round_and_of_a_trainer_that_runs(tmp_path: Path) -> None:
+    fakes = children(FakeChild("a"), FakeChild("b"), FakeChild("killed", exit_code=-9), FakeChild("new"))
     assert newest_held_out_loss(tmp_path, fakes) is None
-    for name, losses in {"a": [5.0, 3.0], "b": [2.0]}.items():
+    measured = {"a": [(0, 5.0), (20, 3.0)], "b": [(10, 4.0)], "killed": [(30, 9.0)]}
+    for name, values in measured.items():
         (tmp_path / name).mkdir()
-        lines = [json.dumps({"kind": "held_out", "loss": loss}) for loss in losses]
+        lines = [json.dumps({"kind": "held_out", "round": number, "loss": loss}) for number, loss in values]
         lines += [json.dumps({"kind": "step", "loss": 9.0})] * 3 + ['{"kind": "held_out", "lo']
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines))
-    assert newest_held_out_loss(tmp_path, fakes) == 2.5
+    assert newest_held_out_loss(tmp_path, fakes) == 3.0
