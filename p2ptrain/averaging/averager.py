@@ -136,7 +136,7 @@ class Averager:
 
     def set_head(self, head: Head) -> None:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
-        self.matchmaker.head = head
+        self.matchmaker.move(head)
 
     async def close(self) -> None:
         """End everything that this averager started."""

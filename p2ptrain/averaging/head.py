@@ -77,6 +77,10 @@ class Head:
             raise IntegrityError("a head has fields out of range: the peer that sent it is broken or hostile")
         return head
 
+    def without_proof(self) -> Head:
+        """This head without members and certificate, for messages that need not prove it."""
+        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest)
+
     def outranks(self, other: Head) -> bool:
         """The lineage rule: more tokens win; then more rounds; then the smaller hash, so that all agree."""
         return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)

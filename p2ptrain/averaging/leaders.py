@@ -39,7 +39,7 @@ class Leaders:
             self._failures[leader] += 1
 
     def nudged_by(self, key: Key, peer: str) -> None:
-        """Note that a peer asked for this one: it is there, though no record may have told of it yet."""
+        """Note that a peer is in this round, though no record may have told of it yet: it asked, or was in the last."""
         self._turn_to(key)
         if len(self._nudgers) < MAX_NUDGERS:
             self._nudgers.add(peer)
@@ -49,7 +49,7 @@ class Leaders:
         self._nudgers.discard(peer)
 
     def nudgers(self, key: Key) -> set[str]:
-        """Peers that asked for this one in this round."""
+        """Peers that are in this round by their own account."""
         return self._nudgers if key == self._key else set()
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:

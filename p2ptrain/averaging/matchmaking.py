@@ -12,6 +12,7 @@ import contextlib
 import logging
 from typing import Any
 
+from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Key, Leaders
@@ -26,7 +27,10 @@ from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
 
-PROBE_SECONDS = 2.0
+PROBE_SECONDS = 1.0
+MIN_PAUSE_SECONDS = 0.05
+REPORT_WAIT_SECONDS = 1.0
+FORESIGHT_SECONDS = 0.25
 PROBE_TIMEOUT_SECONDS = 3.0
 OPEN_TIMEOUT_SECONDS = 8.0
 IDLE_RALLY_SECONDS = 120.0
@@ -61,7 +65,7 @@ class Matchmaker:
     """Finds groups for this peer, and leads rallies for others when it is its turn.
 
     Attributes:
-        head: This peer's head; its owner keeps it current.
+        head: This peer's head; its owner keeps it current with `move`.
         participates: Whether this peer trains: a leader then waits for itself too.
     """
 
@@ -90,6 +94,7 @@ class Matchmaker:
         self._closing: Key | None = None
         self._following: tuple[Key, str] | None = None
         self._last_leader: tuple[Key, str] | None = None
+        self._pace: dict[str, float] = {}
         self._leaders = Leaders(rpc.peer_id, membership)
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
@@ -103,6 +108,13 @@ class Matchmaker:
     def is_closing(self) -> bool:
         """Whether the round in progress should be closed with what this peer has."""
         return self._closing == (self.head.round, self.head.lineage)
+
+    def move(self, head: Head) -> None:
+        """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
+        self.head = head
+        for peer in head.members:
+            if peer != self._rpc.peer_id and self._membership.is_news(peer):
+                self._leaders.nudged_by((head.round, head.lineage), peer)
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""
@@ -189,10 +201,9 @@ class Matchmaker:
             if leader == self._rpc.peer_id:
                 async with asyncio.timeout(timeout_seconds):
                     return await self._enlist(ticket, self.head, tried, MAX_HOPS, self._membership.avoided())
-            head = Head(self.head.round, self.head.lineage, self.head.tokens, self.head.samples, self.head.digest)
             request = {
                 "ticket": ticket.to_wire(),
-                "head": head.to_dict(),
+                "head": self.head.without_proof().to_dict(),
                 "tried": tried[-8:],
                 "hops": hops,
                 "avoid": self._membership.avoided(),
@@ -240,27 +251,37 @@ class Matchmaker:
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         return roster
 
-    async def report(self, samples: int) -> bool:
-        """Tell the round's leader how far this peer is; True when the round should be closed now."""
+    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        """Tell the round's leader how far this peer is, and wait while another local batch would be too much.
+
+        Args:
+            samples: Samples that this peer has for the round.
+            batch_samples: Of which in its last local batch.
+            batch_seconds: How long that took.
+
+        Returns:
+            True when the round should be closed now; False when this peer should compute another local batch.
+        """
         key = (self.head.round, self.head.lineage)
-        leader = self._leaders.candidates(key, [])[0]
-        if leader == self._rpc.peer_id:
-            rally = self._rally(self.head)
-            rally.report(leader, samples, asyncio.get_running_loop().time())
-            self._closing = key if rally.closing or rally.is_full else self._closing
-            return self.is_closing()
-        head = Head(self.head.round, self.head.lineage, self.head.tokens, self.head.samples, self.head.digest)
-        try:
-            reply = await self._rpc.call(
-                leader, "rally.report", {"head": head.to_dict(), "samples": samples}, PROBE_TIMEOUT_SECONDS
-            )
-        except PeerRefusedError:
-            return False
-        except (PeerError, DeadlineError) as error:
-            self._membership.suspect(leader, str(error))
-            return False
-        if reply.get("closing") is True:
-            self._closing = key
+        seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
+        while key == (self.head.round, self.head.lineage):
+            leader = self._leaders.candidates(key, [])[0]
+            try:
+                if leader == self._rpc.peer_id:
+                    reply = await self._take_report(leader, self.head, (samples, batch_samples, seconds))
+                else:
+                    head = self.head.without_proof().to_dict()
+                    request = {"head": head, "samples": samples, "batch": batch_samples, "seconds": seconds}
+                    reply = await self._rpc.call(leader, "rally.report", request, PROBE_TIMEOUT_SECONDS)
+            except PeerRefusedError:
+                return False
+            except (PeerError, DeadlineError) as error:
+                self._membership.suspect(leader, str(error))
+                return False
+            if reply.get("closing") is True:
+                self._closing = key
+            if self.is_closing() or reply.get("wait") is not True:
+                break
         return self.is_closing()
 
     # --- leading -------------------------------------------------------------------------------------------------
@@ -270,13 +291,11 @@ class Matchmaker:
         rally = self._rallies.get(key)
         if rally is None or rally.over:
             while len(self._rallies) >= MAX_RALLIES:
-                own = (
-                    self.head.round,
-                    self.head.lineage,
-                )  # Never let tickets for made-up rounds push out the real one.
+                # Never let tickets for made-up rounds push out the real one.
+                own = (self.head.round, self.head.lineage)
                 oldest = min(self._rallies, key=lambda k: (k == own, self._rallies[k].last_activity))
                 self._rallies.pop(oldest).answer_all({"kind": "refused", "reason": "too many rallies at once"})
-            rally = self._rallies[key] = Rally(head, self._spec, self._batch_target)
+            rally = self._rallies[key] = Rally(head, self._spec, GlobalBatch(self._batch_target, self._pace))
             rally.last_activity = asyncio.get_running_loop().time()
             task = asyncio.create_task(self._conduct(key, rally), name=f"rally-{head.round}")
             self._conductors.add(task)
@@ -322,15 +341,34 @@ class Matchmaker:
             rally.remove(ticket.peer, answer) if not rally.over else None
 
     async def _serve_report(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        head, samples = Head.from_dict(request.get("head")), request.get("samples")
-        if type(samples) is not int or not 0 <= samples < 1 << 40:
+        head = Head.from_dict(request.get("head"))
+        samples, batch, seconds = request.get("samples"), request.get("batch"), request.get("seconds")
+        if not (type(samples) is int and type(batch) is int and type(seconds) is float):
             raise IntegrityError("malformed report")
+        if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
+            raise IntegrityError("a report with values out of range")
         self._membership.heard_from(peer)
         if self.head.lineage != head.lineage and self.head.outranks(head):
             return {"closing": True}
+        return await self._take_report(peer, head, (samples, batch, seconds))
+
+    async def _take_report(self, peer: str, head: Head, told: tuple[int, int, float]) -> dict[str, Any]:
+        """Note how far a peer is: samples, those of its last batch, its seconds. Answer once it is clear what to do.
+
+        Returns:
+            ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch.
+        """
+        loop = asyncio.get_running_loop()
         rally = self._rally(head)
-        rally.report(peer, samples, asyncio.get_running_loop().time())
-        return {"closing": rally.closing or rally.is_full}
+        rally.report(peer, Report(*told, loop.time()))
+        deadline = loop.time() + REPORT_WAIT_SECONDS
+        while not (rally.closing or rally.batch.is_full or rally.over):
+            if rally.batch.should_begin(peer, self._expected(rally), loop.time()):
+                return {"closing": False, "wait": False}
+            if loop.time() >= deadline:
+                return {"closing": False, "wait": True}
+            await rally.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
+        return {"closing": True, "wait": False}
 
     async def _serve_nudge(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         key = (request.get("round"), request.get("lineage"))
@@ -347,14 +385,13 @@ class Matchmaker:
         if own is not None and leads and self._goes_before(checked, peer):
             own.answer_all({"kind": "redirect", "peer": peer})
             following = peer
-        head = Head(self.head.round, self.head.lineage, self.head.tokens, self.head.samples, self.head.digest)
-        return {"head": head.to_dict(), "leader": following}
+        return {"head": self.head.without_proof().to_dict(), "leader": following}
 
     def _goes_before(self, key: Key, peer: str) -> bool:
         return self._leaders.order(key, peer) < self._leaders.order(key, self._rpc.peer_id)
 
     def _expected(self, rally: Rally) -> list[str]:
-        told = {*rally.samples, *self._leaders.nudgers((rally.head.round, rally.head.lineage))}
+        told = {*rally.batch.peers, *self._leaders.nudgers((rally.head.round, rally.head.lineage))}
         peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
         peers.discard(self._rpc.peer_id)
         mine = (self.head.round, self.head.lineage) == (rally.head.round, rally.head.lineage)
@@ -392,8 +429,12 @@ class Matchmaker:
                         probed_at[peer] = now
                         probes[peer] = asyncio.create_task(self._probe(peer, key, rally), name=f"probe-{peer[-8:]}")
                         probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
+                next_probe = min(
+                    (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
+                    default=PROBE_SECONDS,
+                )
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(rally.next_change(now)):
+                    async with asyncio.timeout(min(rally.next_change(now), max(next_probe, MIN_PAUSE_SECONDS))):
                         await rally.changed.wait()
         finally:
             for probe in list(probes.values()):

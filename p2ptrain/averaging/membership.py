@@ -28,6 +28,8 @@ FIRST_MISTRUST_SECONDS = 5.0
 LONGEST_MISTRUST_SECONDS = 240.0
 MAX_AVOIDED_PEERS = 16
 MAX_KNOWN_PEERS = 4096
+ARRIVING_STATES = ("starting", "syncing")
+"""States of a peer that will hand in tickets."""
 ACTIVE_STATES = ("training", "paused")
 """States of a peer that hands in tickets; one that is paused keeps asking for a group."""
 
@@ -151,6 +153,11 @@ class Membership:
         known = self._known.get(peer)
         return known is not None and self._runtime.now() < known.mistrust_until
 
+    def is_news(self, peer: str) -> bool:
+        """Whether no record has told yet that this peer trains."""
+        known = self._known.get(peer)
+        return known is None or known.record.state in ARRIVING_STATES
+
     def missed_round(self, peer: str) -> None:
         """Note that a peer answered but did not join in time: the next rounds do not wait for it until it acts."""
         known = self._known.get(peer)
@@ -185,7 +192,9 @@ class Membership:
         return [
             record.peer
             for record in self.records()
-            if record.state in (*ACTIVE_STATES, "syncing") and not self.is_suspect(record.peer)
+            if record.role == "trainer"
+            and record.state in (*ACTIVE_STATES, *ARRIVING_STATES)
+            and not self.is_suspect(record.peer)
         ]
 
     def alive_trainers(self) -> list[str]:

@@ -8,12 +8,14 @@ is the whole policy, a pure function; the rest of this file is the shell that fe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from p2ptrain.averaging.batch import GlobalBatch, Report
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.membership import rank
@@ -116,20 +118,20 @@ class Rally:
     Attributes:
         head: The head whose round this closes, as its first member described it.
         members: By peer: tickets handed in, in order of arrival.
-        samples: By peer: samples reported or handed in for this round.
+        batch: The global batch, as far as it was reported or handed in.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
     """
 
     head: Head
     spec: AveragingSpec
-    batch_target: int
+    batch: GlobalBatch
     members: dict[str, _Member] = field(default_factory=dict)
-    samples: dict[str, int] = field(default_factory=dict)
     closing: bool = False
     over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     last_activity: float = 0.0
+    _stirred: asyncio.Event = field(default_factory=asyncio.Event)
     _first_ticket_at: float | None = None
     _quorum_at: float | None = None
 
@@ -140,10 +142,10 @@ class Rally:
             previous.answer.set_result({"kind": "refused", "reason": "a newer ticket replaced this one"})
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self.members[ticket.peer] = _Member(ticket, answer, avoid)
-        self.samples[ticket.peer] = ticket.samples
+        self.batch.hand_in(ticket.peer, ticket.samples)
         self._first_ticket_at = now if self._first_ticket_at is None else self._first_ticket_at
         self.last_activity = now
-        self.changed.set()
+        self.stir()
         return answer
 
     def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
@@ -151,25 +153,31 @@ class Rally:
         member = self.members.get(peer)
         if member is not None and member.answer is answer:
             del self.members[peer]
-            self.changed.set()
+            self.stir()
 
-    def report(self, peer: str, samples: int, now: float) -> None:
-        """Note how many samples a peer has for this round."""
-        if peer in self.samples or len(self.samples) < 4096:
-            self.samples[peer] = samples
-        self.last_activity = now
+    def report(self, peer: str, report: Report) -> None:
+        """Note how far a peer is in this round."""
+        self.batch.report(peer, report)
+        self.last_activity = report.reported_at
+        self.stir()
+
+    def stir(self) -> None:
+        """Wake whoever waits for something to change."""
         self.changed.set()
+        self._stirred.set()
+        self._stirred = asyncio.Event()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the samples reported by all peers fill the global batch."""
-        return self.batch_target > 0 and sum(self.samples.values()) >= self.batch_target
+    async def wait_for_change(self, timeout_seconds: float) -> None:
+        """Return when something changed, or after this time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._stirred.wait()
 
     def situation(self, expected: list[str], now: float) -> Situation:
         """The facts for `decide`."""
         missing = [peer for peer in expected if peer not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
-        situation = Situation(len(self.members), len(missing), self.is_full, waiting, None)
+        situation = Situation(len(self.members), len(missing), self.batch.is_full, waiting, None)
         if not has_quorum(situation, self.spec):
             self._quorum_at = None
             return situation
@@ -191,7 +199,7 @@ class Rally:
         for member in self.members.values():
             if not member.answer.done():
                 member.answer.set_result(answer)
-        self.changed.set()
+        self.stir()
 
     def form(self) -> list[str]:
         """Put the group together and answer everybody; returns the peers in it.

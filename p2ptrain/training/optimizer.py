@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
@@ -171,6 +172,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._counted: tuple[int, int] | None = None
         self._next_attempt = spec.every
         self._total_tokens = 0
+        self._batch_began = time.monotonic()
         self.on_pause: Callable[[RoundResult], bool] = self._rest
 
     @property
@@ -229,8 +231,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._work.tokens += tokens
         self._work.steps += 1
         self._total_tokens += tokens
-        if self._is_due():
+        if self._is_due(samples, time.monotonic() - self._batch_began):
             self._synchronize_when_enough()
+        self._batch_began = time.monotonic()
         return loss
 
     def _synchronize_when_enough(self) -> None:
@@ -244,12 +247,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._bridge.rest(PAUSE_SECONDS)
         return True
 
-    def _is_due(self) -> bool:
+    def _is_due(self, batch_samples: int, batch_seconds: float) -> bool:
         if self._synchronizer.is_closing():
             return True
         if self._every > 1:
             return self._work.steps >= self._next_attempt
-        return self._bridge.wait(self._synchronizer.report(self._work.samples))
+        return self._bridge.wait(self._synchronizer.report(self._work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
         """Contribute what there is to the round in progress now, and wait for its result."""

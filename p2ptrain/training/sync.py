@@ -128,9 +128,18 @@ class Synchronizer:
         """Whether the swarm wants to close the round with what this peer has; readable from any thread."""
         return self.averager.matchmaker.is_closing()
 
-    async def report(self, samples: int) -> bool:
-        """Tell the swarm how many samples are accumulated; True when its global batch is full."""
-        return await self.averager.matchmaker.report(samples)
+    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        """Tell the swarm what is accumulated, and wait while another local batch would be too much.
+
+        Args:
+            samples: Samples accumulated for this round.
+            batch_samples: Of which in the last local batch.
+            batch_seconds: How long that took.
+
+        Returns:
+            Whether the swarm's global batch is full.
+        """
+        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds)
 
     async def announce(self) -> None:
         """Tell the peers that train, or will soon, that this one takes part from now on."""

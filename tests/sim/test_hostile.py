@@ -259,9 +259,8 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
                 head = replace(evil.sync.head, round=number, tokens=number, members=(), certificate=b"").to_dict()
                 for victim in honest:
                     try:
-                        await evil.rpc.call(
-                            victim.peer.peer_id, "rally.report", {"head": head, "samples": 1 << 39}, 3.0
-                        )
+                        report = {"head": head, "samples": 1 << 39, "batch": 1, "seconds": 1.0}
+                        await evil.rpc.call(victim.peer.peer_id, "rally.report", report, 3.0)
                     except TemporaryError:
                         await asyncio.sleep(0.1)
 

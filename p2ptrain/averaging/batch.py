@@ -1,0 +1,111 @@
+"""Filling the global batch of a round (``every = 1``): who has how much, and who should begin another local batch.
+
+A round's batch is full when the samples that all peers have reported reach the target. Peers compute in whole local
+batches, so if each went on until it is told to stop, everybody would have a batch too many in hand: three peers that
+need one each would make five. So the leader, which every peer tells of each batch, foresees when the batches in
+progress will be done: a peer that could only add to a batch which is full by then waits for the others instead. One
+that is overdue is foreseen to need as long again as it is late, so that nobody waits for a slow or dead peer for long.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+MAX_REPORTS = 4096
+LONGEST_BATCH_SECONDS = 86400.0
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a peer is in a round.
+
+    Attributes:
+        samples: Samples that it has for this round.
+        batch_samples: Of which in its last local batch.
+        batch_seconds: How long that took.
+        reported_at: When it said so, on the leader's clock.
+    """
+
+    samples: int
+    batch_samples: int
+    batch_seconds: float
+    reported_at: float
+
+
+class GlobalBatch:
+    """What the peers of one round have reported.
+
+    Args:
+        target: Samples that fill the batch; 0 without a global batch.
+        pace: Seconds that each peer's local batches take, as far as it is known from other rounds; is kept current.
+    """
+
+    def __init__(self, target: int, pace: dict[str, float] | None = None) -> None:
+        self.target = target
+        self._pace: dict[str, float] = {} if pace is None else pace
+        self._reports: dict[str, Report] = {}
+        self._idle: set[str] = set()
+
+    @property
+    def peers(self) -> Collection[str]:
+        """Those that reported."""
+        return self._reports.keys()
+
+    @property
+    def missing(self) -> int:
+        """Samples that are still needed; at most 0 when it is full."""
+        return self.target - sum(report.samples for report in self._reports.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the samples reported by all peers fill the batch."""
+        return self.target > 0 and self.missing <= 0
+
+    def report(self, peer: str, report: Report) -> None:
+        """Take in what a peer says; a later report replaces an earlier one."""
+        if peer in self._reports or len(self._reports) < MAX_REPORTS:
+            self._reports[peer] = report
+            if report.batch_seconds and (peer in self._pace or len(self._pace) < MAX_REPORTS):
+                self._pace[peer] = report.batch_seconds
+
+    def hand_in(self, peer: str, samples: int) -> None:
+        """Note that a peer handed in what it has, and computes nothing more for this round."""
+        before = self._reports.get(peer, Report(0, 0, 0.0, 0.0))
+        self.report(peer, replace(before, samples=samples))
+        self._idle.add(peer)
+
+    def should_begin(self, peer: str, expected: Collection[str], now: float) -> bool:
+        """Whether a peer that reported should compute another local batch; notes what it is going to do.
+
+        Args:
+            peer: Which one.
+            expected: The peers that are presumed to compute for this round.
+            now: The leader's time.
+        """
+        own = self._reports.get(peer)
+        if own is None or not self.target:
+            return True
+        done_at = now + own.batch_seconds
+        others = {*self._reports, *expected}.difference(self._idle, [peer])
+        if sum(self._foresee(other, done_at, now) for other in others) >= self.missing:
+            self._idle.add(peer)
+            return False
+        self._idle.discard(peer)
+        return True
+
+    def _foresee(self, peer: str, until: float, now: float) -> int:
+        """Samples that a peer which computes now will have added by then."""
+        report = self._reports.get(peer)
+        if report is None:  # It began with the round, as the others did before their first report.
+            others = [one for one in self._reports.values() if one.batch_samples]
+            began = min(one.reported_at - one.batch_seconds for one in others)
+            samples = min(one.batch_samples for one in others)
+            seconds = self._pace.get(peer, statistics.median(one.batch_seconds for one in others))
+        else:
+            began, samples, seconds = report.reported_at, report.batch_samples, report.batch_seconds
+        first_at = now + abs(began + seconds - now)
+        if first_at > until:
+            return 0
+        return samples * (1 + int((until - first_at) / max(seconds, 1e-3)))

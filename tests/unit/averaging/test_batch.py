@@ -1,0 +1,103 @@
+"""Who computes another local batch, so that the global batch is filled soon and not overfilled."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.batch import GlobalBatch, Report
+
+LOOK_AGAIN_SECONDS = 0.25
+
+
+@dataclass
+class Round:
+    """Peers that compute batch after batch until the global batch is full, as events in time.
+
+    Attributes:
+        seconds: By peer: how long a local batch takes; infinite for one that is dead.
+        size: Samples in a local batch.
+        foresight: Whether peers ask before each batch but the first.
+    """
+
+    seconds: dict[str, float]
+    size: int
+    target: int
+    foresight: bool
+    pace: dict[str, float] = field(default_factory=dict)
+    batch: GlobalBatch = field(init=False)
+    full_at: float = 0.0
+    samples: dict[str, int] = field(default_factory=dict)
+
+    def run(self) -> int:
+        """Fill the batch; returns the samples that all have when whoever was computing has finished."""
+        self.batch = GlobalBatch(self.target, self.pace)
+        events = [(seconds, peer, True) for peer, seconds in self.seconds.items() if seconds < float("inf")]
+        heapq.heapify(events)
+        computing = dict.fromkeys((peer for _, peer, _ in events), True)
+        while not self.batch.is_full:
+            now, peer, done = heapq.heappop(events)
+            if done:
+                self.samples[peer] = self.samples.get(peer, 0) + self.size
+                self.batch.report(peer, Report(self.samples[peer], self.size, self.seconds[peer], now))
+            computing[peer] = not self.foresight or self.batch.should_begin(peer, list(self.seconds), now)
+            pause = self.seconds[peer] if computing[peer] else LOOK_AGAIN_SECONDS
+            heapq.heappush(events, (now + pause, peer, computing[peer]))
+            self.full_at = now
+        in_hand = sum(self.size for other, busy in computing.items() if busy and other != peer)
+        return sum(self.samples.values()) + in_hand
+
+
+def test_equal_peers_that_need_one_batch_each_make_one_batch_each() -> None:
+    speeds = {"a": 1.0, "b": 1.01, "c": 1.02}
+    assert Round(speeds, 8, 24, foresight=True).run() == 24
+    assert Round(speeds, 8, 24, foresight=False).run() == 40
+
+
+def test_a_slow_peer_is_waited_for_a_batch_long_and_not_at_all_once_its_pace_is_known() -> None:
+    speeds = {"a": 1.0, "b": 1.0, "slow": 100.0}
+    unknown, known = (Round(speeds, 8, 24, foresight=True, pace=pace) for pace in ({}, dict(speeds)))
+    unknown.run()
+    known.run()
+    assert unknown.full_at <= 3.0 + 2 * LOOK_AGAIN_SECONDS
+    assert known.full_at == 2.0
+
+
+def test_a_dead_peer_holds_nobody_up_for_longer_than_a_batch() -> None:
+    dead = Round({"a": 1.0, "b": 1.0, "dead": float("inf")}, 8, 24, foresight=True)
+    dead.run()
+    alone = Round({"a": 1.0, "b": 1.0}, 8, 24, foresight=False)
+    alone.run()
+    assert dead.full_at <= alone.full_at + 1.0 + 2 * LOOK_AGAIN_SECONDS
+
+
+def test_without_a_global_batch_everybody_computes() -> None:
+    batch = GlobalBatch(0)
+    batch.report("a", Report(1000, 10, 1.0, 5.0))
+    assert batch.should_begin("a", ["a", "b"], 5.0)
+    assert not batch.is_full
+
+
+def test_who_handed_in_computes_nothing_more() -> None:
+    batch = GlobalBatch(24)
+    batch.report("a", Report(8, 8, 1.0, 1.0))
+    batch.report("b", Report(8, 8, 1.0, 1.0))
+    assert not batch.should_begin("a", ["a", "b"], 1.0)
+    batch.hand_in("b", 8)
+    assert batch.should_begin("a", ["a", "b"], 1.0)
+
+
+@given(
+    seconds=st.lists(st.floats(0.05, 20.0), min_size=1, max_size=6),
+    size=st.integers(1, 16),
+    target=st.integers(1, 200),
+)
+def test_foresight_makes_no_more_and_costs_little_time(seconds: list[float], size: int, target: int) -> None:
+    speeds = {f"peer{index}": one for index, one in enumerate(seconds)}
+    wise, greedy = (Round(speeds, size, target, foresight=foresight) for foresight in (True, False))
+    made, most = wise.run(), greedy.run()
+    assert target <= made <= max(most, target + size * len(seconds))
+    assert wise.full_at <= greedy.full_at + max(seconds) + 2 * LOOK_AGAIN_SECONDS
