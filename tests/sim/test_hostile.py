@@ -268,7 +268,7 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
         await go_on(swarm, honest)
         flooding.cancel()
         for trainer in honest:
-            assert len(trainer.sync.averager.matchmaker._rallies) <= 8
+            assert len(trainer.sync.averager.matchmaker._conductor._rallies) <= 8
         await swarm.end()
 
     simulate(main, seed=6)

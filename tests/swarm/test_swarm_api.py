@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def test_below_the_minimum_of_peers_a_step_waits_and_ends_when_the_network_does(
         opt = swarm.optimizer(model, make_optimizer(model))
         before = values_of(model)
         pauses: list[RoundResult] = []
-        rest = opt.on_pause
+        rest: Callable[[RoundResult], bool] = opt.on_pause
 
         def lose_the_network_later(result: RoundResult) -> bool:
             pauses.append(result)
@@ -138,7 +138,7 @@ def test_a_learning_rate_scheduler_acts_on_the_shared_optimizer(tmp_path: Path) 
 
 
 def test_local_steps_are_clipped_and_the_outer_step_is_nesterov(tmp_path: Path) -> None:
-    settings = {"every": 2, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    settings: dict[str, Any] = {"every": 2, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9}
     with lone_swarm(tmp_path, **settings) as swarm:
         model, reference = make_model(8), make_model(8)
         opt = swarm.optimizer(model, torch.optim.SGD(model.parameters(), 1.0), clip_norm=0.01)

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.averaging.certificate import Ticket
-from p2ptrain.averaging.matchmaking import MAX_RALLIES, BehindError, Matchmaker, MismatchError, NoGroupError
+from p2ptrain.averaging.conductor import MAX_RALLIES
+from p2ptrain.averaging.matchmaking import BehindError, Matchmaker, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.rally import without_conflicts
 from p2ptrain.manifest import AveragingSpec
@@ -172,10 +173,10 @@ def test_rallies_are_bounded_and_the_real_one_stays() -> None:
             for number in range(50):
                 head = replace(HEAD, round=number + 1, tokens=number + 1)
                 ticket = make_ticket(evil[0], head=head)
-                victim[1]._rally(head).add(ticket, network.loop.time())
+                victim[1]._conductor.rally(head).add(ticket, network.loop.time())
                 await asyncio.sleep(0.01)
-                assert len(victim[1]._rallies) <= MAX_RALLIES
-            assert (HEAD.round, HEAD.lineage) in victim[1]._rallies
+                assert len(victim[1]._conductor._rallies) <= MAX_RALLIES
+            assert (HEAD.round, HEAD.lineage) in victim[1]._conductor._rallies
             assert not own.done()
             own.cancel()
             await asyncio.gather(own, return_exceptions=True)
@@ -193,7 +194,7 @@ def test_a_cancelled_search_leaves_no_ticket_behind() -> None:
                 await asyncio.gather(search, return_exceptions=True)
                 await asyncio.sleep(0.5)
                 assert matchmaker._following is None
-                rallies = [rally for _, other, _ in all_ for rally in other._rallies.values()]
+                rallies = [rally for _, other, _ in all_ for rally in other._conductor._rallies.values()]
                 assert not any(rally.members for rally in rallies)
 
     simulate(main, seed=8)

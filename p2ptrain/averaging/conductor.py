@@ -1,0 +1,306 @@
+"""Forming a group, the leader's side over the network: rallies for the rounds that this peer leads.
+
+Every trainer runs a `Conductor`. It takes tickets and reports of all who think that this peer leads, or sends them on to
+a leader that goes first. A task for each rally runs until `p2ptrain.averaging.rally.decide` says how it ends;
+missing peers are asked whether they live, which also hurries them and tells of a swarm that is ahead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
+from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.leaders import Key, Leaders
+from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership
+from p2ptrain.averaging.rally import Answer, Rally, decide
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.signing import Signer
+
+logger = logging.getLogger(__name__)
+
+PROBE_SECONDS = 1.0
+MIN_PAUSE_SECONDS = 0.05
+PROBE_TIMEOUT_SECONDS = 3.0
+REPORT_WAIT_SECONDS = 1.0
+FORESIGHT_SECONDS = 0.25
+IDLE_RALLY_SECONDS = 120.0
+MAX_RALLIES = 8
+MAX_HOPS = 4
+
+
+@dataclass
+class Place:
+    """Where this peer stands, for both sides of matchmaking.
+
+    Attributes:
+        head: Its head.
+        participates: Whether it trains: a leader then waits for itself too.
+        closing: The round that should be closed with what this peer has.
+    """
+
+    head: Head
+    participates: bool = False
+    closing: Key | None = None
+
+    @property
+    def key(self) -> Key:
+        """The round in progress."""
+        return self.head.round, self.head.lineage
+
+    def close(self, key: Key) -> None:
+        """Close the round in progress with what this peer has, if it is this one."""
+        if key == self.key:
+            self.closing = key
+
+
+async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any]:
+    """Tell a peer that this one is in a round, and whether it is being closed.
+
+    Returns:
+        The peer's head, and whom it says that it follows in that round; neither is to be trusted.
+
+    Raises:
+        PeerError: It cannot be reached, refuses, or answers nonsense.
+        IntegrityError: Its head is malformed.
+        DeadlineError: No answer in time.
+    """
+    request = {"round": key[0], "lineage": key[1], "closing": closing}
+    reply = await rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
+    return Head.from_dict(reply.get("head")), reply.get("leader")
+
+
+class Conductor:
+    """Leads rallies for others, and for this peer itself, when it is its turn."""
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        signer: Signer,
+        swarm: bytes,
+        spec: AveragingSpec,
+        membership: Membership,
+        leaders: Leaders,
+        place: Place,
+        batch_target: int,
+    ) -> None:
+        """
+        Args:
+            rpc: To serve and probe other peers.
+            signer: Checks tickets.
+            swarm: The manifest's digest, 32 bytes.
+            spec: Quorum, grace, deadlines.
+            membership: Who is there.
+            leaders: Whose turn it is.
+            place: Where this peer stands.
+            batch_target: Samples that fill the global batch; 0 without one.
+        """
+        self._rpc = rpc
+        self._signer = signer
+        self._swarm = swarm
+        self._spec = spec
+        self._membership = membership
+        self._leaders = leaders
+        self._place = place
+        self._batch_target = batch_target
+        self._pace: dict[str, float] = {}
+        self._rallies: dict[Key, Rally] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        rpc.serve_channel("rally.join", self._serve_join)
+        rpc.serve("rally.report", self._serve_report)
+
+    async def close(self) -> None:
+        """Stop leading; followers move on to the next leader."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def give_way(self, key: Key, peer: str) -> bool:
+        """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one."""
+        rally = self._rallies.get(key)
+        if rally is None or rally.over or not self.goes_before(key, peer):
+            return False
+        rally.answer_all({"kind": "redirect", "peer": peer})
+        return True
+
+    def rally(self, head: Head) -> Rally:
+        """The rally for the round of this head, opened when there is none."""
+        key = (head.round, head.lineage)
+        rally = self._rallies.get(key)
+        if rally is None or rally.over:
+            while len(self._rallies) >= MAX_RALLIES:
+                # Never let tickets for made-up rounds push out the real one.
+                own = self._place.key
+                oldest = min(self._rallies, key=lambda k: (k == own, self._rallies[k].last_activity))
+                self._rallies.pop(oldest).answer_all({"kind": "refused", "reason": "too many rallies at once"})
+            rally = self._rallies[key] = Rally(head, self._spec, GlobalBatch(self._batch_target, self._pace))
+            rally.last_activity = asyncio.get_running_loop().time()
+            task = asyncio.create_task(self._conduct(key, rally), name=f"rally-{head.round}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return rally
+
+    async def _serve_join(self, channel: Channel, request: dict[str, Any]) -> None:
+        ticket = Ticket.from_wire(request.get("ticket"), self._swarm, self._signer, self._spec.max_weight)
+        head = Head.from_dict(request.get("head"))
+        if ticket.peer != channel.remote or (head.round, head.lineage) != (ticket.round, ticket.lineage):
+            raise IntegrityError("this ticket is not yours, or not for your head")
+        tried, hops, avoid = request.get("tried"), request.get("hops"), request.get("avoid")
+        if not (isinstance(tried, list) and type(hops) is int and isinstance(avoid, list)):
+            raise IntegrityError("malformed ticket request")
+        if not all(type(peer) is str for peer in [*tried, *avoid]):
+            raise IntegrityError("malformed ticket request")
+        self._membership.heard_from(ticket.peer)
+        answer = asyncio.create_task(self.enlist(ticket, head, tried, hops, avoid), name="enlist")
+        try:
+            waiting: set[asyncio.Future[Any]] = {answer, channel.lost}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                await channel.send(answer.result())
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+
+    async def enlist(self, ticket: Ticket, head: Head, tried: list[str], hops: int, avoid: list[str]) -> Answer:
+        """The final answer to one ticket."""
+        own = self._rpc.peer_id
+        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
+            return {"kind": "behind", "peer": own}
+        key = (ticket.round, ticket.lineage)
+        if hops < MAX_HOPS:
+            best = self._leaders.candidates(key, tried)[0]
+            if best not in (own, ticket.peer):
+                return {"kind": "redirect", "peer": best}
+        rally = self.rally(head)
+        answer = rally.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid[:MAX_AVOIDED_PEERS]))
+        try:
+            return await answer
+        finally:
+            rally.remove(ticket.peer, answer) if not rally.over else None
+
+    async def _serve_report(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        head = Head.from_dict(request.get("head"))
+        samples, batch, seconds = request.get("samples"), request.get("batch"), request.get("seconds")
+        if not (type(samples) is int and type(batch) is int and type(seconds) is float):
+            raise IntegrityError("malformed report")
+        if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
+            raise IntegrityError("a report with values out of range")
+        self._membership.heard_from(peer)
+        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
+            return {"closing": True}
+        return await self.take_report(peer, head, (samples, batch, seconds))
+
+    async def take_report(self, peer: str, head: Head, told: tuple[int, int, float]) -> dict[str, Any]:
+        """Note how far a peer is: samples, those of its last batch, its seconds. Answer once it is clear what to do.
+
+        Returns:
+            ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch.
+        """
+        loop = asyncio.get_running_loop()
+        rally = self.rally(head)
+        rally.report(peer, Report(*told, loop.time()))
+        deadline = loop.time() + REPORT_WAIT_SECONDS
+        while not (rally.closing or rally.batch.is_full or rally.over):
+            if rally.batch.should_begin(peer, self._expected(rally), loop.time()):
+                return {"closing": False, "wait": False}
+            if loop.time() >= deadline:
+                return {"closing": False, "wait": True}
+            await rally.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
+        return {"closing": True, "wait": False}
+
+    def goes_before(self, key: Key, peer: str) -> bool:
+        """Whether another peer leads this round rather than this one."""
+        return self._leaders.order(key, peer) < self._leaders.order(key, self._rpc.peer_id)
+
+    def _expected(self, rally: Rally) -> list[str]:
+        told = {*rally.batch.peers, *self._leaders.nudgers((rally.head.round, rally.head.lineage))}
+        peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
+        peers.discard(self._rpc.peer_id)
+        mine = self._place.key == (rally.head.round, rally.head.lineage)
+        return sorted([*peers, self._rpc.peer_id] if self._place.participates and mine else peers)
+
+    async def _conduct(self, key: Key, rally: Rally) -> None:
+        """Run one rally to its end; the leader's main loop."""
+        loop = asyncio.get_running_loop()
+        probes: dict[str, asyncio.Task[None]] = {}
+        probed_at: dict[str, float] = {}
+        try:
+            while not rally.over:
+                rally.changed.clear()
+                now = loop.time()
+                if self._place.head.lineage != rally.head.lineage and self._place.head.outranks(rally.head):
+                    rally.answer_all({"kind": "behind", "peer": self._rpc.peer_id})
+                    break
+                expected = self._expected(rally)
+                decision = decide(rally.situation(expected, now), self._spec)
+                if decision.action == "close" and not rally.closing:
+                    rally.closing = True
+                    probed_at.clear()
+                    self._place.close(key)
+                if decision.action == "form":
+                    self._finish(rally, expected, decision.reason)
+                    break
+                if decision.action == "give up":
+                    rally.answer_all({"kind": "refused", "reason": decision.reason})
+                    break
+                if not rally.members and now - rally.last_activity > IDLE_RALLY_SECONDS:
+                    break
+                missing = [peer for peer in expected if peer not in rally.members and peer != self._rpc.peer_id]
+                for peer in missing if rally.members or rally.closing else []:
+                    if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
+                        probed_at[peer] = now
+                        probes[peer] = asyncio.create_task(self._probe(peer, key, rally), name=f"probe-{peer[-8:]}")
+                        probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
+                next_probe = min(
+                    (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
+                    default=PROBE_SECONDS,
+                )
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(rally.next_change(now), max(next_probe, MIN_PAUSE_SECONDS))):
+                        await rally.changed.wait()
+        finally:
+            for probe in list(probes.values()):
+                probe.cancel()
+            await asyncio.gather(*probes.values(), return_exceptions=True)
+            if not rally.over:
+                rally.answer_all({"kind": "refused", "reason": "the leader stopped"})
+            if self._rallies.get(key) is rally:
+                del self._rallies[key]
+
+    def _finish(self, rally: Rally, expected: list[str], reason: str) -> None:
+        late = [peer for peer in expected if peer not in rally.members]
+        members = rally.form()
+        for peer in late:
+            self._membership.missed_round(peer)
+        logger.debug("round %d: group of %d: %s", rally.head.round, len(members), reason)
+
+    async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
+        """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
+        try:
+            head, leader = await nudge(self._rpc, peer, key, rally.closing)
+        except PeerRefusedError:
+            return
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            self._membership.suspect(peer, str(error))
+            self._leaders.lost(peer)
+            rally.changed.set()
+            return
+        if rally.over:
+            return
+        if head.lineage != rally.head.lineage and head.outranks(rally.head):
+            rally.answer_all({"kind": "behind", "peer": peer})
+        elif (
+            isinstance(leader, str)
+            and leader
+            and self.goes_before(key, leader)
+            and not self._membership.is_suspect(leader)
+        ):
+            rally.answer_all({"kind": "redirect", "peer": leader})
