@@ -53,11 +53,11 @@ def eventually_answers(peer: NatPeer, expected: Any, *order: Any, timeout_second
         time.sleep(0.2)
 
 
-def test_a_peer_that_can_be_dialled_knows_within_a_second(lab: Lab) -> None:
+def test_a_peer_that_can_be_dialled_knows_before_it_has_joined(lab: Lab) -> None:
     seed = lab.seed()
     peer = lab.peer(lab.net.public("open"), "open", link=seed.joined["link"])
-    peer.wait_until_reached("direct")
-    assert peer.joined["settle_seconds"] < 1.0
+    first = peer.wait_for("standing")
+    assert first["reached"] == "direct", f"{first} after {peer.joined['settle_seconds']:.1f} s"
     eventually_answers(seed, {"open": "direct"}, "peers")
 
 
@@ -69,7 +69,6 @@ def test_peers_behind_gateways_use_the_relay_of_the_swarm_without_being_told(lab
     for peer in (left, right):
         standing = peer.wait_until_reached("relay")
         assert any("/p2p-circuit" in address for address in standing["addresses"])
-        assert peer.joined["settle_seconds"] < 15.0
     eventually_answers(public, {"seed": "direct", "left": "relay", "right": "relay"}, "peers")
     for sender, receiver in ((left, right), (right, left), (public, left), (right, public)):
         eventually_answers(sender, "ok", "send", receiver.joined["peer"], MANY_BYTES)

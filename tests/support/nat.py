@@ -7,6 +7,7 @@ hosts have addresses of the public internet: libp2p treats private ones differen
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ table ip gate {
 """A gateway that lets connections out, behind its own address, and none in; what it was not asked for is dropped."""
 
 
+@functools.cache
 def why_unavailable() -> str:
     """Why this machine cannot make the namespaces; empty when it can."""
     if os.geteuid() != 0:
@@ -59,6 +61,7 @@ class Internet:
         self._namespaces: list[str] = []
         self._hosts = 0
         self._outside: dict[str, str] = {}
+        self._ports: dict[str, str] = {}
 
     def __enter__(self) -> Internet:
         try:
@@ -101,7 +104,16 @@ class Internet:
         _run("ip", "-n", self._wire, "link", "set", port, "master", "wire", "up")
         _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "wan")
         _run("ip", "-n", namespace, "link", "set", "wan", "up")
+        self._ports[namespace] = port
         return address
+
+    def unplug(self, host: Host) -> None:
+        """Pull the cable of a public host: nothing gets through any more, and nobody is told."""
+        _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "down")
+
+    def plug_in(self, host: Host) -> None:
+        """Put the cable of a public host back."""
+        _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "up")
 
     def _namespace(self, name: str) -> str:
         namespace = f"{self._prefix}-{name}"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +41,30 @@ def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
 class Worker:
     """One process of `tests.support.worker`.
 
+    Args:
+        run_dir: Where it keeps its key; its log lies beside it.
+        options: `tests.support.worker.Options`.
+        prefix: Put before its command line, such as ``ip netns exec …``; has to replace itself by the command.
+
     Attributes:
         name: The last part of its run directory.
         events: What it said, oldest first; only grows.
     """
 
-    def __init__(self, run_dir: Path, options: dict[str, Any]) -> None:
+    def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.name = run_dir.name
         self.run_dir = run_dir
         self.log = run_dir.with_suffix(".log")
         self.events: list[Event] = []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.worker", json.dumps({"run_dir": str(run_dir), **options})],
+                [
+                    *prefix,
+                    sys.executable,
+                    "-m",
+                    "tests.support.worker",
+                    json.dumps({"run_dir": str(run_dir), **options}),
+                ],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -120,6 +131,11 @@ class Worker:
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to it and its daemon, as when the whole machine sleeps and wakes."""
+        os.kill(self.daemon, number)
+        self.process.send_signal(number)
+
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self.process.send_signal(number)
@@ -157,12 +173,12 @@ class Swarmlet:
         self.manifest = make_manifest(**manifest)
         self.workers: list[Worker] = []
 
-    def start(self, name: str, link: str | None = None, **options: Any) -> Worker:
+    def start(self, name: str, link: str | None = None, *, prefix: Sequence[str] = (), **options: Any) -> Worker:
         """Start a worker. The first one makes the swarm; later ones join it through ``link`` or the first worker."""
         if link is None and self.workers:
             link = self.workers[0].link
         where = {"link": link} if link else {"manifest": self.manifest}
-        worker = Worker(self.directory / name, {**where, "seed": len(self.workers) + 1, **options})
+        worker = Worker(self.directory / name, {**where, "seed": len(self.workers) + 1, **options}, prefix)
         self.workers.append(worker)
         return worker
 

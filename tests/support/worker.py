@@ -32,6 +32,8 @@ import torch
 
 from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.node import swarm as swarm_module
+from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state import Snapshot
 from p2ptrain.training.sync import RoundResult, Synchronizer
@@ -55,6 +57,8 @@ class Options:
         step_seconds: Pause before each step, so that many workers can share a machine.
         hold: Begin without training, until told to ``go``.
         tell_values: Tell all parameters and the indices of the samples with every round.
+        listen: Where it listens.
+        clock_seconds: How far this machine's wall clock is ahead, as this process sees it.
     """
 
     run_dir: str
@@ -65,6 +69,8 @@ class Options:
     step_seconds: float = 0.05
     hold: bool = False
     tell_values: bool = False
+    listen: str = "/ip4/127.0.0.1/tcp/0"
+    clock_seconds: float = 0.0
 
 
 def make_model(hidden: int) -> torch.nn.Module:
@@ -211,20 +217,30 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
     }
 
 
+def set_clock(ahead_seconds: float) -> None:
+    """Give the peers of this process a wall clock that is off."""
+
+    def make_runtime(name: str = "cpu") -> Runtime:
+        return dataclasses.replace(real_runtime(name), clock=lambda: time.time() + ahead_seconds)
+
+    swarm_module.real_runtime = make_runtime  # type: ignore[attr-defined]
+
+
 def main() -> int:
     """Run one worker; the exit code is the error's, as on the command line."""
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     options = Options(**json.loads(sys.argv[1]))
     orders = Orders(options.hold)
-    name, loopback = os.path.basename(options.run_dir), ("/ip4/127.0.0.1/tcp/0",)
+    name, listen = os.path.basename(options.run_dir), (options.listen,)
+    set_clock(options.clock_seconds)
     with contextlib.ExitStack() as stack:
         try:
             if options.link:
-                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=loopback)
+                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=listen)
             else:
                 manifest = Manifest.model_validate(options.manifest)
-                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=loopback)
+                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen)
             stack.enter_context(swarm)
             daemon = swarm._peer.transport.daemon.process_id
             say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)
