@@ -1,8 +1,8 @@
 """Forming a group, the leader's side over the network: rallies for the rounds that this peer leads.
 
-Every trainer runs a `Conductor`. It takes tickets and reports of all who think that this peer leads, or sends them on to
-a leader that goes first. A task for each rally runs until `p2ptrain.averaging.rally.decide` says how it ends;
-missing peers are asked whether they live, which also hurries them and tells of a swarm that is ahead.
+Every trainer runs a `Conductor`. It takes tickets and reports of all who think that this peer leads, or sends them on
+to a leader that goes first. A task for each rally runs until `p2ptrain.averaging.rally.decide` says how it ends, and
+asks missing peers whether they live, which also hurries them and tells of a swarm that is ahead.
 """
 
 from __future__ import annotations

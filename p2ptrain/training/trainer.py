@@ -102,7 +102,7 @@ class Trainer:
         self._swarm = swarm
         self._metrics = metrics
         self._checkpoints = checkpoints
-        self._max_rounds = max_rounds
+        synchronizer.last_round = max_rounds
         self._evaluate = evaluate
         self._device = next(module.parameters()).device
         self._stop = threading.Event()
@@ -158,7 +158,7 @@ class Trainer:
         return self.progress
 
     def _is_done(self) -> bool:
-        return 0 < self._max_rounds <= self._synchronizer.head.round
+        return 0 < self._synchronizer.last_round <= self._synchronizer.head.round
 
     def _train_step(self) -> torch.Tensor:
         head = self._synchronizer.head
@@ -218,7 +218,7 @@ class Trainer:
     def _finish(self) -> None:
         """Hand in what is not contributed yet, save, and measure the shared state."""
         try:
-            if self.optimizer.samples_in_round and not self._is_done():
+            if self.optimizer.samples_in_round and not self._is_done() and not self._is_left_alone():
                 result = self.optimizer.synchronize()
                 logger.info("last round: %s", "committed" if result.committed else result.reason)
         except P2PTrainError as error:
@@ -227,6 +227,10 @@ class Trainer:
         self._save()
         if self._evaluate:
             self.progress.held_out_loss_after = self._held_out()
+
+    def _is_left_alone(self) -> bool:
+        """Whether the others of the last round are gone: a round without them, right before the end, is only a fork."""
+        return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
 
     def _held_out(self) -> float:
         evaluation = held_out_loss(self._module, self._corpus.held_out, self._context, max_seconds=EVALUATION_SECONDS)
