@@ -113,6 +113,7 @@ class Libp2pDirectory(Directory):
 
     Attributes:
         guard: Counts refused records.
+        on_clock_measured: Called once, when `clock_skew_seconds` is known for the first time after `start`.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Libp2pDirectory(Directory):
         self._runtime = runtime
         self._skews: OrderedDict[str, float] = OrderedDict()
         self._keeper: asyncio.Task[None] | None = None
+        self.on_clock_measured: Callable[[], None] = lambda: None
 
     @classmethod
     async def start(
@@ -298,10 +300,13 @@ class Libp2pDirectory(Directory):
             logger.debug("directory: peer %s did not answer: %r", peer[-8:], error)
             return
         if response.dht_time:
+            is_first = not self._skews
             self._skews[peer] = middle - response.dht_time
             self._skews.move_to_end(peer)
             while len(self._skews) > MAX_REMEMBERED_PEERS:
                 self._skews.popitem(last=False)
+            if is_first:
+                self.on_clock_measured()
         if response.peer and response.peer.node_id:
             await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id, responded=True)
 

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 15.0
+CONNECT_SECONDS = 30.0
+FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
 MAX_KNOWN_ADDRESSES = 64
 CLOCK_WARNING_SECONDS = 5.0
@@ -111,6 +112,7 @@ class Peer:
         self.reach: Reach
         self._watcher: asyncio.Task[None] | None = None
         self._network_lost: Callable[[str], None] = lambda reason: None
+        self._clock_note = ""
         self._stack = AsyncExitStack()
 
     @property
@@ -181,6 +183,9 @@ class Peer:
         self.directory = await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())
         self._correct_clock()
+        if self.directory.clock_skew_seconds is None and self.transport.settings.bootstrap:
+            # Those who were there first are slow to answer, and may still tell.
+            self.directory.on_clock_measured = self._correct_clock
         self.presence = Presence(self.directory, self.runtime, digest, self.identity, self.membership, self.describe)
         if self.options.role != "client":
             await self.presence.start()
@@ -232,9 +237,9 @@ class Peer:
         skew = self.directory.clock_skew_seconds
         if skew is None or abs(skew) < CLOCK_WARNING_SECONDS:
             return
-        self.runtime.clock_offset_seconds -= skew
+        self.runtime.clock_offset_seconds = -skew
         way = "ahead of" if skew > 0 else "behind"
-        self.status.note = f"clock {abs(skew):.0f} s {way} the swarm's: corrected"
+        self._clock_note = f"clock {abs(skew):.0f} s {way} the swarm's: corrected"
         logger.warning(
             "this machine's clock is %.0f s %s the swarm's: corrected for this run; set it right with "
             "`timedatectl set-ntp true`", abs(skew), way,
@@ -248,11 +253,14 @@ class Peer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_SECONDS
         failure: Exception | None = None
+        patience = FIRST_DIAL_SECONDS
         while loop.time() < deadline:
             refusals: list[PeerRefusedError] = []
             for address in addresses:
                 try:
-                    peer = await self.transport.connect([address], min(5.0, CONNECT_SECONDS))
+                    peer = await self.transport.connect(
+                        [address], max(FIRST_DIAL_SECONDS, min(patience, deadline - loop.time()))
+                    )
                     reply = await self.rpc.call(
                         peer, "manifest", {}, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES
                     )
@@ -265,6 +273,7 @@ class Peer:
                     refusals += [error] if isinstance(error, PeerRefusedError) else []
             if refusals and len(refusals) == len(addresses):
                 _raise_if_final(refusals)
+            patience *= 2  # A dial that is given up begins anew; some peers answer seconds late.
             await asyncio.sleep(0.5)
         shown = ", ".join(addresses[:3]) or "no address"
         raise BootstrapError(
@@ -351,7 +360,7 @@ class Peer:
             addresses=self.reach.standing.addresses,
             started_at=status.started_at,
             last_rounds=tuple(sync.reports) if sync else (),
-            note=status.note or self.reach.standing.note,
+            note=status.note or self._clock_note or self.reach.standing.note,
         )
 
     async def close(self, farewell: bool = True) -> None:

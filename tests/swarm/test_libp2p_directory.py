@@ -159,6 +159,8 @@ def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path
             async with peer(tmp_path, (address,)) as early:
                 assert await early.seen() is None
                 assert early.directory.clock_skew_seconds is None
+                measured: list[float | None] = []
+                early.directory.on_clock_measured = lambda: measured.append(early.directory.clock_skew_seconds)
                 from p2ptrain.network.libp2p import Libp2pSettings
 
                 settings = Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
@@ -169,6 +171,7 @@ def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path
                 assert time.monotonic() - started < 5
                 assert await early.announce()
                 assert await Peer(late, transport, directory).seen() == {early.identity.peer_id}
+                assert [skew is not None and abs(skew) < 5 for skew in measured] == [True]
                 await directory.close()
                 await transport.close()
 

@@ -1,0 +1,121 @@
+"""Faults that last: machines that sleep for a minute, a bootstrap peer that answers late, clocks that are off.
+
+What the others do meanwhile is checked, and that whoever was away comes back without help.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.network.link import SwarmLink
+from tests.support.processes import (
+    Swarmlet,
+    Worker,
+    check_states,
+    nothing_left_behind,
+    run_command,
+    wait_for_agreement,
+)
+from tests.support.relay import slow_relay
+
+pytestmark = pytest.mark.timeout(300)
+
+SLEEP_SECONDS = 65.0
+"""Longer than any lifetime of a record, and than the libp2p daemons keep a connection that does not answer."""
+NOTICE_SECONDS = 15.0
+SLOW_SECONDS = (1.0, 5.0)
+"""How late each piece of an answer of a slow bootstrap peer comes."""
+
+
+def wait_for_peace(*workers: Worker) -> None:
+    """Wait until all of them are in one group, with one state, in a round that is over after this call began."""
+    marks = [len(worker.events) for worker in workers]
+    newest = max(
+        worker.wait_for_commit(len(workers), since=mark)["round"] for worker, mark in zip(workers, marks, strict=True)
+    )
+    wait_for_agreement(*workers, after_round=newest)
+
+
+def keep_committing_until(deadline: float, workers: list[Worker], members: int) -> None:
+    """Follow workers until this time of the monotonic clock: each commits round after round, all in one group."""
+    while time.monotonic() < deadline:
+        for worker in workers:
+            newest = worker.rounds()[-1]["round"]
+            worker.wait_for_commit(
+                members, since=len(worker.events), after_round=newest, timeout_seconds=NOTICE_SECONDS
+            )
+
+
+def test_a_bootstrap_and_a_member_that_sleep_for_a_minute_are_left_behind_and_rejoin_by_themselves(
+    tmp_path: Path,
+) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+        bootstrap, member, b, c = swarm.start_all("bootstrap", "member", "b", "c")
+        asleep, awake = [bootstrap, member], [b, c]
+        marks = {worker.name: len(worker.events) for worker in swarm.workers}
+        wakes_at = time.monotonic() + SLEEP_SECONDS
+        for worker in asleep:
+            worker.signal_all(signal.SIGSTOP)
+        try:
+            for worker in awake:
+                worker.wait_for_commit(2, since=marks[worker.name], timeout_seconds=2 * NOTICE_SECONDS)
+            keep_committing_until(wakes_at, awake, members=2)
+        finally:
+            for worker in asleep:
+                worker.signal_all(signal.SIGCONT)
+        front = b.rounds()[-1]["round"]
+        wait_for_peace(*swarm.workers)
+        check_states(*swarm.workers)
+        for worker in asleep:
+            assert worker.process.poll() is None, worker.last_words()
+            woken = worker.wait_for_commit(4, since=marks[worker.name])
+            assert woken["round"] > front, "it found out where the others are"
+        # The bootstrap peer is as good as before: who knows nobody else gets in through it.
+        newcomer = swarm.start("newcomer", link=bootstrap.link)
+        wait_for_peace(*swarm.workers)
+        assert newcomer.wait_for("training")["round"] > front
+
+
+def test_who_joins_through_a_bootstrap_that_answers_seconds_late_gets_in_and_harms_nobody(tmp_path: Path) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+        bootstrap, b = swarm.start_all("bootstrap", "b")
+        link = SwarmLink.parse(bootstrap.link)
+        found = re.fullmatch(r"(/ip4/127\.0\.0\.1/tcp/)(\d+)(/p2p/.+)", link.addresses[0])
+        assert found is not None
+        with slow_relay(int(found[2]), SLOW_SECONDS) as relay:
+            slow = SwarmLink(link.digest, (f"{found[1]}{relay.port}{found[3]}",))
+            joiner = swarm.start("joiner", link=str(slow))
+            joiner.wait_for("training", timeout_seconds=120)
+            assert relay.pieces > 3, "it got in through the relay"
+            # Its connection to the bootstrap peer stays slow: it may be left out of rounds, and counts in some.
+            joiner.wait_for("round", lambda event: event["contributed"] and event["members"] > 1)
+            check_states(*swarm.workers)
+        wait_for_peace(bootstrap, b, joiner)
+
+
+def test_peers_whose_clocks_are_off_by_minutes_and_hours_go_by_the_swarms_and_say_so(tmp_path: Path) -> None:
+    skews = {"first": 400.0, "right": 0.0, "ahead": 7200.0, "behind": -3 * 3600.0}
+    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+        first, *_ = [swarm.start(name, clock_seconds=seconds) for name, seconds in skews.items()]
+        wait_for_peace(*swarm.workers)
+        resyncs = {worker.name: worker.rounds()[-1]["resyncs"] for worker in swarm.workers}
+        # No record lives longer than half a minute: all have been renewed, or have run out, when this is over.
+        keep_committing_until(time.monotonic() + 25, swarm.workers, members=4)
+        shown = run_command("status", first.link, "--json")
+        assert shown.returncode == 0, shown.stderr
+        notes = {peer["name"]: peer["note"] for peer in json.loads(shown.stdout)["peers"]}
+        assert set(notes) == set(skews), "nobody's record has expired, whatever their clocks say"
+        del notes["first"]  # the first one's clock is the swarm's
+        for name in ("right", "ahead", "behind"):
+            ahead = skews[name] - skews["first"]
+            way = "ahead of" if ahead > 0 else "behind"
+            assert re.fullmatch(rf"clock \d+ s {way} the swarm's: corrected", notes[name]), notes
+            assert abs(int(notes[name].split()[1]) - abs(ahead)) <= 5, notes
+        assert {worker.name: worker.rounds()[-1]["resyncs"] for worker in swarm.workers} == resyncs
+        check_states(*swarm.workers)
