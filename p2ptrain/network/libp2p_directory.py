@@ -113,7 +113,7 @@ class Libp2pDirectory(Directory):
 
     Attributes:
         guard: Counts refused records.
-        on_clock_measured: Called once, when `clock_skew_seconds` is known for the first time after `start`.
+        on_clock_measured: Called whenever `clock_skew_seconds` may have changed.
     """
 
     def __init__(
@@ -300,13 +300,11 @@ class Libp2pDirectory(Directory):
             logger.debug("directory: peer %s did not answer: %r", peer[-8:], error)
             return
         if response.dht_time:
-            is_first = not self._skews
             self._skews[peer] = middle - response.dht_time
             self._skews.move_to_end(peer)
             while len(self._skews) > MAX_REMEMBERED_PEERS:
                 self._skews.popitem(last=False)
-            if is_first:
-                self.on_clock_measured()
+            self.on_clock_measured()
         if response.peer and response.peer.node_id:
             await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id, responded=True)
 

@@ -182,10 +182,7 @@ class Peer:
         await self.reach.settle()
         self.directory = await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())
-        self._correct_clock()
-        if self.directory.clock_skew_seconds is None and self.transport.settings.bootstrap:
-            # Those who were there first are slow to answer, and may still tell.
-            self.directory.on_clock_measured = self._correct_clock
+        self._follow_clocks()
         self.presence = Presence(self.directory, self.runtime, digest, self.identity, self.membership, self.describe)
         if self.options.role != "client":
             await self.presence.start()
@@ -219,6 +216,7 @@ class Peer:
         await self.rpc.move(self.transport)
         if joined:
             self.directory = await self._start_directory()
+            self._follow_clocks()
             self.presence.use(self.directory)
 
     async def _watch_reach(self) -> None:
@@ -232,12 +230,21 @@ class Peer:
         self._network_lost = callback
         self.transport.on_lost(callback)
 
-    def _correct_clock(self) -> None:
+    def _follow_clocks(self) -> None:
         """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
+        self._correct_clock()
+        if self.transport.settings.bootstrap:  # They may be slow to answer, and this clock may yet be set.
+            self.directory.on_clock_measured = self._correct_clock
+
+    def _correct_clock(self) -> None:
         skew = self.directory.clock_skew_seconds
-        if skew is None or abs(skew) < CLOCK_WARNING_SECONDS:
+        if skew is None or abs(skew + self.runtime.clock_offset_seconds) < CLOCK_WARNING_SECONDS:
             return
         self.runtime.clock_offset_seconds = -skew
+        if abs(skew) < CLOCK_WARNING_SECONDS:
+            self._clock_note = ""
+            logger.info("this machine's clock agrees with the swarm's again")
+            return
         way = "ahead of" if skew > 0 else "behind"
         self._clock_note = f"clock {abs(skew):.0f} s {way} the swarm's: corrected"
         logger.warning(

@@ -126,7 +126,7 @@ class Reach:
             ResourceError: The daemon does not start again.
         """
         if self._settings.relay:
-            await self._be_relay()
+            await self._be_relay(RELAY_ATTEMPTS)
         elif self.asks and self._settings.bootstrap:
             reports = await ask_back(self._rpc, self._transport(), self._settings.bootstrap)
             success, reason = judge(reports)
@@ -157,11 +157,16 @@ class Reach:
         """Runs for as long as the peer: keeps a private peer connected, and replaces relays that are gone."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
-            if self._verdict not in ("relay", "unknown"):
+            is_private = self._verdict in ("relay", "unknown")
+            fails_to_relay = self._settings.relay and not self._probes.is_relay
+            if not is_private and not fails_to_relay:
                 continue
             try:
-                await self._contacts.keep()
-                await self._keep_relays()
+                if fails_to_relay:
+                    await self._try_again_to_relay()
+                if is_private:
+                    await self._contacts.keep()
+                    await self._keep_relays()
                 if await self.refresh():
                     on_change()
             except (TemporaryError, PeerError) as error:
@@ -240,9 +245,9 @@ class Reach:
         self._carrier = ""
         return tuple(proven)
 
-    async def _be_relay(self) -> None:
-        """Start the daemon again until it carries."""
-        for _ in range(RELAY_ATTEMPTS):
+    async def _be_relay(self, attempts: int) -> None:
+        """Start the daemon again until it carries, so often at most."""
+        for _ in range(attempts):
             reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
             if not reason:
                 self._probes.is_relay = True
@@ -250,7 +255,15 @@ class Reach:
                 return
             logger.debug("the daemon does not relay: %s", reason)
             await self._move(self._transport().settings)
-        logger.warning("this peer cannot relay for others: %s; start it again", reason)
+        logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
+
+    async def _try_again_to_relay(self) -> None:
+        """Once in a while, and ever more rarely, because each attempt breaks this peer's streams."""
+        search, now = self._search, asyncio.get_running_loop().time()
+        if now >= search.next_at:
+            await self._be_relay(1)
+            search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
+            search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 
     async def _keep_relays(self) -> None:
         """Look for relays, ever more rarely, while there is no place at any."""

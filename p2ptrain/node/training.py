@@ -45,7 +45,9 @@ async def find_the_others(presence: Presence, membership: Membership, synchroniz
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
     while loop.time() < deadline:
-        await presence.refresh()
+        if not await presence.refresh():  # That nobody could be asked does not mean that nobody is there.
+            await asyncio.sleep(PAUSE_SECONDS)
+            continue
         followed = await synchronizer.follow_swarm(None)
         trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
         if not trainers and not was_alone:
