@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "round4": ["benchmarks.bench_round", "--peers", "4", "--codecs", "int8"],
     "overhead": ["benchmarks.bench_overhead"],
     "download": ["benchmarks.bench_download"],
+    "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence"],
 }
 """By name: the module and its arguments."""
@@ -98,6 +99,9 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
     if name == "download":
         ratio = found["speed_ratio"]
         return [(f"{name}: speed, of a raw stream", f"{ratio['median']:.2f}", _percent(ratio["spread"]))]
+    if name == "equal_tokens":
+        ratio = found["loss_ratio"]
+        return [(f"{name}: held-out loss, of one process", f"{ratio['median']:.4f}", _percent(ratio["spread"]))]
     return [(f"{name}: held-out loss, of the best single process", f"{found['loss_ratio_median']:.4f}", "")]
 
 

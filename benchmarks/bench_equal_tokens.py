@@ -2,8 +2,9 @@
 
 For each seed, ``p2ptrain up`` runs a whole swarm (real processes, real daemons, int8 gradients) for some rounds. Then
 one plain torch process trains the same model from the same parameters on the same text, with the same optimizer and
-schedule and the global batch at once, until it has used as many tokens as the swarm's rounds contain. Both models are
-evaluated on the same held-out windows::
+schedule and the global batch at once. Both are evaluated on the same held-out windows after as many tokens, at each of
+the swarm's last checkpoints: at this learning rate the loss of either goes up and down by some percent from step to
+step, and with the order of the data, so trust the median of several seeds::
 
     python -m benchmarks.bench_equal_tokens --seeds 1 2 3
 """
@@ -15,7 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from benchmarks.harness import Measured, report
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
-from p2ptrain.training.checkpoint import load_newest_valid
+from p2ptrain.training.checkpoint import list_checkpoints, load_checkpoint
 from p2ptrain.training.data import Sampler, advance
 from p2ptrain.training.evaluate import held_out_loss
 from p2ptrain.training.layout import Layout
@@ -39,13 +40,18 @@ WINDOWS = 512
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out losses in nats a token, after ``tokens`` tokens each."""
+    """Held-out losses in nats a token, one for each checkpoint, after ``tokens`` tokens of either."""
 
     seed: int
     rounds: int
-    tokens: int
-    loss_swarm: float
-    loss_alone: float
+    tokens: tuple[int, ...]
+    losses_swarm: tuple[float, ...]
+    losses_alone: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Mean loss of the swarm over that of one process."""
+        return sum(self.losses_swarm) / sum(self.losses_alone)
 
 
 def compare(seed: int, rounds: int, peers: int) -> Comparison:
@@ -60,17 +66,18 @@ def compare(seed: int, rounds: int, peers: int) -> Comparison:
         settings = ["--set", f"model.initial_seed={seed}", "--set", f"data.seed={seed}"]
         run_swarm([sys.executable, "-m", "p2ptrain", "up", *options, *settings])
         with Identity.create_or_load(run_dir / "verifier.key") as verifier:
-            signed = SignedManifest.from_bytes((run_dir / "manifest.bin").read_bytes(), None, verifier)
-        manifest = signed.manifest
-        found = load_newest_valid(run_dir / "trainer-1" / "checkpoints", manifest.digest)
-        if found is None:
-            raise RuntimeError("the swarm left no checkpoint")
+            manifest = SignedManifest.from_bytes((run_dir / "manifest.bin").read_bytes(), None, verifier).manifest
+        kept = list_checkpoints(run_dir / "trainer-1" / "checkpoints")
+        checkpoints = [load_checkpoint(info.path) for info in kept]
     corpus = load_corpus(manifest.data, manifest.model.context, manifest.model.vocabulary)
     model = build_model(manifest.model)
-    Layout.from_module(model).write(found.tensors[0][1], model)
-    swarm = evaluate(model, manifest, corpus)
-    alone = evaluate(train_alone(manifest, corpus, found.head.tokens), manifest, corpus)
-    return Comparison(seed, found.head.round, found.head.tokens, swarm, alone)
+    layout = Layout.from_module(model)
+    swarm = []
+    for checkpoint in checkpoints:
+        layout.write(checkpoint.tensors[0][1], model)
+        swarm.append(evaluate(model, manifest, corpus))
+    tokens = tuple(checkpoint.head.tokens for checkpoint in checkpoints)
+    return Comparison(seed, kept[-1].head.round, tokens, tuple(swarm), tuple(train_alone(manifest, corpus, tokens)))
 
 
 def run_swarm(command: Sequence[str]) -> None:
@@ -89,16 +96,18 @@ def run_swarm(command: Sequence[str]) -> None:
         raise RuntimeError(f"p2ptrain up ended with {process.returncode}: {errors[-500:]}")
 
 
-def train_alone(manifest: Manifest, corpus: Corpus, tokens: int) -> torch.nn.Module:
-    """The manifest's model after ``tokens`` tokens in one process, a global batch a step."""
+def train_alone(manifest: Manifest, corpus: Corpus, tokens: Sequence[int]) -> Iterator[float]:
+    """Losses of one process that takes a global batch a step, after each of these numbers of tokens."""
     batch = manifest.training.global_batch
+    due = [max(1, round(count / (batch * manifest.model.context))) for count in tokens]
     worker = Worker(manifest.model, manifest.training)
     sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
     cursor = 0
-    for step in range(max(1, round(tokens / (batch * manifest.model.context)))):
+    for step in range(due[-1]):
         worker.step(torch.from_numpy(sampler.batch(cursor, ["alone"], "alone", step, 0, batch)), step)
         cursor = advance(cursor, [batch])
-    return worker.model
+        for _ in range(due.count(step + 1)):
+            yield evaluate(worker.model, manifest, corpus)
 
 
 def evaluate(model: torch.nn.Module, manifest: Manifest, corpus: Corpus) -> float:
@@ -106,21 +115,27 @@ def evaluate(model: torch.nn.Module, manifest: Manifest, corpus: Corpus) -> floa
     return held_out_loss(model, corpus.held_out, manifest.model.context, max_windows=WINDOWS).loss
 
 
+def show(losses: Sequence[float]) -> str:
+    """Losses for people."""
+    return " ".join(f"{loss:.3f}" for loss in losses)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare for each seed and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run_swarm` ends what it started
     found = [compare(seed, options.rounds, options.peers) for seed in options.seeds]
-    ratio = Measured(tuple(one.loss_swarm / one.loss_alone for one in found))
-    rows = [
-        (one.seed, one.rounds, f"{one.tokens:,}", f"{one.loss_swarm:.4f}", f"{one.loss_alone:.4f}", f"{value:.4f}")
-        for one, value in zip(found, ratio.values, strict=True)
+    ratio = Measured(tuple(one.ratio for one in found))
+    rows: list[tuple[object, ...]] = [
+        (one.seed, one.rounds, one.tokens[-1], show(one.losses_swarm), show(one.losses_alone), f"{one.ratio:.4f}")
+        for one in found
     ]
+    rows.append(("median", "", "", "", "", f"{ratio.median:.4f}"))
     results = {"loss_ratio": ratio.to_json(), "runs": [asdict(one) for one in found]}
     title = f"Held-out loss of a swarm of {options.peers} against one process, at equal tokens"
     report(title, ("seed", "rounds", "tokens", "swarm", "alone", "ratio"), rows, results, options.json)
