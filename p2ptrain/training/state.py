@@ -196,9 +196,8 @@ class SharedState:
         Raises:
             TemporaryError: As `lease`.
         """
-        with self._lock:
-            offered = self._offered
-            return self.lease(offered.head.lineage if offered and offered.head.round >= oldest_round else None)
+        offered = self._offered  # `lease` refuses, without waiting, while a round changes it.
+        return self.lease(offered.head.lineage if offered and offered.head.round >= oldest_round else None)
 
     def needs_tree(self) -> bool:
         """Whether `tree` has to be called before the next `lease`."""

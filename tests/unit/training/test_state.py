@@ -99,6 +99,31 @@ def test_a_copy_can_be_joined_by_its_lineage_while_it_lives() -> None:
         state.lease(lineage)
 
 
+def test_newcomers_are_offered_what_others_read_unless_it_is_too_old() -> None:
+    state = _state()
+    first = state.offer(0)
+    _advance(state)
+    _advance(state)
+    second = state.offer(0)
+    assert second is first
+    assert _is_intact(second)
+    newer = state.offer(1)
+    assert newer.head.round == 2
+    for snapshot in (first, second, newer):
+        snapshot.release()
+    assert state.offer(0).head.round == 2
+
+
+def test_what_others_read_is_not_offered_once_the_lineage_is_another() -> None:
+    state, other = _state(1), _state(2)
+    _advance(other)
+    snapshot = state.offer(0)
+    state.replace(other.tensors(), other.head)
+    assert _is_intact(snapshot)
+    assert state.tree().root == other.head.digest
+    assert state.offer(0).head == other.head
+
+
 def test_no_lease_between_a_step_and_its_head() -> None:
     state = _state()
     state.apply(torch.ones(NUM_VALUES))

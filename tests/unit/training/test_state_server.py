@@ -9,10 +9,10 @@ import pytest
 
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.digest import CHUNK_BYTES
+from p2ptrain.training.digest import CHUNK_BYTES, merkle_tree
 from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import MOVED_ON
-from p2ptrain.training.state_server import ServeLimits, StateServer
+from p2ptrain.training.state_server import RESERVATION_SECONDS, ServeLimits, StateServer
 from p2ptrain.training.transfer import download_state, fetch_head
 from tests.support.downloads import (
     FAST,
@@ -165,3 +165,32 @@ def test_training_goes_on_while_the_state_is_served() -> None:
         assert swarm.is_right(await task)
 
     with_sources(2, check)
+
+
+def test_a_source_whose_rounds_are_short_keeps_what_it_offers_until_the_download_begins() -> None:
+    async def check(swarm: Sources) -> None:
+        source, state = swarm.ids[0], swarm.states[0]
+        head = await fetch_head(swarm.newcomer.rpc, source)
+        for _ in range(3):
+            advance(state)
+        assert state.head.round == head.round + 3
+        assert await fetch_head(swarm.newcomer.rpc, source) == head, "who comes now shares that copy"
+        found = await download_state(
+            swarm.newcomer.rpc, swarm.newcomer.peer.runtime, [source], head, swarm.layout, timeout_seconds=100.0
+        )
+        assert merkle_tree(found.tensors).root == head.digest
+        assert (await fetch_head(swarm.newcomer.rpc, source, oldest_round=3)).round == 3
+
+    with_sources(1, check)
+
+
+def test_what_is_offered_is_let_go_when_nobody_comes_for_it() -> None:
+    async def check(swarm: Sources) -> None:
+        state = swarm.states[0]
+        await fetch_head(swarm.newcomer.rpc, swarm.ids[0])
+        advance(state)
+        assert state._copied is not None
+        await asyncio.sleep(RESERVATION_SECONDS + 1)
+        assert state._copied is None
+
+    with_sources(1, check)
