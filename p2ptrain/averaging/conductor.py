@@ -159,6 +159,7 @@ class Conductor:
         if not all(type(peer) is str for peer in [*tried, *avoid]):
             raise IntegrityError("malformed ticket request")
         self._membership.heard_from(ticket.peer)
+        await channel.send({"kind": "waiting"})  # A leader that hangs says nothing, and is passed over soon.
         answer = asyncio.create_task(self.enlist(ticket, head, tried, hops, avoid), name="enlist")
         try:
             waiting: set[asyncio.Future[Any]] = {answer, channel.lost}

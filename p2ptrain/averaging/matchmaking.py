@@ -27,6 +27,8 @@ from p2ptrain.signing import Signer
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
+ACCEPTANCE_SECONDS = 5.0
+"""How long a leader may take to say that it has a ticket; then another is asked."""
 MAX_GREETED = 64
 RETRY_SECONDS = 0.25
 MAX_ROSTER_BYTES = 1 << 20
@@ -208,7 +210,9 @@ class Matchmaker:
                 "avoid": self._membership.avoided(),
             }
             async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
-                answer = await channel.receive(timeout_seconds, max_bytes=MAX_ROSTER_BYTES)
+                answer = await channel.receive(min(ACCEPTANCE_SECONDS, timeout_seconds), max_bytes=MAX_ROSTER_BYTES)
+                if answer.get("kind") == "waiting":
+                    answer = await channel.receive(timeout_seconds, max_bytes=MAX_ROSTER_BYTES)
             if answer.get("kind") not in ("roster", "redirect", "behind", "refused"):
                 raise ProtocolError(leader, "answered a ticket with nonsense")
             return answer

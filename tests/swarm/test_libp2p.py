@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from p2ptrain.errors import (
@@ -28,6 +27,7 @@ from tests.support.daemons import (
     free_port,
     loopback_transport,
     run,
+    wait_until,
 )
 
 
@@ -162,14 +162,16 @@ def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs(tmp_path: P
         async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
-            os.kill(a.daemon.process_id, signal.SIGSTOP)
+            daemon = psutil.Process(a.daemon.process_id)
+            daemon.suspend()
             try:
+                wait_until(lambda: daemon.status() == psutil.STATUS_STOPPED)
                 started = time.monotonic()
                 with pytest.raises(PeerUnreachableError, match="time"):
                     await a.open(peer, ECHO, 0.01)
                 assert time.monotonic() - started < 1
             finally:
-                os.kill(a.daemon.process_id, signal.SIGCONT)
+                daemon.resume()
             stream = await a.open(peer, ECHO, 10)
             await stream.write(b"x")
             assert await stream.read(1) == b"x"
