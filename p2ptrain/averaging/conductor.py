@@ -17,7 +17,7 @@ from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Key, Leaders
-from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership
+from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership, rank
 from p2ptrain.averaging.rally import Answer, Rally, decide
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
@@ -44,11 +44,13 @@ class Place:
     Attributes:
         head: Its head.
         participates: Whether it trains: a leader then waits for itself too.
+        following: The round for which it handed in a ticket, and to whom.
         closing: The round that should be closed with what this peer has.
     """
 
     head: Head
     participates: bool = False
+    following: tuple[Key, str] | None = None
     closing: Key | None = None
 
     @property
@@ -62,11 +64,12 @@ class Place:
             self.closing = key
 
 
-async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any]:
+async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any, Any]:
     """Tell a peer that this one is in a round, and whether it is being closed.
 
     Returns:
-        The peer's head, and whom it says that it follows in that round; neither is to be trusted.
+        The peer's head, whom it says that it follows in that round, and which leaders failed in it; none of it is to
+        be trusted.
 
     Raises:
         PeerError: It cannot be reached, refuses, or answers nonsense.
@@ -75,7 +78,7 @@ async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any
     """
     request = {"round": key[0], "lineage": key[1], "closing": closing}
     reply = await rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
-    return Head.from_dict(reply.get("head")), reply.get("leader")
+    return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
 
 
 class Conductor:
@@ -131,6 +134,20 @@ class Conductor:
         rally.answer_all({"kind": "redirect", "peer": peer})
         return True
 
+    def settle_on(self, key: Key, leader: str) -> str:
+        """Whom to hand in to, once ``leader`` has been chosen; those that handed in here are sent on to it.
+
+        If the chosen one has itself handed in here, each takes the other for the leader, and both would wait for the
+        other's ticket: then the smaller `rank` leads.
+        """
+        own, rally = self._rpc.peer_id, self._rallies.get(key)
+        if leader == own or rally is None or rally.over or not rally.members:
+            return leader
+        if leader in rally.members and rank(own, *key) < rank(leader, *key):
+            return own
+        rally.answer_all({"kind": "redirect", "peer": leader})
+        return leader
+
     def rally(self, head: Head) -> Rally:
         """The rally for the round of this head, opened when there is none."""
         key = (head.round, head.lineage)
@@ -159,6 +176,7 @@ class Conductor:
         if not all(type(peer) is str for peer in [*tried, *avoid]):
             raise IntegrityError("malformed ticket request")
         self._membership.heard_from(ticket.peer)
+        self._leaders.reached(ticket.peer)
         await channel.send({"kind": "waiting"})  # A leader that hangs says nothing, and is passed over soon.
         answer = asyncio.create_task(self.enlist(ticket, head, tried, hops, avoid), name="enlist")
         try:
@@ -176,6 +194,8 @@ class Conductor:
         if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
             return {"kind": "behind", "peer": own}
         key = (ticket.round, ticket.lineage)
+        if self._place.following == (key, ticket.peer) and rank(ticket.peer, *key) < rank(own, *key):
+            return {"kind": "redirect", "peer": ticket.peer}  # Tickets crossed: see `settle_on`.
         if hops < MAX_HOPS:
             best = self._leaders.candidates(key, tried)[0]
             if best not in (own, ticket.peer):
@@ -195,6 +215,7 @@ class Conductor:
         if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
             raise IntegrityError("a report with values out of range")
         self._membership.heard_from(peer)
+        self._leaders.reached(peer)
         if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
             return {"closing": True}
         return await self.take_report(peer, head, (samples, batch, seconds))
@@ -286,7 +307,7 @@ class Conductor:
     async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
         try:
-            head, leader = await nudge(self._rpc, peer, key, rally.closing)
+            head, leader, failed = await nudge(self._rpc, peer, key, rally.closing)
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError, IntegrityError) as error:
@@ -294,8 +315,11 @@ class Conductor:
             self._leaders.lost(peer)
             rally.changed.set()
             return
+        self._leaders.reached(peer)
         if rally.over:
             return
+        if key == self._place.key:
+            self._leaders.learn(key, failed)
         if head.lineage != rally.head.lineage and head.outranks(rally.head):
             rally.answer_all({"kind": "behind", "peer": peer})
         elif (

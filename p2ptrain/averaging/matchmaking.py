@@ -18,7 +18,15 @@ from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Key, Leaders
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.rally import Answer
-from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError, TemporaryError
+from p2ptrain.errors import (
+    DeadlineError,
+    IntegrityError,
+    PeerError,
+    PeerRefusedError,
+    PeerUnreachableError,
+    ProtocolError,
+    TemporaryError,
+)
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
@@ -30,6 +38,7 @@ OPEN_TIMEOUT_SECONDS = 8.0
 ACCEPTANCE_SECONDS = 5.0
 """How long a leader may take to say that it has a ticket; then another is asked."""
 MAX_GREETED = 64
+MAX_EXCLUDED = 8
 RETRY_SECONDS = 0.25
 MAX_ROSTER_BYTES = 1 << 20
 
@@ -75,7 +84,6 @@ class Matchmaker:
         self._spec = spec
         self._membership = membership
         self._place = Place(head)
-        self._following: tuple[Key, str] | None = None
         self._last_leader: tuple[Key, str] | None = None
         self._leaders = Leaders(rpc.peer_id, membership)
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
@@ -126,7 +134,9 @@ class Matchmaker:
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
-            await nudge(self._rpc, peer, key, closing=False)
+            *_, failed = await nudge(self._rpc, peer, key, closing=False)
+            if key == self._place.key:
+                self._leaders.learn(key, failed)
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
@@ -137,12 +147,15 @@ class Matchmaker:
         checked: Key = (key[0], key[1])
         if request.get("closing") is True:
             self._place.close(checked)
-        if checked == self._place.key:
+        current = checked == self._place.key
+        if current:
             self._leaders.nudged_by(checked, peer)
-        following = self._following[1] if self._following and self._following[0] == checked else ""
+        followed = self._place.following
+        following = followed[1] if followed is not None and followed[0] == checked else ""
         if following == self._rpc.peer_id and self._conductor.give_way(checked, peer):
             following = peer
-        return {"head": self.head.without_proof().to_dict(), "leader": following}
+        failed = self._leaders.told() if current else {}
+        return {"head": self.head.without_proof().to_dict(), "leader": following, "failed": failed}
 
     # --- following -----------------------------------------------------------------------------------------------
 
@@ -166,15 +179,16 @@ class Matchmaker:
         target, hops = "", 0
         try:
             while (remaining := deadline - loop.time()) > 0:
-                leader = target or self._leaders.candidates(key, tried)[0]
-                target = ""
-                self._following = self._last_leader = (key, leader)
-                answer = await self._hand_in(leader, ticket, tried, hops, remaining)
+                excluded = [*tried, *sorted(self._leaders.unreachable(key))]
+                leader = self._conductor.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
+                self._place.following = self._last_leader = (key, leader)
+                answer = await self._hand_in(leader, ticket, excluded, hops, remaining)
                 if answer is not None and answer["kind"] != "redirect":
                     return self._accept(answer, ticket, leader)
                 hops += answer is not None
                 target = self._next_leader(key, answer, tried) if answer and hops <= MAX_HOPS else ""
-                if not target or self._leaders.order(key, target) > self._leaders.order(key, leader):
+                worse = not target or self._leaders.order(key, target) > self._leaders.order(key, leader)
+                if worse and leader not in self._leaders.unreachable(key):
                     # It failed, leads no more, or leads in circles; nor must this peer send others there.
                     tried.append(leader)
                     self._leaders.failed(key, leader)
@@ -184,28 +198,31 @@ class Matchmaker:
             self.group_broke()
             raise
         finally:
-            self._following = None
+            self._place.following = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
     def _next_leader(self, key: Key, answer: Answer, tried: list[str]) -> str:
         """Where a leader's redirection leads; empty when it is of no use."""
         wanted = answer.get("peer")
-        usable = isinstance(wanted, str) and wanted not in tried and not self._membership.is_suspect(wanted)
-        return str(wanted) if usable else ""
+        if not isinstance(wanted, str) or wanted in tried or wanted in self._leaders.unreachable(key):
+            return ""
+        return "" if self._membership.is_suspect(wanted) else wanted
 
     async def _hand_in(
-        self, leader: str, ticket: Ticket, tried: list[str], hops: int, timeout_seconds: float
+        self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
     ) -> Answer | None:
         """One leader's answer; None when it failed and the next should be asked."""
         try:
             if leader == self._rpc.peer_id:
                 async with asyncio.timeout(timeout_seconds):
-                    return await self._conductor.enlist(ticket, self.head, tried, MAX_HOPS, self._membership.avoided())
+                    return await self._conductor.enlist(
+                        ticket, self.head, excluded, MAX_HOPS, self._membership.avoided()
+                    )
             request = {
                 "ticket": ticket.to_wire(),
                 "head": self.head.without_proof().to_dict(),
-                "tried": tried[-8:],
+                "tried": excluded[-MAX_EXCLUDED:],
                 "hops": hops,
                 "avoid": self._membership.avoided(),
             }
@@ -221,6 +238,8 @@ class Matchmaker:
         except (PeerError, DeadlineError) as error:
             self._membership.suspect(leader, str(error))
             self._leaders.lost(leader)
+            if isinstance(error, PeerUnreachableError):
+                self._leaders.not_reached((ticket.round, ticket.lineage), leader)
             logger.info("leader %s of round %d failed: %s", leader[-8:], ticket.round, error)
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)

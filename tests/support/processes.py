@@ -192,7 +192,10 @@ class Swarmlet:
     def __enter__(self) -> Swarmlet:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            for worker in self.workers:
+                error.add_note(f"{worker.name}: {worker.last_words()}")
         daemons = [e["daemon"] for worker in self.workers for e in worker.events if e["event"] == "joined"]
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError):

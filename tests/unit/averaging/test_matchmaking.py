@@ -22,6 +22,7 @@ from tests.support.averaging import HEAD, make_ticket
 from tests.support.simulation import SWARM, Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
+KEY = (HEAD.round, HEAD.lineage)
 
 
 def record(peer: str) -> PeerRecord:
@@ -90,6 +91,68 @@ def test_after_a_broken_group_another_peer_leads_also_for_those_that_come_new() 
             assert [m._last_leader for _, m, _ in all_] == [((HEAD.round, HEAD.lineage), leader)] * 4
 
     simulate(main, seed=3)
+
+
+@pytest.mark.parametrize("pause_seconds", [0.0, 0.5])
+@pytest.mark.parametrize("first_in_line", [0, 1])
+def test_two_that_each_take_the_other_for_the_leader_meet_at_once(first_in_line: int, pause_seconds: float) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 2) as all_:
+            for (_, matchmaker, _), (other, _, _) in zip(all_, reversed(all_), strict=True):
+                own = matchmaker._rpc.peer_id
+                matchmaker._leaders.failed(KEY, own)
+                assert matchmaker._leaders.candidates(KEY, [])[0] == other.rpc.peer_id
+            searches = []
+            for member, matchmaker, _ in (all_[first_in_line], all_[1 - first_in_line]):
+                searches.append(asyncio.create_task(matchmaker.find_group(make_ticket(member))))
+                await asyncio.sleep(pause_seconds)
+            rosters = await asyncio.gather(*searches)
+            assert len(set(rosters)) == 1
+            assert network.loop.time() < SPEC.grace_seconds
+
+    simulate(main, seed=11)
+
+
+def test_a_leader_that_could_not_be_reached_is_last_in_line_until_it_is() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 3) as all_:
+            first, second, own = (member.rpc.peer_id for member, _, _ in all_)
+            network.crash(all_[0][0].peer)
+            searches = [other.find_group(make_ticket(each)) for each, other, _ in all_[1:]]
+            rosters = await asyncio.gather(*searches)
+            assert len(rosters[0].tickets) == 2
+            leaders = all_[2][1]._leaders
+            assert leaders.unreachable(KEY) == {first}
+            assert sorted([first, second, own], key=lambda peer: leaders.order(KEY, peer)) == [second, own, first]
+            leaders.nudged_by(KEY, first)
+            assert leaders.candidates(KEY, []) == [first, second, own]
+
+    simulate(main, seed=12)
+
+
+def test_who_comes_new_learns_which_leaders_failed() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 3) as all_:
+            failed = all_[0][0].rpc.peer_id
+            for _, matchmaker, _ in all_[:2]:
+                matchmaker._leaders.failed(KEY, failed)
+            await all_[2][1].announce()
+            lines = [matchmaker._leaders.candidates(KEY, []) for _, matchmaker, _ in all_]
+            assert lines[0] == lines[1] == lines[2]
+            assert lines[0][-1] == failed
+
+    simulate(main, seed=13)
+
+
+def test_nonsense_about_failed_leaders_is_ignored() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 2) as all_:
+            leaders = all_[0][1]._leaders
+            for nonsense in (None, [], {"x": -1}, {"x": "1"}, {1: 1}, {"x": 1 << 40}, {str(i): 1 for i in range(99)}):
+                leaders.learn(KEY, nonsense)
+                assert leaders.told() == {}
+
+    simulate(main, seed=14)
 
 
 def test_two_that_send_each_other_on_do_not_spin() -> None:
@@ -193,7 +256,7 @@ def test_a_cancelled_search_leaves_no_ticket_behind() -> None:
                 search.cancel()
                 await asyncio.gather(search, return_exceptions=True)
                 await asyncio.sleep(0.5)
-                assert matchmaker._following is None
+                assert matchmaker._place.following is None
                 rallies = [rally for _, other, _ in all_ for rally in other._conductor._rallies.values()]
                 assert not any(rally.members for rally in rallies)
 
