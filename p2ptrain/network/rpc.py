@@ -76,6 +76,7 @@ class Rpc:
             RateLimit(self._limits.up_bytes_per_second), RateLimit(self._limits.down_bytes_per_second)
         )
         self._server = RpcServer(swarm, protocol, self._limits, self._traffic)
+        self._outbound: Counter[PeerId] = Counter()
 
     @property
     def peer_id(self) -> PeerId:
@@ -106,6 +107,10 @@ class Rpc:
     def num_inbound(self) -> int:
         """Streams that are being served now."""
         return self._server.num_inbound
+
+    def is_talking_with(self, peer: PeerId) -> bool:
+        """Whether a stream with a peer is open now, in either direction."""
+        return self._outbound[peer] > 0 or self._server.is_serving(peer)
 
     async def start(self) -> None:
         """Begin to answer; call it after the first names are served."""
@@ -203,12 +208,18 @@ class Rpc:
     async def _open(self, peer: PeerId, name: str, request: Message, timeout_seconds: float) -> AsyncIterator[Channel]:
         header = pack({"protocol": self._protocol, "swarm": self._swarm, "name": name})
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
-        channel = await self._dial(peer, opening, timeout_seconds)
+        self._outbound[peer] += 1
         try:
-            yield channel
-            await channel.close()
+            channel = await self._dial(peer, opening, timeout_seconds)
+            try:
+                yield channel
+                await channel.close()
+            finally:
+                await channel.abort_and_wait()
         finally:
-            await channel.abort_and_wait()
+            self._outbound[peer] -= 1
+            if not self._outbound[peer]:
+                del self._outbound[peer]
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float) -> Channel:
         stream: Stream | None = None

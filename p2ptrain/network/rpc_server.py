@@ -102,6 +102,10 @@ class RpcServer:
         """Streams that are being served now."""
         return self._inbound.total()
 
+    def is_serving(self, peer: PeerId) -> bool:
+        """Whether a stream of this peer is being served now."""
+        return self._inbound[peer] > 0
+
     async def close(self) -> None:
         """Refuse new streams, cancel the handlers that run, and wait until they are gone; idempotent."""
         self._closed = True

@@ -1,4 +1,8 @@
-"""Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay."""
+"""Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay.
+
+Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched
+(`p2ptrain.node.punching`), in moments in which nothing is under way over them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,9 @@ from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.libp2p import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import Scope, scope
+from p2ptrain.network.rpc import Rpc
 from p2ptrain.node.probing import CONTACT_SECONDS
+from p2ptrain.node.punching import HolePunching
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +31,15 @@ class Contacts:
 
     Args:
         transport: Returns the transport of now.
+        rpc: Knows what is under way.
         membership: Who is there.
     """
 
-    def __init__(self, transport: Callable[[], Libp2pTransport], membership: Membership) -> None:
+    def __init__(self, transport: Callable[[], Libp2pTransport], rpc: Rpc, membership: Membership) -> None:
         self._transport = transport
+        self._rpc = rpc
         self._membership = membership
+        self._punching = HolePunching(rpc.peer_id)
         self._left_alone: dict[str, float] = {}
         """Until when, by peer."""
 
@@ -41,13 +50,21 @@ class Contacts:
             TemporaryError: The daemon does not answer.
         """
         transport, now = self._transport(), asyncio.get_running_loop().time()
-        connected = set(await transport.connected_peers())
+        connections: dict[str, list[str]] = {}
+        for peer, address in await transport.connections():
+            connections.setdefault(peer, []).append(address)
+        others = [record for record in self._membership.records() if record.role != "bootstrap"]
+        trainers = {record.peer: addresses for record in others if (addresses := dialable(record.addresses))}
+        for peer in self._punching.due({peer: connections[peer] for peer in trainers if peer in connections}, now):
+            if not self._rpc.is_talking_with(peer):
+                self._punching.tried(peer, now)
+                await transport.disconnect(peer)
+                del connections[peer]
+        connected = set(connections)
         wanted = {
-            record.peer: addresses
-            for record in self._membership.records()
-            if record.role != "bootstrap" and record.peer not in connected
-            if now >= self._left_alone.get(record.peer, 0.0)
-            if (addresses := dialable(record.addresses))
+            peer: addresses
+            for peer, addresses in trainers.items()
+            if peer not in connected and now >= self._left_alone.get(peer, 0.0)
         }
         chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
 

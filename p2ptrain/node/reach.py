@@ -10,7 +10,7 @@
 
 How others are asked is in `p2ptrain.node.probing`, how a relay proves itself in `p2ptrain.node.relaying`. A private
 peer also connects to all trainers itself (`p2ptrain.node.contacts`). Two private peers meet at a relay, and their
-daemons then try to punch a hole.
+daemons then try to punch a hole, again if need be (`p2ptrain.node.punching`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Reach:
         self._proven: tuple[str, ...] = ()
         self._carrier = ""
         self._search = _Search()
-        self._contacts = Contacts(transport, membership)
+        self._contacts = Contacts(transport, rpc, membership)
         self._probes = ProbeServer(rpc, transport)
         serve_carry(rpc, lambda peer: peer == self._carrier)
 

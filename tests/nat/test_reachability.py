@@ -76,6 +76,23 @@ def test_peers_behind_gateways_use_the_relay_of_the_swarm_without_being_told(lab
     assert not any("p2p-circuit" in a for a in left.order("connections")[public.joined["peer"]])
 
 
+def test_peers_behind_gateways_punch_a_hole_once_enough_others_have_seen_them(lab: Lab) -> None:
+    seed = lab.seed(relay=True)
+    link = seed.joined["link"]
+    for number in range(4):
+        assert lab.peer(lab.net.public(f"open{number}"), f"open{number}", link=link, listen=FIXED).joined
+    left, right = (lab.peer(lab.net.private(name), name, link=link) for name in ("left", "right"))
+    for peer in (left, right):
+        peer.wait_until_reached("relay")
+    deadline = time.monotonic() + 150
+    while all("/p2p-circuit" in address for address in left.order("connections").get(right.joined["peer"], [""])):
+        assert time.monotonic() < deadline, left.order("connections")
+        eventually_answers(left, "ok", "send", right.joined["peer"], 1000)
+        time.sleep(1.0)
+    eventually_answers(left, "ok", "send", right.joined["peer"], MANY_BYTES)
+    eventually_answers(right, "ok", "send", left.joined["peer"], MANY_BYTES)
+
+
 def test_a_swarm_can_be_joined_through_a_relayed_peer(lab: Lab) -> None:
     seed = lab.seed(relay=True)
     inside = lab.peer(lab.net.private("inside"), "inside", link=seed.joined["link"])

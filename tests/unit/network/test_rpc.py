@@ -70,6 +70,22 @@ def test_a_call_to_oneself_runs_the_handler_on_a_copy() -> None:
     simulate(main, 1)
 
 
+def test_both_sides_know_while_they_talk_with_each_other() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as (caller, server):
+            server.rpc.serve("hang", hang)
+            sides = [(caller.rpc, server.rpc.peer_id), (server.rpc, caller.rpc.peer_id)]
+            assert not any(rpc.is_talking_with(other) for rpc, other in sides)
+            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, 5))
+            await asyncio.sleep(1)
+            assert all(rpc.is_talking_with(other) for rpc, other in sides)
+            with pytest.raises(DeadlineError):
+                await call
+            await until(lambda: not any(rpc.is_talking_with(other) for rpc, other in sides))
+
+    simulate(main, 1, model=FIXED)
+
+
 def test_a_refusal_reaches_whoever_is_still_sending() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
