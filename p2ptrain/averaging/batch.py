@@ -5,6 +5,10 @@ batches, so if each went on until it is told to stop, everybody would have a bat
 need one each would make five. So the leader, which every peer tells of each batch, foresees when the batches in
 progress will be done: a peer that could only add to a batch which is full by then waits for the others instead. One
 that is overdue is foreseen to need as long again as it is late, so that nobody waits for a slow or dead peer for long.
+
+Batches in progress take now more, now less time than the last ones. A peer that waits in vain loses a moment; a batch
+too many makes the step more expensive for all. So a peer begins one only if the others are foreseen to need `PATIENCE`
+times as long.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass, replace
 
 MAX_REPORTS = 4096
 LONGEST_BATCH_SECONDS = 86400.0
+PATIENCE = 2.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class GlobalBatch:
         own = self._reports.get(peer)
         if own is None or not self.target:
             return True
-        done_at = now + own.batch_seconds
+        done_at = now + PATIENCE * own.batch_seconds
         others = {*self._reports, *expected}.difference(self._idle, [peer])
         if sum(self._foresee(other, done_at, now) for other in others) >= self.missing:
             self._idle.add(peer)

@@ -148,7 +148,9 @@ def test_nonsense_about_failed_leaders_is_ignored() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
             leaders = all_[0][1]._leaders
-            for nonsense in (None, [], {"x": -1}, {"x": "1"}, {1: 1}, {"x": 1 << 40}, {str(i): 1 for i in range(99)}):
+            too_many = {str(number): 1 for number in range(99)}
+            told: list[object] = [None, [], {"x": -1}, {"x": "1"}, {1: 1}, {"x": 1 << 40}, too_many]
+            for nonsense in told:
                 leaders.learn(KEY, nonsense)
                 assert leaders.told() == {}
 
