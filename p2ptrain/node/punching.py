@@ -2,8 +2,8 @@
 
 Two private peers meet at a relay. The daemon of the one that was dialled then tries once to reach the other directly
 (DCUtR, https://github.com/libp2p/specs/blob/master/relay/DCUtR.md): both dial at the same moment, and each gateway
-takes what comes for an answer. That needs the address that its gateway gives it, and a daemon believes only what four others
-have seen. Peers that have just joined try too early, and what stays relayed would stay so for ever.
+takes what comes for an answer. That needs the address that its gateway gives it, and a daemon believes only what four
+others have seen. Peers that have just joined try too early, and what stays relayed would stay so for ever.
 
 The decision is here, the closing and dialling in `p2ptrain.node.contacts`.
 """
