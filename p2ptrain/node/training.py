@@ -26,13 +26,19 @@ async def enter_training(peer: Peer) -> None:
     assert synchronizer is not None
     peer.set_state("syncing")
     await find_the_others(peer.presence, peer.membership, synchronizer)
-    trainers = [record.peer for record in peer.membership.records() if record.state in ACTIVE_STATES]
-    if trainers and all(trainer in synchronizer.incompatible for trainer in trainers):
-        reason = synchronizer.incompatible[trainers[0]]
+    if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")
     await step_in(peer.presence, synchronizer)
     peer.remember_peers()  # Also for the start after a crash, which leaves no time for it.
+
+
+def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
+    """Why none of the peers that train has a state that fits this peer's model; empty when one has, or nobody trains."""
+    trainers = [record.peer for record in membership.records() if record.state in ACTIVE_STATES]
+    if any(trainer not in synchronizer.incompatible for trainer in trainers):
+        return ""
+    return synchronizer.incompatible[trainers[0]] if trainers else ""
 
 
 async def find_the_others(presence: Presence, membership: Membership, synchronizer: Synchronizer) -> None:
@@ -56,7 +62,8 @@ async def find_the_others(presence: Presence, membership: Membership, synchroniz
             await asyncio.sleep(SPREADING_SECONDS)
             continue
         # Who is some rounds behind catches up for good when the others begin to wait for it.
-        if followed or not any(record.round > synchronizer.head.round for record in trainers):
+        is_behind = any(record.round > synchronizer.head.round for record in trainers)
+        if followed or not is_behind or why_incompatible(membership, synchronizer):
             return
         await asyncio.sleep(PAUSE_SECONDS)
 

@@ -117,10 +117,12 @@ def test_the_invitation_is_quoted_for_a_shell(seeded: Seeded) -> None:
 
 
 def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
-    def states() -> list[str]:
-        return [peer["state"] for peer in json.loads(run_command("status", seeded.link, "--json").stdout)["peers"]]
+    def states() -> dict[str, str]:
+        peers = json.loads(run_command("status", seeded.link, "--json").stdout)["peers"]
+        return {peer["peer"]: peer["state"] for peer in peers}
 
-    wait_until(lambda: states() == ["serving"], PATIENCE_SECONDS)
+    own_id = SwarmLink.parse(seeded.link).addresses[0].rpartition("/p2p/")[2]
+    wait_until(lambda: states().get(own_id) == "serving", PATIENCE_SECONDS)
 
 
 def test_watching_without_a_terminal_prints_one_table_after_the_other(tmp_path: Path, seeded: Seeded) -> None:
