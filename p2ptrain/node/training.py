@@ -34,7 +34,7 @@ async def enter_training(peer: Peer) -> None:
 
 
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
-    """Why none of the peers that train has a state that fits this peer's model; empty when one has, or nobody trains."""
+    """Why no peer that trains has a state that fits this model; empty when one has, or nobody trains."""
     trainers = [record.peer for record in membership.records() if record.state in ACTIVE_STATES]
     if any(trainer not in synchronizer.incompatible for trainer in trainers):
         return ""
