@@ -115,7 +115,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
             f" device {resources.device}, {threads}, about {human_bytes(memory)} of memory",
             f"sends      {manifest.averaging.codec} updates every {steps}{'; ' + ', '.join(caps) if caps else ''}",
             f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
-            " public to the swarm; no files are",
+            " public to the swarm; none of your files are",
             f"writes     {config.run_dir}",
         ]
     )
