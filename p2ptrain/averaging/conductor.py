@@ -307,7 +307,7 @@ class Conductor:
     async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
         try:
-            head, leader, failed = await nudge(self._rpc, peer, key, rally.closing)
+            head, leader, _ = await nudge(self._rpc, peer, key, rally.closing)
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError, IntegrityError) as error:
@@ -318,8 +318,6 @@ class Conductor:
         self._leaders.reached(peer)
         if rally.over:
             return
-        if key == self._place.key:
-            self._leaders.learn(key, failed)
         if head.lineage != rally.head.lineage and head.outranks(rally.head):
             rally.answer_all({"kind": "behind", "peer": peer})
         elif (

@@ -21,6 +21,7 @@ Key = tuple[int, bytes]
 MAX_NUDGERS = 64
 MAX_FAILED = 1024
 MAX_TOLD = 16
+MOST_BELIEVED = 3
 
 
 class Leaders:
@@ -51,16 +52,14 @@ class Leaders:
     def learn(self, key: Key, failures: object) -> None:
         """Take over what another peer `told`, if this one saw nothing of the round itself; nonsense is ignored.
 
-        Otherwise one that comes late would send the others back to leaders of which nothing came. A lie costs no more
-        than a detour: whoever is asked wrongly sends the asker on.
+        Otherwise one that comes late would send the others back to leaders of which nothing came. A lie can make this
+        peer follow the liar for an attempt or two; what it sees itself soon outweighs `MOST_BELIEVED` failures.
         """
         if not isinstance(failures, dict) or len(failures) > MAX_TOLD:
             return
         self._turn_to(key)
-        if not self._failures and all(
-            type(p) is str and type(n) is int and 0 < n <= MAX_FAILED for p, n in failures.items()
-        ):
-            self._failures.update(failures)
+        if not self._failures and all(type(p) is str and type(n) is int and n > 0 for p, n in failures.items()):
+            self._failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures.items()})
 
     def not_reached(self, key: Key, leader: str) -> None:
         """Note that a leader could not be asked."""

@@ -11,6 +11,7 @@ import pytest
 
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.conductor import MAX_RALLIES
+from p2ptrain.averaging.leaders import MOST_BELIEVED
 from p2ptrain.averaging.matchmaking import BehindError, Matchmaker, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.rally import without_conflicts
@@ -149,10 +150,14 @@ def test_nonsense_about_failed_leaders_is_ignored() -> None:
         async with matchmakers(network, 2) as all_:
             leaders = all_[0][1]._leaders
             too_many = {str(number): 1 for number in range(99)}
-            told: list[object] = [None, [], {"x": -1}, {"x": "1"}, {1: 1}, {"x": 1 << 40}, too_many]
+            told: list[object] = [None, [], {"x": -1}, {"x": "1"}, {1: 1}, too_many]
             for nonsense in told:
                 leaders.learn(KEY, nonsense)
                 assert leaders.told() == {}
+            leaders.learn(KEY, {"x": 1 << 40})
+            assert leaders.told() == {"x": MOST_BELIEVED}
+            leaders.learn(KEY, {"y": 1})
+            assert leaders.told() == {"x": MOST_BELIEVED}, "only who knows nothing learns"
 
     simulate(main, seed=14)
 
