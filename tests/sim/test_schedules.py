@@ -31,7 +31,7 @@ def run(schedule: Schedule, seed: int, replay: str) -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         # int8 has error feedback; fp32, which has no blocks, gives everybody a share of the tiny model.
-        swarm = SimulatedSwarm(network, make_manifest(codec=("int8", "fp32")[seed % 2]), seed)
+        swarm = SimulatedSwarm(network, make_manifest(codec=("int8", "fp32", "int4", "bf16")[seed % 4]), seed)
         accounts = Accounts(swarm)
         await run_schedule(swarm, schedule)
         front = max(trainer.sync.head.round for trainer in swarm.alive)

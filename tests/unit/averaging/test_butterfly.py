@@ -30,7 +30,9 @@ def decoded(member: RosterMember) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize(("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("int8", 5e-2)])
+@pytest.mark.parametrize(
+    ("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("int8", 5e-2), ("int4", 0.8)]
+)
 def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str, tolerance: float) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 3) as swarm:

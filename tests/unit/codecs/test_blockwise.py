@@ -1,4 +1,4 @@
-"""int8 keeps its error bound on every input and treats each block for itself."""
+"""int8 and int4 keep their error bounds on every input and treat each block for itself."""
 
 from __future__ import annotations
 
@@ -10,31 +10,63 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import CodecError, get_codec
-from p2ptrain.codecs.blockwise import BLOCK, MAX_PEAK, MIN_PEAK
+from p2ptrain.codecs import Codec, CodecError, get_codec
+from p2ptrain.codecs.blockwise import MAX_PEAK, MIN_PEAK, BlockwiseCodec
 
-INT8 = get_codec("int8")
+INT8, INT4 = get_codec("int8"), get_codec("int4")
+BLOCK = INT8.block_size
+both = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
 
 
-def round_trip(vector: torch.Tensor) -> torch.Tensor:
+def round_trip(codec: Codec, vector: torch.Tensor) -> torch.Tensor:
     out = torch.full_like(vector, torch.nan)
-    INT8.decode_into(INT8.encode(vector), out)
+    codec.decode_into(codec.encode(vector), out)
     return out
 
 
-def assert_within_bound(vector: torch.Tensor) -> None:
-    out = round_trip(vector)
-    for start in range(0, len(vector), BLOCK):
-        block = vector[start : start + BLOCK].double()
+def assert_within_bound(codec: Codec, vector: torch.Tensor) -> None:
+    assert isinstance(codec, BlockwiseCodec)
+    out = round_trip(codec, vector)
+    for start in range(0, len(vector), codec.block_size):
+        block = vector[start : start + codec.block_size].double()
         peak = float(block.abs().max())
-        bound = max(peak, MIN_PEAK) / 254 * (1 + 2.0**-14) if peak else 0.0
-        assert float((out[start : start + BLOCK].double() - block).abs().max()) <= bound
+        bound = max(peak, MIN_PEAK) / (2 * codec.levels) * (1 + 2.0**-14) if peak else 0.0
+        assert float((out[start : start + codec.block_size].double() - block).abs().max()) <= bound
 
 
 def test_int8_writes_golden_bytes() -> None:
     # peak 2.54, scale 0.02: the third value is 0.5 steps and rounds to even.
     vector = torch.tensor([2.54, -2.54, 0.01, 1.0, -0.02, 0.0])
     assert INT8.encode(vector).hex() == "0ad7a33c7f810032ff00"
+
+
+def test_int4_writes_golden_bytes() -> None:
+    # peak 7, scale 1: codes 15 1 9 8 10 7, the first three in low halves; then an odd block of one.
+    vector = torch.tensor([7.0, -7.0, 1.0, 0.4, 2.5, -1.0])
+    assert INT4.encode(vector).hex() == "0000803f" + "8fa179"
+    assert INT4.encode(torch.tensor([-14.0])).hex() == "00000040" + "01"
+
+
+def test_int4_blocks_of_any_length_decode_as_by_hand() -> None:
+    for num_values in (*range(1, 10), 127, 128, 129, 1000):
+        vector = torch.randn(num_values, generator=torch.Generator().manual_seed(num_values))
+        encoded, expected = INT4.encode(vector), []
+        for start in range(0, num_values, 128):
+            length = min(128, num_values - start)
+            offset = start // 128 * 68
+            (scale,) = struct.unpack_from("<f", encoded, offset)
+            codes = encoded[offset + 4 : offset + 4 + -(-length // 2)]
+            nibbles = [byte & 15 for byte in codes] + [byte >> 4 for byte in codes]
+            expected += [scale * (nibble - 8) for nibble in nibbles[:length]]
+        assert torch.equal(round_trip(INT4, vector), torch.tensor(expected, dtype=torch.float64).float())
+
+
+def test_int4_refuses_what_hides_in_the_unused_half_of_a_byte() -> None:
+    encoded = INT4.encode(torch.ones(131))
+    INT4.validate(encoded, 131)
+    encoded[-1] |= 16
+    with pytest.raises(CodecError, match="unused half"):
+        INT4.validate(encoded, 131)
 
 
 def test_halves_round_to_even() -> None:
@@ -53,59 +85,69 @@ def test_halves_round_to_even() -> None:
 @example([math.nextafter(MIN_PEAK, 0)], 255)
 @example([MAX_PEAK, -MAX_PEAK, 1.0], 300)
 def test_error_stays_within_the_stated_bound(values: list[float], padding: int) -> None:
-    assert_within_bound(torch.tensor(values + [0.0] * padding + values))
+    for codec in (INT8, INT4):
+        assert_within_bound(codec, torch.tensor(values + [0.0] * padding + values))
 
 
+@both
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -110, -101, -100, -99, -50, 0, 50, 119])
 @pytest.mark.parametrize("num_values", [1, 255, 256, 257, 1000])
-def test_error_stays_within_the_bound_at_every_magnitude(exponent: int, num_values: int) -> None:
+def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int, num_values: int) -> None:
     uniform = torch.rand(num_values, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
-    assert_within_bound(torch.ldexp(uniform, torch.tensor(exponent)))
+    assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
 
 
 def test_a_block_of_zeros_has_scale_zero_and_decodes_to_zero() -> None:
     vector = torch.cat([torch.ones(BLOCK), torch.zeros(BLOCK), -torch.zeros(3)])
     encoded = INT8.encode(vector)
     assert encoded[260:] == bytes(260 + 7)
-    assert torch.equal(round_trip(vector), vector)
+    assert torch.equal(round_trip(INT8, vector), vector)
+    assert torch.equal(round_trip(INT4, vector), vector)
 
 
 @given(st.floats(MIN_PEAK, MAX_PEAK, width=32))
 def test_a_single_value_survives_up_to_rounding(value: float) -> None:
-    assert round_trip(torch.tensor([value])).item() == pytest.approx(value, rel=2**-22)
+    for codec in (INT8, INT4):
+        assert round_trip(codec, torch.tensor([value])).item() == pytest.approx(value, rel=2**-22)
 
 
 def test_a_large_block_does_not_coarsen_its_neighbours() -> None:
     vector = torch.cat([torch.full((BLOCK,), 1e6), torch.linspace(-1, 1, BLOCK)])
-    error = (round_trip(vector)[BLOCK:] - vector[BLOCK:]).abs().max()
+    error = (round_trip(INT8, vector)[BLOCK:] - vector[BLOCK:]).abs().max()
     assert error <= 1 / 253
 
 
-def test_the_encoded_mean_of_four_gaussian_vectors_is_within_one_percent() -> None:
+@pytest.mark.parametrize(("codec", "least", "most"), [(INT8, 0.005, 0.01), (INT4, 0.1, 0.17)], ids=["int8", "int4"])
+def test_the_encoded_mean_of_four_gaussian_vectors_is_as_close_as_stated(
+    codec: Codec, least: float, most: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
     vectors = [torch.randn(1 << 18, generator=generator) for _ in range(4)]
     total = torch.zeros(1 << 18)
     for vector in vectors:
-        INT8.accumulate_into(INT8.encode(vector), 0.25, total)
+        codec.accumulate_into(codec.encode(vector), 0.25, total)
     exact = torch.stack(vectors).double().mean(0)
-    relative = (round_trip(total).double() - exact).norm() / exact.norm()
-    assert 0.005 < relative < 0.01
+    relative = (round_trip(codec, total).double() - exact).norm() / exact.norm()
+    assert least < relative < most
 
 
+@both
 @pytest.mark.parametrize("value", [1.01 * MAX_PEAK, -1.01 * MAX_PEAK, 3e38])
-def test_values_beyond_the_limit_are_refused(value: float) -> None:
+def test_values_beyond_the_limit_are_refused(codec: Codec, value: float) -> None:
     with pytest.raises(CodecError, match=r"2\*\*120"):
-        INT8.encode(torch.tensor([0.0, value]))
+        codec.encode(torch.tensor([0.0, value]))
 
 
-@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -1e-45, 1.1 * MAX_PEAK / 127, 3e38])
+@both
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -1e-45, 1.1 * MAX_PEAK / 7, 3e38])
 @pytest.mark.parametrize("block", [0, 1, 2])
-def test_received_scales_out_of_range_are_refused(scale: float, block: int) -> None:
-    encoded = INT8.encode(torch.ones(600))
-    struct.pack_into("<f", encoded, 260 * block, scale)
+def test_received_scales_out_of_range_are_refused(codec: Codec, scale: float, block: int) -> None:
+    encoded = codec.encode(torch.ones(600))
+    struct.pack_into("<f", encoded, codec.encoded_bytes(block * codec.block_size), scale)
     with pytest.raises(CodecError, match="scale"):
-        INT8.validate(encoded, 600)
+        codec.validate(encoded, 600)
 
 
-def test_the_largest_encodable_values_validate() -> None:
-    INT8.validate(INT8.encode(torch.tensor([MAX_PEAK, -MAX_PEAK])), 2)
+@both
+def test_the_largest_encodable_values_validate(codec: Codec) -> None:
+    codec.validate(codec.encode(torch.tensor([MAX_PEAK, -MAX_PEAK])), 2)

@@ -1,4 +1,4 @@
-"""fp32 is exact; fp16 rounds to the nearest half and refuses what does not fit."""
+"""fp32 is exact; fp16 and bf16 round to the nearest number and refuse what does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, get_codec
 
-FP32, FP16 = get_codec("fp32"), get_codec("fp16")
+FP32, FP16, BF16 = get_codec("fp32"), get_codec("fp16"), get_codec("bf16")
 VECTOR = torch.tensor([0.0, -0.0, 1.0, -2.5, 1 / 3, 65504.0, 6e-8, 1e-45])
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -21,6 +21,10 @@ def test_fp32_writes_golden_bytes() -> None:
 
 def test_fp16_writes_golden_bytes() -> None:
     assert FP16.encode(VECTOR).hex() == "00000080003c00c15535ff7b01000000"
+
+
+def test_bf16_writes_golden_bytes() -> None:
+    assert BF16.encode(VECTOR).hex() == "00000080803f20c0ab3e8047813300" + "00"
 
 
 @given(st.lists(floats, max_size=50))
@@ -40,6 +44,25 @@ def test_fp16_keeps_its_error_bound(values: list[float]) -> None:
     assert bool(((out.double() - vector.double()).abs() <= bound).all())
 
 
+@given(st.lists(st.floats(-(2.0**127), 2.0**127, width=32), max_size=50))
+def test_bf16_keeps_its_error_bound(values: list[float]) -> None:
+    vector = torch.tensor(values, dtype=torch.float32)
+    out = torch.full_like(vector, torch.nan)
+    BF16.decode_into(BF16.encode(vector), out)
+    bound = torch.maximum(vector.abs().double() * 2.0**-8, torch.tensor(2.0**-134, dtype=torch.float64))
+    assert bool(((out.double() - vector.double()).abs() <= bound).all())
+
+
+def test_bf16_encodes_up_to_where_rounding_gives_infinity() -> None:
+    first_refused = torch.tensor([0x7F7F8000], dtype=torch.int32).view(torch.float32)
+    out = torch.zeros(1)
+    BF16.decode_into(BF16.encode(torch.nextafter(first_refused, torch.zeros(1))), out)
+    assert out.item() == torch.finfo(torch.bfloat16).max
+    for beyond in (first_refused, -first_refused, torch.tensor([3.4e38])):
+        with pytest.raises(CodecError, match="fp32"):
+            BF16.encode(beyond)
+
+
 def test_fp16_encodes_up_to_where_rounding_gives_infinity() -> None:
     largest = torch.nextafter(torch.tensor(65520.0), torch.tensor(0.0)).reshape(1)
     out = torch.zeros(1)
@@ -54,7 +77,10 @@ def test_fp16_encodes_up_to_where_rounding_gives_infinity() -> None:
 @pytest.mark.parametrize("where", [0, 65_535, 65_536, 69_999])
 def test_received_values_that_are_not_finite_are_refused(bad: float, where: int) -> None:
     single, half = torch.zeros(70_000), torch.zeros(70_000, dtype=torch.float16)
-    single[where], half[where] = bad, bad
+    brain = torch.zeros(70_000, dtype=torch.bfloat16)
+    single[where], half[where], brain[where] = bad, bad, bad
+    with pytest.raises(CodecError, match="not finite"):
+        BF16.validate(brain.view(torch.int16).numpy().tobytes(), 70_000)
     with pytest.raises(CodecError, match="not finite"):
         FP32.validate(single.numpy().tobytes(), 70_000)
     with pytest.raises(CodecError, match="not finite"):
