@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum |
 SOURCES := p2ptrain $(wildcard tests benchmarks examples)
 ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
-OR_NONE := || [ $$? -eq 5 ]
+OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 .PHONY: help venv demo test test-nat lint format bench clean
 
