@@ -120,6 +120,8 @@ class AveragingSpec(Section):
     """Share of the expected peers that must be ready before the round may close without the rest."""
     grace_seconds: float = Field(3.0, ge=0, le=600)
     """How long the rest may take once the quorum is ready."""
+    late_decay: float = Field(0.9, ge=0, le=1)
+    """What is kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
     matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
     """Deadline of finding a group."""
     round_seconds: float = Field(60.0, gt=0, le=3600)

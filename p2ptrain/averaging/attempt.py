@@ -31,6 +31,10 @@ class UnencodableError(AttemptFailedError):
     """This peer's own contribution does not fit the codec: trying again with the same one cannot help."""
 
 
+class LateError(AttemptFailedError):
+    """Members did not do their part in time; they may be alive, but slow."""
+
+
 @dataclass
 class Attempt:
     """Everything about one roster's attempt that outlives the streams.
@@ -45,6 +49,8 @@ class Attempt:
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
+        has_failed: Whether this peer's own part in it is over without a result: then it signs only what another member
+            completed.
     """
 
     roster: Roster
@@ -58,6 +64,7 @@ class Attempt:
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
+    has_failed: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2ptrain.codecs import Codec, CodecError
@@ -93,12 +94,28 @@ async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector:
 
 
 async def receive_checked(
-    channel: Channel, runtime: Runtime, codec: Codec, num_values: int, timeout_seconds: float, *, hashed: bool = True
+    channel: Channel,
+    runtime: Runtime,
+    codec: Codec,
+    num_values: int,
+    timeout_seconds: float,
+    *,
+    hashed: bool = True,
+    on_progress: Callable[[int], None] = lambda filled: None,
 ) -> tuple[bytearray, bytes]:
     """Receive an encoded share, validating it while it arrives.
 
+    Args:
+        channel: Where it comes from.
+        runtime: For checks and hashes.
+        codec: How it is encoded.
+        num_values: Its length.
+        timeout_seconds: Deadline of the whole.
+        hashed: Whether to hash it, which is most of the work.
+        on_progress: Told how many bytes are there.
+
     Returns:
-        The share, and its `bulk_hash`; with ``hashed`` False that of nothing, because hashing is most of the work.
+        The share, and its `bulk_hash`; with ``hashed`` False that of nothing.
 
     Raises:
         ProtocolError: It has another length or holds values that `Codec.validate` refuses.
@@ -106,9 +123,14 @@ async def receive_checked(
     """
     data = await new_buffer(runtime, codec, num_values)
     arriving = _Arriving(runtime, codec, num_values, data, hashed)
+
+    def progress(filled: int) -> None:
+        on_progress(filled)
+        arriving.on_progress(filled)
+
     try:
         await channel.receive_bytes(
-            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=arriving.on_progress
+            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=progress
         )
         return arriving.data, await arriving.finish()
     except CodecError as error:

@@ -11,6 +11,10 @@ _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (Fp32Codec(), Fp16Codec(), Bf16Codec(), Int8Codec(), Int4Codec())
 }
 
+COMPACT = ("int4",)
+"""Codecs for slow members, from the largest to the smallest."""
+SAMPLE = 1 << 20
+
 
 def codec_names() -> tuple[str, ...]:
     """The names that `get_codec` accepts, from the most exact to the most compact."""
@@ -30,3 +34,10 @@ def get_codec(name: str) -> Codec:
             f"unknown codec {name!r}; this version has {known}: correct the name or update p2ptrain"
         )
     return codec
+
+
+def smaller_codecs(codec: Codec) -> tuple[Codec, ...]:
+    """What a member too slow for ``codec`` may send its own parts in, with less and less bytes; none beside fp32."""
+    if not codec.lossy:
+        return ()
+    return tuple(_CODECS[name] for name in COMPACT if _CODECS[name].encoded_bytes(SAMPLE) < codec.encoded_bytes(SAMPLE))

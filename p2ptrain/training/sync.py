@@ -81,7 +81,7 @@ class Synchronizer:
             state: Parameters, buffers and shared optimizer state with their head.
             codec: How contributions travel.
             membership: Who is there.
-            bandwidth: Upload in bytes per second for share sizes; 0 when unknown.
+            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
         """
         self.state = state
         self._rpc = rpc
@@ -259,8 +259,8 @@ class Synchronizer:
         if outcome.contributed:
             assert self._buffer is not None
             await self._runtime.compute(
-                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.own_index,
-                outcome.own_mean_exact, outcome.result.means[outcome.own_index], outcome.total_over_own_weight,
+                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
+                outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index], outcome.total_over_own_weight,
             )  # fmt: skip
         await self._apply(outcome.result, work, outcome.contributed)
         return RoundResult(
@@ -291,6 +291,7 @@ class Synchronizer:
         if work is not None and not contributed and work.tokens > 0:
             carry = torch.empty(self.state.layout.num_values, dtype=torch.float32)
             work.collect(carry)
+            carry.mul_(self._spec.late_decay)
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
         mean = self._buffer

@@ -38,7 +38,7 @@ def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
     """A ticket of this member for the round of ``head``."""
     nonce = random.Random(member.rpc.peer_id).randbytes(16)
     peer = member.rpc.peer_id
-    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, nonce)
+    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, True, b"", nonce)
     return ticket.signed(SWARM, member.peer.signer)
 
 
@@ -63,8 +63,8 @@ def make_roster(
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)
 
-        async def serve(channel: Channel, request: object, butterfly: Butterfly = butterfly) -> None:
-            await butterfly.serve(channel)
+        async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
+            await butterfly.serve(channel, {"codec": butterfly.part_codec.name})
 
         rpc.serve_channel("butterfly", serve)
         result.append(RosterMember(member, attempt, butterfly, history, settlements))

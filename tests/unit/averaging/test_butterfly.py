@@ -117,7 +117,7 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                     if torch.equal(vector, evil.butterfly._vector[:20]):
                         out[:4] = b"\xff" * 4
 
-            evil.attempt.codec = Evil()
+            evil.butterfly.part_codec = Evil()
             results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
             await stop(roster, linger=True)
