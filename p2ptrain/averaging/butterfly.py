@@ -119,7 +119,7 @@ class Butterfly:
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
-        attempt, sender = self.attempt, self.attempt.roster.index_of(channel.remote)
+        sender = self.attempt.roster.index_of(channel.remote)
         if sender in (-1, self._index) or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
         task = asyncio.current_task()

@@ -5,8 +5,8 @@ speed included, and its next tickets tell. The median of what all others saw cou
 nobody's share. A ticket's own limit can only lower it.
 
 A ticket tells of up to 64 peers, 9 bytes each: the start of the peer id's SHA-256 and a rate with four significant
-bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded up to a ladder of three quarters, in whole
-numbers: every member must come to the same shares, and noise must not move them from round to round.
+bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded up to a ladder of three quarters, in
+whole numbers: every member must come to the same shares, and noise must not move them from round to round.
 """
 
 from __future__ import annotations

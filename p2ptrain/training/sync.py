@@ -260,7 +260,8 @@ class Synchronizer:
             assert self._buffer is not None
             await self._runtime.compute(
                 self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
-                outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index], outcome.total_over_own_weight,
+                outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index],
+                outcome.total_over_own_weight,
             )  # fmt: skip
         await self._apply(outcome.result, work, outcome.contributed)
         return RoundResult(

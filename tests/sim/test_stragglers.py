@@ -12,6 +12,7 @@ import torch
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.simulation import until
 
 NUM_VALUES = 500_000
 RATE = 2.5e5
@@ -109,11 +110,10 @@ def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
     usual = usual_seconds(4)
 
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
-        stopped, *others = started
+        stopped = started[0]
         await average_until(3, started)  # Deadlines follow what was usual.
         rounds = [asyncio.create_task(each.round()) for each in started]
-        while stopped.averager.phase != "scatter":
-            await asyncio.sleep(0.01)
+        await until(lambda: stopped.averager.phase == "scatter")
         network.stall(stopped.peer)
         began = network.loop.time()
         await asyncio.gather(*rounds[1:])
