@@ -23,11 +23,12 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"network"}),
     frozenset({"codecs"}),
     frozenset({"models"}),
+    frozenset({"kernels"}),
     frozenset({"buffers", "errors", "config", "manifest", "hashing", "runtime", "signing", "_version"}),
 )
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 
-TORCH_FREE = LAYERS[-1] | {"network", "cli", "__main__"}
+TORCH_FREE = LAYERS[-1] | {"network", "kernels", "cli", "__main__"}
 HEAVY = frozenset({"torch", "transformers", "bitsandbytes"})
 
 
