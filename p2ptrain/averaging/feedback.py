@@ -70,7 +70,7 @@ class ErrorFeedback:
     def _set_difference(self, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float) -> None:
         assert self.residual is not None
         out = self.residual[offset : offset + exact.numel()]
-        self._codec.decode_into(encoded, out)
-        out.neg_().add_(exact)
+        out.copy_(exact)
+        self._codec.accumulate_into(encoded, -1.0, out)
         if scale != 1.0:
             out.mul_(scale)
