@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
 from p2ptrain.codecs.native import KernelCodec
 from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
 from p2ptrain.errors import IncompatibleError
 
 _KINDS: tuple[type[KernelCodec], ...] = (
-    Fp32Codec, Fp16Codec, Bf16Codec, Int8Codec, Int4Codec
+    Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec
 )  # fmt: skip
 _CODECS: dict[str, KernelCodec] = {kind.name: kind() for kind in _KINDS}
 

@@ -29,12 +29,12 @@ def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) 
 
 
 def test_names_are_listed_from_exact_to_compact() -> None:
-    assert codec_names() == ("fp32", "fp16", "bf16", "int8", "int4")
+    assert codec_names() == ("fp32", "fp16", "bf16", "int8a", "int8", "int4a", "int4")
     assert [get_codec(name).name for name in codec_names()] == list(codec_names())
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8, int4"):
+    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8a, int8, int4a, int4"):
         get_codec("int3")
 
 
