@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
 from p2ptrain.codecs.blockwise import BlockwiseCodec, HalfByteCodes
 from p2ptrain.codecs.native import KernelCodec
 from p2ptrain.kernels import Kernel, load_kernels
+from p2ptrain.kernels.build import build_image, target_machine
+from p2ptrain.kernels.load import unpack
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are kernels for x86-64 only")
 
@@ -220,3 +223,15 @@ def test_without_kernels_codecs_stay_with_torch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(warm, "load_kernels", dict)
     assert not warm.warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
+
+
+@pytest.mark.parametrize(("cpu", "flag"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512vl")])
+def test_kernels_for_other_cpus_compute_the_same_bits(cpu: str, flag: str) -> None:
+    if flag not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this CPU has no {flag}")
+    found = unpack(build_image(target_machine(cpu)))
+    for name in codec_names():
+        codec = type(get_codec(name))()
+        kernels = warm.kernels_of(codec, found)
+        assert kernels
+        assert warm.agree(codec, kernels), name
