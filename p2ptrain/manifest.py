@@ -109,7 +109,7 @@ class AveragingSpec(Section):
     """How a round is averaged."""
 
     codec: str = "int8"
-    """``fp32``, ``fp16``, ``bf16``, ``int8`` or ``int4``."""
+    """``fp32``, ``fp16``, ``bf16``, ``int8`` or ``int4``; ``int8a`` and ``int4a`` for values not centred on zero."""
     group_size: int = Field(64, ge=1, le=256)
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)

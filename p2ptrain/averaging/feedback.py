@@ -74,7 +74,7 @@ class ErrorFeedback:
     ) -> None:
         assert self.residual is not None
         out = self.residual[offset : offset + exact.numel()]
-        codec.decode_into(encoded, out)
-        out.neg_().add_(exact)
+        out.copy_(exact)
+        codec.accumulate_into(encoded, -1.0, out)
         if scale != 1.0:
             out.mul_(scale)

@@ -55,6 +55,19 @@ def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.
     return np.frombuffer(view, dtype=np.uint8)
 
 
+def writable_byte_array(out: bytearray | memoryview, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
+    """As `byte_array`, of memory that may be written.
+
+    Raises:
+        CodecError: The length is another.
+        ValueError: It is read-only.
+    """
+    array = byte_array(out, expected_bytes, codec)
+    if not array.flags.writeable:
+        raise ValueError(f"{codec}: cannot encode into read-only memory")
+    return array
+
+
 def chunks(num_items: int, items_per_chunk: int) -> Iterator[slice]:
     """Consecutive slices of at most ``items_per_chunk`` that cover ``[0, num_items)``."""
     for start in range(0, num_items, items_per_chunk):

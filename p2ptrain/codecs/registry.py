@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.base import Codec
-from p2ptrain.codecs.blockwise import Int4Codec, Int8Codec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
+from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
 from p2ptrain.errors import IncompatibleError
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Fp32Codec(), Fp16Codec(), Bf16Codec(), Int8Codec(), Int4Codec())
-}
+_KINDS: tuple[type[KernelCodec], ...] = (
+    Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec
+)  # fmt: skip
+_CODECS: dict[str, KernelCodec] = {kind.name: kind() for kind in _KINDS}
 
 COMPACT = ("int4",)
 """Codecs for slow members, from the largest to the smallest."""
@@ -21,8 +24,8 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_CODECS)
 
 
-def get_codec(name: str) -> Codec:
-    """The codec called ``name`` (codecs hold no state, so everybody shares one).
+def get_codec(name: str) -> KernelCodec:
+    """The codec called ``name`` (its only state is whether it uses kernels, so everybody shares one).
 
     Raises:
         IncompatibleError: This version has no such codec.
