@@ -118,6 +118,7 @@ def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
         began = network.loop.time()
         await asyncio.gather(*rounds[1:])
         assert network.loop.time() - began <= 2.2 * usual + 2 * SPEC.grace_seconds + 1.0
+        network.resume(stopped.peer)
         rounds[0].cancel()
         await asyncio.gather(*rounds, return_exceptions=True)
 
