@@ -154,7 +154,7 @@ def sweep(restarts: int) -> Iterator[dict[str, Any]]:
 
 
 def _crossing(differences: list[tuple[float, float]]) -> float:
-    """The failure rate at which fixed coordinates cease to need fewer sub-rounds, on a line between two; 0 for never."""
+    """The failure rate up to which fixed coordinates need fewer sub-rounds, by a straight line between two."""
     previous = differences[0]
     for rate, difference in differences:
         if difference > 0:
@@ -183,7 +183,7 @@ def work(restarts: int) -> Iterator[dict[str, Any]]:
         for count in (100, 1_000, 10_000):
             shape = grid.grid_shape(count, group_size)
             some = max(1, restarts * 1_000 // max(count, 1_000))
-            ways = {
+            ways: dict[str, list[Mixed] | list[Climbed]] = {
                 "fixed": runs(fixed(count, shape, group_size), 0.01, some, 3, warm_up=2 * len(shape)),
                 "random": runs(cells(count, group_size), 0.01, some, 3),
                 "tree": [climb(count, group_size, 0.01, 3, np.random.default_rng([3, run])) for run in range(some)],
@@ -286,7 +286,8 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list
         ("failure rate, way", "sub-rounds", "vectors sent", "most", "spread left", "off the mean", "missed", "lost"),
         [
             (
-                f"{row['failure_rate']:g}, {row['way']}", f"{row['sub_rounds']:.1f}", f"{row['sent']:.2f}", f"{row['most_sent']:.1f}",
+                f"{row['failure_rate']:g}, {row['way']}", f"{row['sub_rounds']:.1f}", f"{row['sent']:.2f}",
+                f"{row['most_sent']:.1f}",
                 f"{row['spread']:.1e}", f"{row['offset']:.1e}", f"{row['missed']:.2%}", f"{row['lost']:.3%}",
             )
             for row in results["trees"]

@@ -143,7 +143,7 @@ class Cells(Mixer):
         cells: list[list[int]] = [[] for _ in range(self._num_cells)]
         waiting = alive
         for choice in range(CHOICES):
-            late = []
+            late: list[int] = []
             self.keys += len(waiting) if choice else 0
             for member in waiting:
                 cell = grid.cell_of(self.lineage, 0, sub_round, self.peers[member], self._num_cells, choice)
