@@ -118,7 +118,7 @@ class Butterfly:
         await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[self._rpc.peer_id]})
 
     async def _receive_part(self, channel: Channel, size: int) -> bytearray:
-        codec, seconds = self.attempt.codec, self._spec.round_seconds
+        codec, seconds = self.attempt.codec_of(self._index), self._spec.round_seconds
         try:
             part, _ = await receive_checked(channel, self._runtime, codec, size, seconds, hashed=False)
         except ProtocolError as error:
@@ -132,20 +132,18 @@ class Butterfly:
     async def _exchange(self, index: int, deadline: float) -> None:
         """The stream that this member opens to member ``index``."""
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        peer, size = attempt.roster.members[index], attempt.size(index)
+        peer, size, codec = attempt.roster.members[index], attempt.size(index), attempt.codec_of(index)
         try:
             header = {"group": attempt.roster.group_id}
             async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
                 if size:
                     low, high = attempt.bounds[index], attempt.bounds[index + 1]
-                    part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high])
+                    part = await send_encoded(channel, self._runtime, codec, self._vector[low:high])
                     self.sent_parts[index] = part
                     mask = (await channel.receive(deadline - loop.time())).get("mask")
                     self._masks[index] = self._check_mask(peer, mask)
                     self._agreed.set()
-                    mean, digest = await receive_checked(
-                        channel, self._runtime, attempt.codec, size, deadline - loop.time()
-                    )
+                    mean, digest = await receive_checked(channel, self._runtime, codec, size, deadline - loop.time())
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
                 while attempt.body is None:
@@ -221,13 +219,13 @@ class Butterfly:
         import torch
 
         attempt = self.attempt
-        size = attempt.size(self._index)
-        mean = Growing(await new_buffer(self._runtime, attempt.codec, size))
+        size, codec = attempt.size(self._index), attempt.codec_of(self._index)
+        mean = Growing(await new_buffer(self._runtime, codec, size))
         exact = torch.empty(size, dtype=torch.float32)
         self._own_mean.set_result(mean)
-        for low, high in cut(size, attempt.codec.block_size):
+        for low, high in cut(size, codec.block_size):
             await self._runtime.compute(self._reduce_piece, low, high, exact[low:high], mean.data)
-            mean.grow(attempt.codec.encoded_bytes(high))
+            mean.grow(codec.encoded_bytes(high))
         self._parts.clear()
         self.own_mean_exact = exact
         digest = await self._runtime.compute(bulk_hash, mean.data)
@@ -237,9 +235,10 @@ class Butterfly:
         """Average the values ``[low, high)`` of the own share into ``exact``, and encode them to their place."""
         import torch
 
-        attempt, codec = self.attempt, self.attempt.codec
+        attempt, codec = self.attempt, self.attempt.codec_of(self._index)
         assert attempt.contributors is not None
         first, last = codec.encoded_bytes(low), codec.encoded_bytes(high)
+        codec = codec.part(low, high)
         start = attempt.bounds[self._index]
         tickets = attempt.roster.tickets
         total = float(sum(tickets[i].tokens for i in attempt.contributors))

@@ -70,7 +70,7 @@ class ErrorFeedback:
     def _set_difference(self, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float) -> None:
         assert self.residual is not None
         out = self.residual[offset : offset + exact.numel()]
-        self._codec.decode_into(encoded, out)
+        self._codec.part(offset, offset + exact.numel()).decode_into(encoded, out)
         out.neg_().add_(exact)
         if scale != 1.0:
             out.mul_(scale)
