@@ -5,11 +5,13 @@ from __future__ import annotations
 from p2ptrain.codecs.base import Codec
 from p2ptrain.codecs.blockwise import Int4Codec, Int8Codec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
+from p2ptrain.codecs.powersgd import PowerSgdCodec
 from p2ptrain.codecs.topk import TopKCodec
 from p2ptrain.errors import IncompatibleError
 
 _CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Fp32Codec(), Fp16Codec(), Bf16Codec(), Int8Codec(), Int4Codec(), TopKCodec())
+    codec.name: codec
+    for codec in (Fp32Codec(), Fp16Codec(), Bf16Codec(), Int8Codec(), Int4Codec(), PowerSgdCodec(), TopKCodec())
 }
 
 

@@ -27,9 +27,12 @@ import numpy as np
 import torch
 
 from p2ptrain.codecs import topk_rows
-from p2ptrain.codecs.arrays import CHUNK_VALUES, Buffer, byte_array, check_vector, check_weight, chunks
+from p2ptrain.codecs.arrays import Buffer, Bytes, Floats, byte_array, check_vector, check_weight, chunks
 from p2ptrain.codecs.base import Codec, CodecError
-from p2ptrain.codecs.topk_rows import Bytes, Floats, Integers, row_bytes
+from p2ptrain.codecs.topk_rows import Integers, row_bytes
+
+ROWS_AT_ONCE = 64
+"""Chunks in one call: 1 MiB of fp32, so that temporaries of the NumPy code stay small."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +103,7 @@ class TopKCodec(Codec):
         for start, rows, columns in self._spans(len(bits)):
             matrix, data = bits[start : start + rows * columns].reshape(rows, columns), self._rows(encoded, start, rows)
             implementation = self._implementation(columns)
-            for piece in chunks(rows, CHUNK_VALUES // self.block_size):
+            for piece in chunks(rows, ROWS_AT_ONCE):
                 if not implementation.encode(matrix[piece], data[piece]):
                     raise CodecError("topk: a value is not finite or beyond 2**120 in magnitude")
 
@@ -120,7 +123,7 @@ class TopKCodec(Codec):
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         for start, rows, columns in self._spans(num_values):
             encoded = self._rows(array, start, rows)
-            for piece in chunks(rows, CHUNK_VALUES // self.block_size):
+            for piece in chunks(rows, ROWS_AT_ONCE):
                 fault = self._implementation(columns).check(_writeable(encoded[piece]), columns)
                 if fault != topk_rows.WELL_FORMED:
                     raise CodecError(f"topk: {_FAULTS[fault]}")
@@ -135,7 +138,7 @@ class TopKCodec(Codec):
                 self._rows(array, start, rows),
             )
             implementation = self._implementation(columns)
-            for piece in chunks(rows, CHUNK_VALUES // self.block_size):
+            for piece in chunks(rows, ROWS_AT_ONCE):
                 part = _writeable(encoded[piece])
                 decode = implementation.decode
                 well = (

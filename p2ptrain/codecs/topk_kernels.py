@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
+from p2ptrain.codecs.arrays import Bytes, Floats
 from p2ptrain.codecs.topk_rows import (
     BAD_INDEX,
     BAD_LEVEL,
@@ -25,8 +26,6 @@ from p2ptrain.codecs.topk_rows import (
     MIN_LEVEL,
     MIN_LEVEL_BITS,
     WELL_FORMED,
-    Bytes,
-    Floats,
     Integers,
     field_bytes,
     kept_values,

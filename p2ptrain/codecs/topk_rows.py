@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from p2ptrain.codecs.arrays import Bytes, Floats
+
 CHUNK = 4096
 BUCKET_BITS = 6
 """A bucket is 64 consecutive values, of which one is kept on average; a place within it takes 6 bits."""
@@ -32,9 +34,7 @@ MAX_MAGNITUDE = MAX_LEVEL_BITS << 16
 
 WELL_FORMED, BAD_LEVEL, BAD_INDEX, BAD_PADDING = 0, 1, 2, 3
 
-Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float32]
 
 
 def kept_values(columns: int) -> int:

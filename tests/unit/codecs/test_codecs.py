@@ -31,12 +31,12 @@ def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) 
 
 
 def test_names_are_listed_from_exact_to_compact() -> None:
-    assert codec_names() == ("fp32", "fp16", "bf16", "int8", "int4", "topk")
+    assert codec_names() == ("fp32", "fp16", "bf16", "int8", "int4", "powersgd", "topk")
     assert [get_codec(name).name for name in codec_names()] == list(codec_names())
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8, int4, topk"):
+    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8, int4, powersgd, topk"):
         get_codec("int3")
 
 
