@@ -109,7 +109,12 @@ class AveragingSpec(Section):
     """How a round is averaged."""
 
     codec: str = "int8"
-    """``fp32``, ``fp16``, ``bf16``, ``int8`` or ``int4``; ``int8a`` and ``int4a`` for values not centred on zero."""
+    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4``, ``powersgd`` (low rank) or ``topk``, from exact to compact; and
+    ``int8a`` and ``int4a`` for values not centred on zero."""
+    small_tensors: Literal["", "fp32", "fp16", "bf16"] = ""
+    """A codec of their own for small tensors such as norms and biases; empty for the one of all others."""
+    small_values: int = Field(4096, ge=1, le=1 << 24)
+    """Tensors of up to so many values are small."""
     group_size: int = Field(64, ge=1, le=256)
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)

@@ -43,6 +43,7 @@ class Attempt:
         roster: Who takes part.
         head: The head that the result will extend.
         bounds: Share offsets, ``len(roster) + 1``.
+        codec: How the whole vector is encoded.
         means: Encoded mean of each share, as far as they arrived.
         hashes: Their `bulk_hash`.
         contributors: Indices into the roster, once agreed.
@@ -74,6 +75,10 @@ class Attempt:
     def size(self, index: int) -> int:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
+
+    def codec_of(self, index: int) -> Codec:
+        """How a member's share is encoded."""
+        return self.codec.part(self.bounds[index], self.bounds[index + 1])
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
         """Take in a share's mean and its `bulk_hash`, unless one is here."""

@@ -228,8 +228,8 @@ class Averager:
         shares = split_shares(self._num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
         part = part_codec(
-            codec, smaller_codecs(codec), rates, weights, roster.index_of(self._rpc.peer_id), self._num_values,
-            spec.grace_seconds,
+            codec, smaller_codecs(codec, self._num_values), rates, weights, roster.index_of(self._rpc.peer_id),
+            self._num_values, spec.grace_seconds,
         )  # fmt: skip
         attempt = Attempt(roster, self.head, bounds, self._codec, self._swarm)
         streams = len(tickets) - 1

@@ -160,10 +160,10 @@ class Butterfly:
             await channel.send({"proofs": [[peer, proof] for peer, proof in sorted(attempt.proofs.items())]})
 
     def _codec_of_part(self, peer: str, name: Any) -> Codec:
-        own = self.attempt.codec
-        for codec in (own, *smaller_codecs(own)):
+        own, low, high = self.attempt.codec, *self.attempt.bounds[self._index : self._index + 2]
+        for codec in (own, *smaller_codecs(own, self.attempt.bounds[-1])):
             if codec.name == name:
-                return codec
+                return codec.part(low, high)
         raise ProtocolError(peer, f"encodes its part in a way that is not allowed beside {own.name}")
 
     async def _receive_part(self, channel: Channel, codec: Codec, size: int) -> bytearray:
@@ -191,22 +191,21 @@ class Butterfly:
     async def _exchange(self, index: int, deadline: float) -> None:
         """The stream that this member opens to member ``index``."""
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        peer, size = attempt.roster.members[index], attempt.size(index)
+        peer, size, codec = attempt.roster.members[index], attempt.size(index), attempt.codec_of(index)
         try:
             header = {"group": attempt.roster.group_id, "codec": self.part_codec.name}
             async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
                 if size:
                     low, high = attempt.bounds[index], attempt.bounds[index + 1]
-                    part = await send_encoded(channel, self._runtime, self.part_codec, self._vector[low:high])
+                    parts = self.part_codec.part(low, high)
+                    part = await send_encoded(channel, self._runtime, parts, self._vector[low:high])
                     self.sent_parts[index] = part
                     reply = await channel.receive(deadline - loop.time())
                     if self._notes_that_it_gave_up(index, reply):
                         return
                     self._masks[index] = self._check_mask(peer, reply.get("mask"))
                     self._agreed.set()
-                    mean, digest = await receive_checked(
-                        channel, self._runtime, attempt.codec, size, deadline - loop.time()
-                    )
+                    mean, digest = await receive_checked(channel, self._runtime, codec, size, deadline - loop.time())
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
                 if self._notes_that_it_gave_up(index, reply):
@@ -312,13 +311,13 @@ class Butterfly:
         import torch
 
         attempt = self.attempt
-        size = attempt.size(self._index)
-        mean = Growing(await new_buffer(self._runtime, attempt.codec, size))
+        size, codec = attempt.size(self._index), attempt.codec_of(self._index)
+        mean = Growing(await new_buffer(self._runtime, codec, size))
         exact = torch.empty(size, dtype=torch.float32)
         self._own_mean.set_result(mean)
-        for low, high in cut(size, attempt.codec.block_size):
+        for low, high in cut(size, codec.block_size):
             await self._runtime.compute(self._reduce_piece, low, high, exact[low:high], mean.data)
-            mean.grow(attempt.codec.encoded_bytes(high))
+            mean.grow(codec.encoded_bytes(high))
         self._parts.clear()
         self.own_mean_exact = exact
         digest = await self._runtime.compute(bulk_hash, mean.data)
@@ -328,7 +327,7 @@ class Butterfly:
         """Average the values ``[low, high)`` of the own share into ``exact``, and encode them to their place."""
         import torch
 
-        attempt, codec = self.attempt, self.attempt.codec
+        attempt, codec = self.attempt, self.attempt.codec_of(self._index)
         assert attempt.contributors is not None
         start = attempt.bounds[self._index]
         tickets = attempt.roster.tickets
@@ -341,8 +340,9 @@ class Butterfly:
             if i != self._index:
                 theirs, part = self._parts[i]
                 piece = memoryview(part)[theirs.encoded_bytes(low) : theirs.encoded_bytes(high)]
-                theirs.accumulate_into(piece, tickets[i].tokens / total, exact)
-        codec.encode_into(exact, memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)])
+                theirs.part(low, high).accumulate_into(piece, tickets[i].tokens / total, exact)
+        target = memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+        codec.part(low, high).encode_into(exact, target)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase

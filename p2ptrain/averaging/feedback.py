@@ -75,6 +75,6 @@ class ErrorFeedback:
         assert self.residual is not None
         out = self.residual[offset : offset + exact.numel()]
         out.copy_(exact)
-        codec.accumulate_into(encoded, -1.0, out)
+        codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -1.0, out)
         if scale != 1.0:
             out.mul_(scale)

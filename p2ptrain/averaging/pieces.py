@@ -76,7 +76,7 @@ async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector:
 
     async def encode(low: int, high: int) -> memoryview:
         piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.compute(codec.encode_into, vector[low:high], piece)
+        await runtime.compute(codec.part(low, high).encode_into, vector[low:high], piece)
         return piece
 
     first, *others = cut(len(vector), codec.block_size)
@@ -178,6 +178,6 @@ class _Arriving:
         view = memoryview(self.data)
         for low, high in spans:
             piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
-            self._codec.validate(piece, high - low)
+            self._codec.part(low, high).validate(piece, high - low)
             if self._hashed:
                 self._hash.update(piece)

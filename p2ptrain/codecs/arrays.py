@@ -15,6 +15,8 @@ CHUNK_VALUES = 65_536
 """Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
 
 Buffer = bytes | bytearray | memoryview
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
 def check_vector(vector: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ def warm_up() -> bool:
     installation: call it off the event loop when a peer starts.
 
     Returns:
-        Whether every codec has kernels now. Why not is logged.
+        Whether every codec that can has kernels now. Why not is logged.
     """
     with _once:
-        codecs = [get_codec(name) for name in codec_names()]
+        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), KernelCodec)]
         if not any(codec.kernels for codec in codecs):
             found = load_kernels()
             for codec in codecs:

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
@@ -296,9 +297,9 @@ class Synchronizer:
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
         mean = self._buffer
-        for index, encoded in enumerate(means):
+        for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if encoded:
-                self._codec.decode_into(encoded, mean[body.bounds[index] : body.bounds[index + 1]])
+                self._codec.part(low, high).decode_into(encoded, mean[low:high])
         self.state.apply(mean)
         if work is not None:
             work.adopt(contributed, carry)

@@ -47,11 +47,11 @@ def make_roster(
     swarm: list[Member],
     vectors: list[torch.Tensor],
     tokens: list[int],
-    codec_name: str = "fp32",
+    codec_or_name: str | Codec = "fp32",
     bounds: tuple[int, ...] = (),
 ) -> list[RosterMember]:
     """Everybody's side of one attempt, in roster order, with equal shares unless ``bounds`` says otherwise."""
-    codec: Codec = get_codec(codec_name)
+    codec = get_codec(codec_or_name) if isinstance(codec_or_name, str) else codec_or_name
     order = sorted(range(len(swarm)), key=lambda i: swarm[i].rpc.peer_id)
     roster = Roster(tuple(make_ticket(swarm[i], tokens[i]) for i in order))
     bounds = bounds or tuple(round(NUM_VALUES * i / len(swarm)) for i in range(len(swarm) + 1))

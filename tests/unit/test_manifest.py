@@ -98,6 +98,8 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
         ({"training": {"evry": 1}}, "did you mean 'every'"),
         ({"training": {"every": 0}}, "training.every"),
         ({"model": {"heads": 3}}, "must divide"),
+        ({"averaging": {"small_tensors": "int8"}}, "averaging.small_tensors"),
+        ({"averaging": {"small_values": 0}}, "averaging.small_values"),
         ({"name": ""}, "name"),
         ({"model": 3}, "model"),
     ],

@@ -114,7 +114,7 @@ def test_members_that_cannot_be_reached_own_nothing_unless_nobody_can() -> None:
 def codec_of(rates: list[int], index: int, name: str = "int8", grace_seconds: float = 0.0) -> str:
     weights: list[Fraction] = share_weights([float(rate) for rate in rates])
     codec = get_codec(name)
-    return part_codec(codec, smaller_codecs(codec), rates, weights, index, 10_000_000, grace_seconds).name
+    return part_codec(codec, smaller_codecs(codec, 10_000_000), rates, weights, index, 10_000_000, grace_seconds).name
 
 
 def test_members_of_one_speed_all_use_the_swarm_s_codec() -> None:
@@ -136,5 +136,5 @@ def test_where_nothing_is_lost_nobody_loses_anything() -> None:
 def test_smaller_codecs_are_smaller_and_smaller() -> None:
     for name in ("fp16", "bf16", "int8", "int4"):
         codec = get_codec(name)
-        sizes = [each.encoded_bytes(1 << 20) for each in (codec, *smaller_codecs(codec))]
+        sizes = [each.encoded_bytes(1 << 20) for each in (codec, *smaller_codecs(codec, 1 << 20))]
         assert sizes == sorted(set(sizes), reverse=True)

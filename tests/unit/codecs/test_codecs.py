@@ -15,6 +15,8 @@ from p2ptrain.errors import IncompatibleError
 
 CODECS = [get_codec(name) for name in codec_names()]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=codec_names())
+CLOSE_WITHIN = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.02, "int8a": 0.02, "int4": 0.35, "int4a": 0.35}
+"""What each value of a Gaussian vector stays within; the other codecs only promise a smaller error than input."""
 LENGTHS = [0, 1, 2, 255, 256, 257, 1000, 65_536, 65_537, 70_000]
 
 
@@ -29,12 +31,12 @@ def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) 
 
 
 def test_names_are_listed_from_exact_to_compact() -> None:
-    assert codec_names() == ("fp32", "fp16", "bf16", "int8a", "int8", "int4a", "int4")
+    assert codec_names() == ("fp32", "fp16", "bf16", "int8a", "int8", "int4a", "int4", "powersgd", "topk")
     assert [get_codec(name).name for name in codec_names()] == list(codec_names())
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8a, int8, int4a, int4"):
+    with pytest.raises(IncompatibleError, match="fp32, fp16, bf16, int8a, int8, int4a, int4, powersgd, topk"):
         get_codec("int3")
 
 
@@ -48,8 +50,11 @@ def test_encoding_has_the_announced_size_and_validates(codec: Codec, num_values:
     assert len(encoded) == codec.encoded_bytes(num_values)
     codec.validate(encoded, num_values)
     assert torch.equal(vector, before)
-    atol = 0.35 if codec.name.startswith("int4") else 0.02
-    assert torch.allclose(decode(codec, encoded, num_values), vector, atol=atol)
+    decoded = decode(codec, encoded, num_values)
+    if codec.name in CLOSE_WITHIN:
+        assert torch.allclose(decoded, vector, atol=CLOSE_WITHIN[codec.name])
+    else:
+        assert float((decoded - vector).norm()) <= float(vector.norm())
 
 
 @every_codec
@@ -69,8 +74,7 @@ def test_pieces_cut_at_blocks_concatenate_to_the_whole(codec: Codec, data: st.Da
 @every_codec
 def test_cutting_at_blocks_across_inner_chunks_changes_nothing(codec: Codec) -> None:
     vector = gaussian(200_000)
-    cut = 100_096
-    assert cut % codec.block_size == 0
+    cut = 100_096 // codec.block_size * codec.block_size
     assert codec.encode(vector[:cut]) + codec.encode(vector[cut:]) == codec.encode(vector)
 
 
