@@ -32,7 +32,17 @@ class UnencodableError(AttemptFailedError):
 
 
 class LateError(AttemptFailedError):
-    """Members did not do their part in time; they may be alive, but slow."""
+    """Members did not do their part in time; they may be alive, but slow.
+
+    Args:
+        message: What happened.
+        suspects: Who was late.
+        as_owners: Whether with their share's mean, rather than with their own contribution.
+    """
+
+    def __init__(self, message: str, suspects: tuple[str, ...] = (), *, as_owners: bool = True) -> None:
+        super().__init__(message, suspects)
+        self.as_owners = as_owners
 
 
 @dataclass

@@ -265,7 +265,8 @@ class Averager:
                 for peer in error.suspects:
                     if isinstance(error, LateError):
                         self._membership.suspect(peer, str(error))
-                        self._speeds.was_late(peer)
+                        if error.as_owners:  # How slowly it sends was measured.
+                            self._speeds.was_late(peer)
                     else:
                         self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
                 butterfly.give_up(error.suspects)

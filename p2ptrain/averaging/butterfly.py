@@ -290,7 +290,7 @@ class Butterfly:
                 until = min(deadline, self._patience_ends(self._began, closed))
                 late = [i for i in owners if i not in self._masks and i not in self._masks[self._index]]
                 if late:  # Who was late with its part will not be in time with its share's mean.
-                    raise LateError("scatter: a part did not come in time", self._peers(late))
+                    raise LateError("scatter: a part did not come in time", self._peers(late), as_owners=False)
             async with asyncio.timeout_at(until):
                 await self._agreed.wait()
         agreed = frozenset.intersection(*(self._masks[owner] for owner in owners))
