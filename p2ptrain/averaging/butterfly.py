@@ -5,7 +5,7 @@ Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and ope
 ====================  ==================================================================================
 i → j                 the group's id, then i's encoded part of j's share
 j → i                 the set of members whose part j holds completely (its *mask*)
-j → i                 the encoded mean of j's share
+j → i                 a word that the mean comes, and the encoded mean of j's share
 j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
 ====================  ==================================================================================
 
@@ -150,7 +150,9 @@ class Butterfly:
                 self._part_changed.set()
             mask = await asyncio.shield(self._own_mask)
             await channel.send({"mask": sorted(mask)})
-            await (await asyncio.shield(self._own_mean)).send(channel)
+            mean = await asyncio.shield(self._own_mean)
+            await channel.send({"mean": size})  # So that it can say in its place that it gave up.
+            await mean.send(channel)
         await self._own_proof.wait()
         assert attempt.body is not None
         await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[self._rpc.peer_id]})
@@ -205,6 +207,8 @@ class Butterfly:
                         return
                     self._masks[index] = self._check_mask(peer, reply.get("mask"))
                     self._agreed.set()
+                    if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+                        return
                     mean, digest = await receive_checked(channel, self._runtime, codec, size, deadline - loop.time())
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
