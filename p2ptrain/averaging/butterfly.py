@@ -135,7 +135,10 @@ class Butterfly:
         peer, size = attempt.roster.members[index], attempt.size(index)
         try:
             header = {"group": attempt.roster.group_id}
-            async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
+            both_ways = 2 * attempt.codec.encoded_bytes(size)
+            async with self._rpc.open(
+                peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=both_ways
+            ) as channel:
                 if size:
                     low, high = attempt.bounds[index], attempt.bounds[index + 1]
                     part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high])

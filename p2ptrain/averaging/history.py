@@ -142,7 +142,10 @@ class History:
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
         means: Means = []
         request = {"body": body.body_hash}
-        async with self._rpc.open(peer, "history.result", request, CALL_TIMEOUT_SECONDS) as channel:
+        total = self._codec.encoded_bytes(num_values)
+        async with self._rpc.open(
+            peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
+        ) as channel:
             for low, high in zip(body.bounds, body.bounds[1:], strict=False):
                 if high == low:
                     means.append(b"")
