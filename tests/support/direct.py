@@ -11,8 +11,9 @@ from typing import cast
 from p2ptrain.network.control import DaemonControl, DaemonRefusal
 from p2ptrain.network.direct import DirectConnections
 from p2ptrain.network.direct_listener import DirectLimits
-from p2ptrain.network.direct_tls import TlsSocket
+from p2ptrain.network.direct_tls import Certificate, TlsSocket
 from p2ptrain.network.socket_stream import SocketStream
+from tests.support.daemons import eventually
 
 BULK = "/test/bulk"
 HERE = "/ip4/127.0.0.1/tcp/1"
@@ -104,3 +105,50 @@ async def direct_peers(
             await peer.direct.close()
         for peer in peers:
             await peer.control.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def holds() -> bool:
+        return condition()
+
+    await eventually(holds)
+
+
+async def opened(a: DirectPeer, b: DirectPeer) -> tuple[TlsSocket, TlsSocket]:
+    """Both ends of a stream that ``a`` opens to ``b``."""
+    near = await a.direct.open(b.name, BULK, 5)
+    assert near is not None
+    peer, protocol, far = await b.streams.get()
+    assert (peer, protocol) == (a.name, BULK)
+    return near, far
+
+
+async def dial(
+    peer: DirectPeer, certificate: Certificate, name: str | None, token: bytes = b"", trusts: bytes | None = None
+) -> TlsSocket:
+    """Dial a peer's port as anybody can; raises what the event loop raises."""
+    stream = TlsSocket()
+    context = certificate.context(trusts or peer.direct._certificate.der, is_server=False)
+    await asyncio.get_running_loop().create_connection(
+        lambda: stream, "127.0.0.1", peer.direct.port, ssl=context, server_hostname=name or ""
+    )
+    if token:
+        await stream.write(token)
+    return stream
+
+
+def offer(peer: DirectPeer, to: str, certificate: Certificate) -> bytes:
+    """A token, as if ``to`` had asked for it over the daemons."""
+    listener = peer.direct._listener
+    assert listener is not None
+    return listener.offer(to, BULK, certificate.der)
+
+
+async def is_refused(stream: TlsSocket) -> bool:
+    try:
+        await stream.read(1)
+    except (OSError, EOFError):
+        return True
+    finally:
+        stream.abort()
+    return False
