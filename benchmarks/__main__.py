@@ -24,6 +24,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "round4": ["benchmarks.bench_round", "--peers", "4", "--codecs", "int8"],
     "overhead": ["benchmarks.bench_overhead"],
     "download": ["benchmarks.bench_download"],
+    "transport": ["benchmarks.bench_transport"],
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence"],
     "moshpit": ["benchmarks.bench_moshpit"],
@@ -100,6 +101,12 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
     if name == "download":
         ratio = found["speed_ratio"]
         return [(f"{name}: speed, of a raw stream", f"{ratio['median']:.2f}", _percent(ratio["spread"]))]
+    if name == "transport":
+        return [
+            (f"{name}: {what} of direct connections, {way}, of the daemons'", f"{one[field]:.2f}", "")
+            for way, one in found["direct_to_daemons"].items()
+            for what, field in (("speed", "speed"), ("CPU", "cpu"))
+        ]
     if name == "equal_tokens":
         ratio = found["loss_ratio"]
         return [(f"{name}: held-out loss, of one process", f"{ratio['median']:.4f}", _percent(ratio["spread"]))]

@@ -195,11 +195,12 @@ class Butterfly:
         attempt, loop = self.attempt, asyncio.get_running_loop()
         peer, size, codec = attempt.roster.members[index], attempt.size(index), attempt.codec_of(index)
         try:
+            low, high = attempt.bounds[index], attempt.bounds[index + 1]
+            parts = self.part_codec.part(low, high)
             header = {"group": attempt.roster.group_id, "codec": self.part_codec.name}
-            async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
+            total = parts.encoded_bytes(size) + codec.encoded_bytes(size)
+            async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total) as channel:
                 if size:
-                    low, high = attempt.bounds[index], attempt.bounds[index + 1]
-                    parts = self.part_codec.part(low, high)
                     part = await send_encoded(channel, self._runtime, parts, self._vector[low:high])
                     self.sent_parts[index] = part
                     reply = await channel.receive(deadline - loop.time())

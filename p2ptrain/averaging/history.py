@@ -147,7 +147,12 @@ class History:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
         means: Means = []
         request = {"body": body.body_hash}
-        async with self._rpc.open(peer, "history.result", request, CALL_TIMEOUT_SECONDS) as channel:
+        total = sum(
+            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+        )
+        async with self._rpc.open(
+            peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
+        ) as channel:
             for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
                 if high == low:
                     means.append(b"")

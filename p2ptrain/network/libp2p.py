@@ -1,8 +1,9 @@
 """`Transport` on libp2p: raw streams through a p2pd daemon of our own.
 
 The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it
-(`p2ptrain.network.libp2p_stream`), and `p2ptrain.network.libp2p_settings` says how it is started. What the daemon or
-the operating system raise is mapped to this package's errors here (`_mapped`) and in the streams, and nowhere else.
+(`p2ptrain.network.peer_stream`), and `p2ptrain.network.libp2p_settings` says how it is started. Streams that carry much
+go past the daemon where `p2ptrain.network.direct` finds a way. What the daemon or the operating system raise is mapped
+to this package's errors here (`_mapped`) and in the streams, and nowhere else.
 
 Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
 under way when a side closes may be lost. The layer above marks ends and waits for them.
@@ -19,10 +20,11 @@ from typing import Literal
 from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError
 from p2ptrain.network.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.daemon import Daemon
+from p2ptrain.network.direct import DirectConnections
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p_settings import Libp2pSettings
-from p2ptrain.network.libp2p_stream import Libp2pStream
 from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.peer_stream import PeerStream
 from p2ptrain.network.reachability import Scope, answering, scope
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
@@ -48,6 +50,7 @@ class Libp2pTransport(Transport):
 
     Attributes:
         lost: Set when the daemon ended by itself; ``lost_reason`` says how.
+        direct: Connections without the daemon.
     """
 
     def __init__(self, daemon: Daemon, control: DaemonControl, settings: Libp2pSettings, peer_id: PeerId) -> None:
@@ -58,9 +61,11 @@ class Libp2pTransport(Transport):
         self.lost_reason = ""
         self._peer_id = peer_id
         self._on_lost: Callable[[str], None] | None = None
-        self._streams: set[Libp2pStream] = set()
+        self._streams: set[PeerStream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._redialler: asyncio.Task[None] | None = None
+        self._accept: dict[str, Callable[[PeerId, SocketStream], None]] = {}
+        self.direct = DirectConnections(control, self._accept_direct, self._accept.keys())
         self._closed = False
 
     @classmethod
@@ -86,12 +91,19 @@ class Libp2pTransport(Transport):
             control.close()
             await daemon.stop()
             if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
-                raise ResourceError(
-                    f"the network daemon does not answer after its start ({error}): try again"
-                ) from error
+                raise _silent_daemon(error) from error
             raise
         transport = cls(daemon, control, settings, peer_id)
         daemon.watch(transport._daemon_lost)
+        if settings.direct != "off":
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    await transport.direct.start(settings.direct_hosts, settings.direct_port)
+            except BaseException as error:
+                await transport.close()
+                if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
+                    raise _silent_daemon(error) from error
+                raise
         if settings.bootstrap:
             transport._redialler = asyncio.create_task(transport._keep_connected(), name="bootstrap-dialler")
         return transport
@@ -106,14 +118,18 @@ class Libp2pTransport(Transport):
         if self.lost.is_set():
             callback(self.lost_reason)
 
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
+        socket: SocketStream | None = None
         with self._mapped(peer):
             async with asyncio.timeout(timeout_seconds):
-                socket = await self.control.open_stream(peer, protocol)
+                if self.settings.direct != "off" and expected_bytes >= self.settings.direct_from_bytes:
+                    socket = await self.direct.open(peer, protocol, timeout_seconds / 2)
+                if socket is None:
+                    socket = await self.control.open_stream(peer, protocol)
         return self._stream(peer, socket)
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        async def accept(peer: str, socket: SocketStream) -> None:
+        def accept(peer: str, socket: SocketStream) -> None:
             if len(self._tasks) >= self.settings.max_streams or self._closed:
                 socket.abort()
                 return
@@ -122,9 +138,13 @@ class Libp2pTransport(Transport):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+        async def accept_from_daemon(peer: str, socket: SocketStream) -> None:
+            accept(peer, socket)
+
         with self._mapped(self._peer_id):
             async with asyncio.timeout(REQUEST_SECONDS):
-                await self.control.serve_stream(protocol, accept)
+                await self.control.serve_stream(protocol, accept_from_daemon)
+        self._accept[protocol] = accept
 
     async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
         by_peer: dict[str, list[str]] = {}
@@ -244,13 +264,17 @@ class Libp2pTransport(Transport):
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in list(self._streams):
             stream.abort()
+        await self.direct.close()
         self.daemon.expect_end()
         self.control.close()
         await self.daemon.stop()
         await asyncio.sleep(0)  # lets the aborted sockets close
 
-    def _stream(self, peer: PeerId, socket: SocketStream) -> Libp2pStream:
-        stream = Libp2pStream(peer, socket, self._streams.discard)
+    def _accept_direct(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
+        self._accept[protocol](peer, socket)
+
+    def _stream(self, peer: PeerId, socket: SocketStream) -> PeerStream:
+        stream = PeerStream(peer, socket, self._streams.discard)
         self._streams.add(stream)
         return stream
 
@@ -294,7 +318,7 @@ class Libp2pTransport(Transport):
             raise TemporaryError(f"the network daemon does not answer ({reason}): restart this peer") from error
 
 
-async def _handle(stream: Libp2pStream, handler: StreamHandler) -> None:
+async def _handle(stream: PeerStream, handler: StreamHandler) -> None:
     try:
         await handler(stream)
     except BaseException as error:
@@ -304,6 +328,10 @@ async def _handle(stream: Libp2pStream, handler: StreamHandler) -> None:
             return
         raise
     await stream.close()
+
+
+def _silent_daemon(error: BaseException) -> ResourceError:
+    return ResourceError(f"the network daemon does not answer after its start ({error}): try again")
 
 
 def _first_line(text: str) -> str:

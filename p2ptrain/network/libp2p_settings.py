@@ -7,6 +7,7 @@ from typing import Literal
 
 from p2ptrain.network.daemon import MAX_UNARY_BYTES
 from p2ptrain.network.link import check_address, check_peer_address
+from p2ptrain.network.reachability import host_of
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Libp2pSettings:
             what `Libp2pTransport.connect` was told is dialled.
         startup_timeout_seconds: For each of three attempts to start the daemon.
         max_streams: Incoming streams at a time; more are refused.
+        direct: Whether streams that carry much go over connections without the daemons where peers can reach each
+            other (`p2ptrain.network.direct`); ``off`` neither dials such connections nor listens for them.
+        direct_port: The TCP port to listen at for those; 0 takes any free one.
+        direct_from_bytes: How much a stream must be expected to carry for that: what a connection costs beyond a stream
+            between the daemons is what 3 or 4 MB cost less.
     """
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -40,12 +46,22 @@ class Libp2pSettings:
     find_peers: bool = True
     startup_timeout_seconds: float = 15.0
     max_streams: int = 1024
+    direct: Literal["auto", "off"] = "auto"
+    direct_port: int = 0
+    direct_from_bytes: int = 4 << 20
 
     def __post_init__(self) -> None:
         for address in (*self.listen, *self.announce):
             check_address(address)
         for address in (*self.bootstrap, *self.trusted_relays):
             check_peer_address(address)
+
+    @property
+    def direct_hosts(self) -> tuple[str, ...]:
+        """The IP addresses to listen at for direct connections: the daemon's, unless others cannot dial them anyway."""
+        if self.direct == "off" or self.force_reachability == "private":
+            return ()
+        return tuple(dict.fromkeys(filter(None, map(host_of, self.listen))))
 
     def daemon_arguments(self, identity_path: str) -> list[str]:
         """p2pd's command line for these settings."""

@@ -183,7 +183,7 @@ class Rpc:
                 raise DeadlineError(f"peer {peer[-8:]} did not answer {name} within {timeout_seconds:g} s") from None
 
     def open(
-        self, peer: PeerId, name: str, request: Message, timeout_seconds: float
+        self, peer: PeerId, name: str, request: Message, timeout_seconds: float, *, expected_bytes: int = 0
     ) -> AbstractAsyncContextManager[Channel]:
         """Open a channel to ``peer`` for ``name``; it is closed at the end of the block, or aborted by an exception.
 
@@ -194,6 +194,7 @@ class Rpc:
             name: What the channel is for.
             request: The first message, part of the header.
             timeout_seconds: Deadline for dialling and sending the request.
+            expected_bytes: About how many bytes will go over it, both ways together; see `Transport.open`.
 
         Raises:
             ValueError: ``peer`` is this peer itself.
@@ -202,15 +203,17 @@ class Rpc:
         """
         if peer == self.peer_id:
             raise ValueError("a channel leads to another peer")
-        return self._open(peer, name, request, timeout_seconds)
+        return self._open(peer, name, request, timeout_seconds, expected_bytes)
 
     @asynccontextmanager
-    async def _open(self, peer: PeerId, name: str, request: Message, timeout_seconds: float) -> AsyncIterator[Channel]:
+    async def _open(
+        self, peer: PeerId, name: str, request: Message, timeout_seconds: float, expected_bytes: int
+    ) -> AsyncIterator[Channel]:
         header = pack({"protocol": self._protocol, "swarm": self._swarm, "name": name})
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
         try:
-            channel = await self._dial(peer, opening, timeout_seconds)
+            channel = await self._dial(peer, opening, timeout_seconds, expected_bytes)
             try:
                 yield channel
                 await channel.close()
@@ -221,11 +224,11 @@ class Rpc:
             if not self._outbound[peer]:
                 del self._outbound[peer]
 
-    async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float) -> Channel:
+    async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(timeout_seconds):
-                stream = await self._transport.open(peer, PROTOCOL, timeout_seconds)
+                stream = await self._transport.open(peer, PROTOCOL, timeout_seconds, expected_bytes=expected_bytes)
                 await stream.write(opening)
         except TimeoutError:
             if stream is None:

@@ -1,4 +1,4 @@
-"""A Unix socket to the daemon that reads straight into the buffer where the bytes belong.
+"""A socket, to the daemon or to a peer, that reads straight into the buffer where the bytes belong.
 
 asyncio's `StreamReader` copies every byte three times more, and moves all that it holds whenever more arrives; with
 bulk data that is most of what the event loop does. This protocol gives the kernel the reader's own buffer while
@@ -22,8 +22,11 @@ class SocketStream(asyncio.BufferedProtocol):
         on_connected: Called once with this object when a server accepted the connection.
 
     Attributes:
-        num_arrived: Bytes that the daemon handed over so far.
+        num_arrived: Bytes that the daemon, or the peer itself, handed over so far.
     """
+
+    _pause_above = 0
+    """`write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy."""
 
     def __init__(self, on_connected: Callable[[SocketStream], None] | None = None) -> None:
         self.num_arrived = 0
@@ -119,8 +122,7 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        # `write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy.
-        self._transport.set_write_buffer_limits(high=0)
+        self._transport.set_write_buffer_limits(high=self._pause_above, low=0)
         if self._on_connected is not None:
             self._on_connected(self)
 

@@ -77,8 +77,15 @@ class Transport(ABC):
         """This peer's own id."""
 
     @abstractmethod
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
         """Open a stream to ``peer`` for ``protocol`` (a name such as ``/p2ptrain/rpc``).
+
+        Args:
+            peer: Another peer.
+            protocol: What it has to serve.
+            timeout_seconds: Deadline.
+            expected_bytes: About how many bytes will go over the stream, both ways together: a transport may have a way
+                that is worth its price for many. 0 for few.
 
         Raises:
             PeerUnreachableError: It cannot be dialled within the time, or does not serve the protocol.

@@ -45,7 +45,7 @@ class Observer:
         self._stack.callback(self._runtime.close)
         try:
             identity = self._stack.enter_context(Identity.ephemeral(self._directory))
-            network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",))
+            network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
             options = PeerOptions("client", "observer", "cpu", self._directory, network)
             self._peer = await Peer.start(identity, options, self._runtime, link=self._link)
             self._stack.push_async_callback(self._peer.close)

@@ -172,6 +172,8 @@ def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
             relay=network.relay,
             trusted_relays=tuple(network.trusted_relays),
             force_reachability=network.force_reachability,
+            direct=network.direct if config.role == "trainer" else "off",  # a seed moves nothing in bulk
+            direct_port=network.direct_port,
         ),
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,

@@ -59,6 +59,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 MAX_DESCRIPTION_BYTES = 16 << 20
+EXPECTED_BYTES = 64 << 20
+"""What a transport is told to expect: how much a state is turns out on the stream, but it is never little."""
 RANGES_ASKED_AHEAD = 2
 CHECKS_BEHIND = 3
 """Chunks that may wait for their verification while the next one arrives."""
@@ -259,7 +261,9 @@ class _Download:
 
     async def _converse(self, source: PeerId) -> None:
         request = {"lineage": self._expect.lineage, "describe": not self._partial.digest}
-        async with self._rpc.open(source, "state.chunks", request, self._times.open_seconds) as channel:
+        async with self._rpc.open(
+            source, "state.chunks", request, self._times.open_seconds, expected_bytes=EXPECTED_BYTES
+        ) as channel:
             await self._agree(channel, bool(request["describe"]))
             self._faults[source] = None
             await self._pull(source, channel)

@@ -46,15 +46,17 @@ def lie_in_rounds(
         await serve(LyingChannel(channel, lie, bulk_lie), request)  # type: ignore[arg-type]
 
     @asynccontextmanager
-    async def lying_open(peer: str, name: str, request: Message, timeout_seconds: float) -> AsyncIterator[Any]:
-        async with open_(peer, name, request, timeout_seconds) as channel:
+    async def lying_open(
+        peer: str, name: str, request: Message, timeout_seconds: float, **options: Any
+    ) -> AsyncIterator[Any]:
+        async with open_(peer, name, request, timeout_seconds, **options) as channel:
             yield LyingChannel(channel, lie, bulk_lie) if name == "butterfly" else channel
 
-    def opened(*args: Any) -> AbstractAsyncContextManager[Any]:
-        return lying_open(*args)
+    def opened(*args: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        return lying_open(*args, **options)
 
     trainer.rpc.serve_channel("butterfly", lying_serve)
-    trainer.rpc.open = opened  # type: ignore[method-assign, assignment]
+    trainer.rpc.open = opened  # type: ignore[method-assign]
 
 
 def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Message], Awaitable[Message]]) -> list[str]:

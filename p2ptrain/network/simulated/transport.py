@@ -50,7 +50,7 @@ class SimulatedTransport(Transport):
         """Streams of which this end is open."""
         return sum(not stream.over for stream in self._streams.values())
 
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
         """See `Transport.open`; takes one round trip."""
         if self._closed:
             raise PeerUnreachableError(peer, "this peer's transport is closed")

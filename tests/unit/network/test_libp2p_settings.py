@@ -15,6 +15,13 @@ def test_settings_refuse_what_is_not_an_address() -> None:
         Libp2pSettings(bootstrap=("/ip4/127.0.0.1/tcp/4001",))
 
 
+def test_direct_connections_are_taken_where_the_daemon_listens_and_others_can_dial() -> None:
+    listen = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::1/tcp/0", "/dns4/example.org/tcp/1")
+    assert Libp2pSettings(listen=listen).direct_hosts == ("0.0.0.0", "::1")
+    assert Libp2pSettings(listen=listen, direct="off").direct_hosts == ()
+    assert Libp2pSettings(listen=listen, force_reachability="private").direct_hosts == ()
+
+
 def test_nothing_speaks_to_the_gateway_unless_asked() -> None:
     arguments = Libp2pSettings().daemon_arguments("key")
     assert {"-natPortMap=0", "-autonat=0", "-relayService=0", "-autoRelay=0", "-relayDiscovery=0"} <= set(arguments)

@@ -1,4 +1,4 @@
-"""One stream through the daemon: a Unix socket, with its errors mapped to this package's."""
+"""One stream on one socket, to the daemon or straight to the peer, with its errors mapped to this package's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ CLOSE_SECONDS = 5.0
 """How long `Stream.close` tries to hand over what was written."""
 
 
-class Libp2pStream(Stream):
-    """A stream through the daemon: one Unix socket."""
+class PeerStream(Stream):
+    """A stream that is one socket.
+
+    Args:
+        remote: Who is at the other end, as whoever made the socket has found out.
+        socket: Carries nothing but this stream.
+        on_end: Called once this end has closed it.
+    """
 
     def __init__(
         self,
         remote: PeerId,
         socket: SocketStream,
-        on_end: Callable[[Libp2pStream], None],
+        on_end: Callable[[PeerStream], None],
     ) -> None:
         self._remote = remote
         self._on_end = on_end

@@ -1,0 +1,265 @@
+"""How fast bytes move between two peers, and what they cost: through daemons, directly, and what else was thought of.
+
+Two processes on loopback move megabytes one way and both ways, in turn:
+
+* ``daemons``: a stream through both daemons
+* ``direct``: the same through a direct connection (`p2ptrain.network.direct`), TLS 1.3 on the event loop
+* ``threads``: blocking TLS 1.3 sockets, in a thread for each direction; no stream of ours, for comparison (and safe
+  here only because each direction has a connection of its own: OpenSSL's are not for two threads)
+* ``tcp``: plain TCP on the event loop, for comparison
+
+CPU seconds are those of all processes, daemons included.
+
+    python -m benchmarks.bench_transport --json results/transport.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import ssl
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+import uvloop
+
+from benchmarks.harness import Measured, cpu_seconds, report
+from benchmarks.peers import LoopbackPeer, hear, loopback_peer, say
+from benchmarks.workers import Workers
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.direct_tls import Certificate
+from p2ptrain.network.socket_stream import SocketStream
+
+START_SECONDS = 60.0
+TURN_SECONDS = 120.0
+PIECE_BYTES = 1 << 20
+KINDS = ("daemons", "direct", "threads", "tcp")
+WAYS = {"one way": 1, "both ways": 2}
+SETUPS = 50
+
+
+class Pipe(Protocol):
+    """What streams and sockets have in common."""
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None: ...
+    async def read(self, num_bytes: int) -> bytes: ...
+    async def read_into(self, view: memoryview) -> None: ...
+
+
+def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, Measured]]:
+    """MB/s and CPU seconds per GB of every kind and way, and the CPU milliseconds of setting up a direct connection.
+
+    Raises:
+        RuntimeError: A process failed or took too long.
+    """
+    values: dict[str, dict[str, list[float]]] = {}
+    with Workers("benchmarks.bench_transport", log) as workers:
+        for _ in range(2):
+            workers.start("--worker", "--megabytes", str(megabytes))
+        workers.tell_all(json.dumps(workers.hear_all(START_SECONDS)))
+        workers.hear_all(START_SECONDS)
+        workers.tell_all(json.dumps([one["ports"] for one in workers.hear_all(START_SECONDS)]))
+        processes, first = workers.processes(), workers.all[0]
+
+        def timed(command: str) -> tuple[float, float]:
+            before = cpu_seconds(processes)
+            first.tell(command)
+            return float(first.hear(TURN_SECONDS)["seconds"]), cpu_seconds(processes) - before
+
+        for turn in range(-1, turns):
+            for kind in KINDS:
+                for way, directions in WAYS.items():
+                    seconds, cpu = timed(f"{kind} {directions}")
+                    moved = directions * megabytes * PIECE_BYTES
+                    found = values.setdefault(f"{kind}, {way}", {"mb_per_second": [], "cpu_seconds_per_gb": []})
+                    if turn >= 0:
+                        found["mb_per_second"].append(moved / seconds / 1e6)
+                        found["cpu_seconds_per_gb"].append(cpu / moved * 1e9)
+            for kind in ("daemons", "direct"):
+                seconds, cpu = timed(f"{kind} 0")
+                found = values.setdefault(f"{kind}, {SETUPS} empty streams", {"ms": [], "cpu_ms": []})
+                if turn >= 0:
+                    found["ms"].append(seconds / SETUPS * 1e3)
+                    found["cpu_ms"].append(cpu / SETUPS * 1e3)
+    return {name: {unit: Measured(tuple(v)) for unit, v in found.items()} for name, found in values.items()}
+
+
+async def serve(megabytes: int) -> None:
+    """One of the two processes; the first moves what it is told on stdin."""
+    loop, certificate = asyncio.get_running_loop(), Certificate()
+    num_bytes = megabytes * PIECE_BYTES
+    async with loopback_peer() as peer:
+        await peer.transport.serve("/benchmark/1", lambda stream: _answer(stream, num_bytes, 1))
+        await peer.transport.serve("/benchmark/2", lambda stream: _answer(stream, num_bytes, 2))
+        await peer.transport.serve("/benchmark/0", lambda stream: _answer(stream, 0, 0))
+        await peer.rpc.start()
+        other = next(one for one in await peer.meet() if one != peer.rpc.peer_id)
+        tasks: set[asyncio.Task[None]] = set()
+
+        def on_connected(stream: SocketStream) -> None:
+            async def answer() -> None:
+                await _answer(stream, num_bytes, (await stream.read(1))[0])
+                stream.abort()
+
+            tasks.add(task := asyncio.create_task(answer()))
+            task.add_done_callback(tasks.discard)
+
+        tcp = await loop.create_server(lambda: SocketStream(on_connected), "127.0.0.1", 0)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            ports = [tcp.sockets[0].getsockname()[1], listening.getsockname()[1]]
+            say(ports=ports)
+            theirs = next(one for one in json.loads(await hear()) if one != ports)
+            serving = loop.run_in_executor(None, _serve_threads, listening, certificate, num_bytes)
+            while command := await hear():
+                kind, directions = command.split()
+                started = time.monotonic()
+                if kind == "threads":
+                    await _by_threads(theirs[1], certificate, num_bytes, int(directions))
+                elif kind == "tcp":
+                    _, pipe = await loop.create_connection(SocketStream, "127.0.0.1", theirs[0])
+                    await pipe.write(bytes([int(directions)]))
+                    await _move(pipe, num_bytes, int(directions))
+                    pipe.abort()
+                else:
+                    await _by_streams(peer, other, kind == "direct", num_bytes, int(directions))
+                say(seconds=time.monotonic() - started)
+            listening.shutdown(socket.SHUT_RDWR)
+            await serving
+        tcp.close()
+
+
+async def _by_streams(peer: LoopbackPeer, other: str, is_direct: bool, num_bytes: int, directions: int) -> None:
+    expected_bytes = num_bytes if is_direct else 0
+    for _ in range(1 if directions else SETUPS):
+        stream = await peer.transport.open(
+            other, f"/benchmark/{directions}", TURN_SECONDS, expected_bytes=expected_bytes
+        )
+        await _move(stream, num_bytes if directions else 0, directions)
+        await stream.close()
+
+
+async def _move(pipe: Pipe, num_bytes: int, directions: int) -> None:
+    """The opener's end: write, read as much where both ways are measured, and hear that all has arrived."""
+    async with asyncio.timeout(TURN_SECONDS), asyncio.TaskGroup() as group:
+        group.create_task(_write(pipe, num_bytes))
+        group.create_task(_read(pipe, num_bytes if directions == 2 else 0))
+    await pipe.read(1)
+
+
+async def _answer(pipe: Pipe, num_bytes: int, directions: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(_read(pipe, num_bytes))
+        group.create_task(_write(pipe, num_bytes if directions == 2 else 0))
+    await pipe.write(b".")
+    with contextlib.suppress(PeerLostError, OSError, EOFError):
+        await pipe.read(1)  # until the other end goes
+
+
+async def _write(pipe: Pipe, num_bytes: int) -> None:
+    piece = bytes(PIECE_BYTES)
+    for _ in range(num_bytes // PIECE_BYTES):
+        await pipe.write(piece)
+
+
+async def _read(pipe: Pipe, num_bytes: int) -> None:
+    piece = memoryview(bytearray(PIECE_BYTES))
+    for _ in range(num_bytes // PIECE_BYTES):
+        await pipe.read_into(piece)
+
+
+# Blocking TLS in threads: a connection for each direction
+
+
+async def _by_threads(port: int, certificate: Certificate, num_bytes: int, directions: int) -> None:
+    async with asyncio.TaskGroup() as group:
+        for is_sender in (True, False)[:directions]:
+            group.create_task(asyncio.to_thread(_dial_thread, port, certificate, num_bytes, is_sender))
+
+
+def _context(certificate: Certificate, is_server: bool) -> ssl.SSLContext:
+    context = certificate.context(certificate.der, is_server=is_server)
+    context.verify_mode = ssl.CERT_NONE  # the other process has another one, and nothing is at stake
+    return context
+
+
+def _dial_thread(port: int, certificate: Certificate, num_bytes: int, is_sender: bool) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", port)) as raw,
+        _context(certificate, False).wrap_socket(raw) as connection,
+    ):
+        connection.sendall(bytes([is_sender]))
+        (_send if is_sender else _receive)(connection, num_bytes)
+        connection.recv(1) if is_sender else connection.sendall(b".")
+
+
+def _serve_threads(listening: socket.socket, certificate: Certificate, num_bytes: int) -> None:
+    def answer(raw: socket.socket) -> None:
+        with _context(certificate, True).wrap_socket(raw, server_side=True) as connection:
+            is_receiver = connection.recv(1) == b"\x01"
+            (_receive if is_receiver else _send)(connection, num_bytes)
+            connection.sendall(b".") if is_receiver else connection.recv(1)
+
+    while True:
+        try:
+            raw, _ = listening.accept()
+        except OSError:  # shut down
+            return
+        threading.Thread(target=answer, args=(raw,), daemon=True).start()
+
+
+def _send(connection: ssl.SSLSocket, num_bytes: int) -> None:
+    piece = bytes(PIECE_BYTES)
+    for _ in range(num_bytes // PIECE_BYTES):
+        connection.sendall(piece)
+
+
+def _receive(connection: ssl.SSLSocket, num_bytes: int) -> None:
+    piece, left = memoryview(bytearray(PIECE_BYTES)), num_bytes
+    while left:
+        left -= connection.recv_into(piece[: min(left, PIECE_BYTES)])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=256, help="MiB to move in each direction")
+    parser.add_argument("--turns", type=int, default=7, help="measurements of each")
+    parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.worker:
+        uvloop.run(serve(options.megabytes))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measure` ends what it started
+    found = measure(options.megabytes, options.turns, options.log)
+    rows = [
+        (name, *(f"{one.median:.2f} {unit.replace('_', ' ')} ±{100 * one.spread:.0f} %" for unit, one in both.items()))
+        for name, both in found.items()
+    ]
+    ratios = {way: ratio_of(found, way) for way in WAYS}
+    rows += [(f"direct / daemons, {way}", f"{one['speed']:.2f}", f"{one['cpu']:.2f}") for way, one in ratios.items()]
+    results = {name: {unit: one.to_json() for unit, one in both.items()} for name, both in found.items()}
+    title = f"{options.megabytes} MiB between two processes on loopback"
+    report(title, ("", "speed", "CPU of all processes"), rows, {**results, "direct_to_daemons": ratios}, options.json)
+
+
+def ratio_of(found: dict[str, dict[str, Measured]], way: str) -> dict[str, float]:
+    """Medians over turns of direct to daemons: bytes a second, and CPU a byte."""
+    ours, theirs = found[f"direct, {way}"], found[f"daemons, {way}"]
+    return {
+        name: statistics.median(a / b for a, b in zip(ours[unit].values, theirs[unit].values, strict=True))
+        for name, unit in (("speed", "mb_per_second"), ("cpu", "cpu_seconds_per_gb"))
+    }
+
+
+if __name__ == "__main__":
+    main()

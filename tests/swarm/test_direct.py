@@ -1,0 +1,141 @@
+"""Direct connections between peers with real daemons: the same streams and errors, and a way around failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.transport import Stream
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import ECHO, echo, loopback_transport, peer_process, run
+
+SWARM = b"\x07" * 32
+MUCH = 1 << 30
+
+SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import loopback_transport
+
+async def hang(channel, request):
+    await channel.send({"direct": True})
+    await asyncio.sleep(3600)
+
+async def main():
+    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
+        rpc.serve_channel("hang", hang)
+        await rpc.start()
+        sys.stdout.write(json.dumps({"addresses": await transport.addresses()}) + "\\n")
+        sys.stdout.flush()
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("on_uvloop", [False, True])
+def test_streams_that_carry_much_go_directly_and_others_do_not(tmp_path: Path, on_uvloop: bool) -> None:
+    async def main() -> None:
+        callers: asyncio.Queue[str] = asyncio.Queue()
+
+        async def answer(stream: Stream) -> None:
+            callers.put_nowait(stream.remote)
+            await echo(stream)
+
+        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+            await b.serve(ECHO, answer)
+            peer = await a.connect(await b.addresses(), 10)
+            for expected_bytes, is_direct in ((0, False), (MUCH, True)):
+                stream = await a.open(peer, ECHO, 10, expected_bytes=expected_bytes)
+                assert stream.remote == b.peer_id
+                await stream.write(b"x")
+                assert await stream.read(1) == b"x"
+                assert await callers.get() == a.peer_id
+                assert (a.direct.num_dialled > 0) == is_direct
+                await stream.close()
+
+    run(main, on_uvloop)
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [("off", "auto"), ("auto", "off"), ("off", "off")])
+def test_who_takes_no_part_is_reached_through_the_daemon(tmp_path: Path, mine: str, theirs: str) -> None:
+    async def main() -> None:
+        async with (
+            loopback_transport(tmp_path, direct=mine) as (_, a),
+            loopback_transport(tmp_path, direct=theirs) as (_, b),
+        ):
+            await b.serve(ECHO, echo)
+            peer = await a.connect(await b.addresses(), 10)
+            stream = await a.open(peer, ECHO, 10, expected_bytes=MUCH)
+            await stream.write(b"x")
+            assert await stream.read(1) == b"x"
+            assert a.direct.num_dialled == 0
+            assert (b.direct.port > 0) == (theirs == "auto")
+            stream.abort()
+
+    run(main)
+
+
+def test_streams_beyond_the_limit_are_refused_there_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path, max_streams=1) as (_, b):
+            await b.serve(ECHO, echo)
+            peer = await a.connect(await b.addresses(), 10)
+            first = await a.open(peer, ECHO, 10)
+            await first.write(b"x")
+            assert await first.read(1) == b"x"
+            second = await a.open(peer, ECHO, 10, expected_bytes=MUCH)
+            assert a.direct.num_dialled > 0
+            with pytest.raises(PeerLostError):
+                await second.read(1)
+            first.abort()
+            second.abort()
+
+    run(main)
+
+
+def test_direct_streams_end_with_the_transport(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with loopback_transport(tmp_path) as (_, a):
+            async with loopback_transport(tmp_path) as (_, b):
+                await b.serve(ECHO, echo)
+                stream = await a.open(await a.connect(await b.addresses(), 10), ECHO, 10, expected_bytes=MUCH)
+                assert a.direct.num_dialled > 0
+            with pytest.raises(PeerLostError):
+                await stream.read(1)
+            stream.abort()
+
+    run(main)
+
+
+@pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_dies_or_stops_is_noticed_as_on_any_stream(tmp_path: Path, blow: signal.Signals) -> None:
+    async def main() -> None:
+        async with loopback_transport(tmp_path) as (_, transport):
+            rpc = Rpc(transport, real_runtime(), SWARM)
+            with peer_process(SERVER, str(tmp_path)) as (process, told):
+                peer = await transport.connect(told["addresses"], 10)
+                async with rpc.open(peer, "hang", {}, 10, expected_bytes=MUCH) as channel:
+                    await channel.receive(10)
+                    assert transport.direct.num_dialled > 0
+                    os.kill(process.pid, blow)
+                    struck_at = time.monotonic()
+                    with pytest.raises(PeerLostError):
+                        await channel.receive(60)
+                    assert time.monotonic() - struck_at < (5 if blow == signal.SIGKILL else 15)
+            await rpc.close()
+            rpc.runtime.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
