@@ -60,8 +60,8 @@ class Attempt:
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
-        has_failed: Whether this peer's own part in it is over without a result: then it signs only what another member
-            completed.
+        withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
+            then nobody can hold a result, now or later.
     """
 
     roster: Roster
@@ -75,7 +75,7 @@ class Attempt:
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
-    has_failed: bool = False
+    withholds: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

@@ -273,7 +273,8 @@ class Averager:
                 await butterfly.stop_sending()
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
-                    self.gave_up_on = attempt.head.lineage
+                    if not attempt.withholds:
+                        self.gave_up_on = attempt.head.lineage
                     self.matchmaker.group_broke()
                     if isinstance(error, UnencodableError):
                         raise

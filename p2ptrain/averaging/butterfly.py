@@ -438,6 +438,7 @@ class Butterfly:
 
     def give_up(self, suspects: tuple[str, ...]) -> None:
         """Tell the other members that this one has given up, and whom it blames."""
+        self.attempt.withholds = self.attempt.size(self._index) > 0 and not self._own_mean.done()
         if not self._given_up.done():
             self._given_up.set_result([self.attempt.roster.index_of(peer) for peer in suspects])
 

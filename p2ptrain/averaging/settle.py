@@ -2,7 +2,8 @@
 
 A member can miss the end of an attempt: an owner died after it sent its mean to some, or signatures were lost. Any
 signer holds the whole result and can bring the others up. Each member asks all others what they hold, takes over what
-is missing, signs, and passes its own signature on, until there is a certificate or the deadline passes.
+is missing, signs, and passes its own signature on, until there is a certificate or the deadline passes. If an owner
+never began to make its share's mean, nobody can hold the result, and the attempt is given up at once.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ SETTLE_SECONDS = 6.0
 PAUSE_SECONDS = 0.3
 CALL_TIMEOUT_SECONDS = 2.0
 MAX_ATTEMPTS_KEPT = 4
-WITHOUT_RESULT = ("unknown", "lost", "failed")
-"""States of members that will not sign, unless somebody hands them a result."""
 
 
 class Settlements:
@@ -72,17 +71,13 @@ class Settlements:
             return {"state": "unknown"}
         attempt.add_proof(peer, request.get("proof"), self._signer)
         if attempt.body is None:
-            return {"state": "failed" if attempt.has_failed else "pending"}
+            return {"state": "withholds" if attempt.withholds else "pending"}
         proofs = [[member, proof] for member, proof in sorted(attempt.proofs.items())]
         return {"state": "pending", "body": attempt.body.to_bytes(), "proofs": proofs}
 
     async def settle(self, attempt: Attempt) -> Certificate | None:
-        """The certificate of a broken attempt; None when there is none to be had and the attempt is given up.
-
-        It is given up at once when so many members are without a result that the others are no majority.
-        """
-        attempt.has_failed = True
-        if len(attempt.roster.tickets) == 1:
+        """The certificate of a broken attempt; None when there is none to be had and the attempt is given up."""
+        if len(attempt.roster.tickets) == 1 or attempt.withholds:
             self._abandon(attempt)
             return None
         deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
@@ -107,9 +102,7 @@ class Settlements:
         try:
             while asking:
                 _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                without = 1 + sum(state in WITHOUT_RESULT for state in states.values())
-                hopeless = attempt.body is None and len(attempt.roster.tickets) - without < attempt.roster.majority
-                if attempt.certificate() is not None or hopeless:
+                if attempt.certificate() is not None or "withholds" in states.values():
                     return True
             return all(state in ("unknown", "lost") for state in states.values())
         finally:

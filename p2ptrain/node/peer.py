@@ -336,6 +336,7 @@ class Peer:
             vector_codec(self.manifest.averaging, state.layout), self.membership, self.options.upload_bandwidth,
         )  # fmt: skip
         self._stack.push_async_callback(self.synchronizer.close)
+        self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
         self.synchronizer.on_change = self.presence.changed
         return self.synchronizer
 
