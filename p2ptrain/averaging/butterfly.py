@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
-from p2ptrain.averaging.pieces import Growing, cut, new_buffer, receive_checked, send_encoded
+from p2ptrain.averaging.pieces import Growing, new_buffer, receive_checked, send_encoded
+from p2ptrain.averaging.reduction import OwnShare, RangeCheck
 from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
 from p2ptrain.hashing import bulk_hash
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
+MAX_REFUSAL_LENGTH = 120
+OUT_OF_PROPORTION = "out of proportion"
+"""What a refusal at the closing of a mask is counted as."""
 
 
 class Butterfly:
@@ -63,7 +67,7 @@ class Butterfly:
             rpc: To reach the others.
             runtime: For arithmetic.
             signer: Signs the body.
-            spec: Quorum, grace and deadline.
+            spec: Quorum, grace, deadline, and the rule by which shares are reduced.
             on_phase: Called as each phase begins: reduce, gather, commit.
         """
         self.attempt = attempt
@@ -74,7 +78,8 @@ class Butterfly:
         self._spec = spec
         self._on_phase = on_phase
         self._index = attempt.roster.index_of(rpc.peer_id)
-        self._parts: dict[int, bytearray] = {}
+        own = vector[attempt.bounds[self._index] : attempt.bounds[self._index + 1]]
+        self._share = OwnShare(attempt.codec, spec, own, self._index, len(attempt.roster.tickets))
         self._part_changed = asyncio.Event()
         self._masks: dict[int, frozenset[int]] = {}
         self._agreed = asyncio.Event()
@@ -87,7 +92,9 @@ class Butterfly:
         self._lost: dict[str, str] = {}
         self._unencodable = ""
         self.refused: dict[str, str] = {}
-        """By member: why its part was refused. The round goes on without it."""
+        """By other member: why its part was refused. The round goes on without it."""
+        self.refused_by: dict[int, str] = {}
+        """By owner, this member included: why this member's own part was refused."""
         self.sent_parts: dict[int, bytearray] = {}
         """By share: the encoded parts that this member sent, kept for error feedback."""
         self.own_mean_exact: torch.Tensor | None = None
@@ -106,45 +113,49 @@ class Butterfly:
         self._stream_came.set()
         size = attempt.size(self._index)
         if size:
-            part = await self._receive_part(channel, size)
+            part, norm = await self._receive_part(channel, size)
             if not self._own_mask.done():
-                self._parts[sender] = part
+                self._share.add(sender, part, norm)
                 self._part_changed.set()
             mask = await asyncio.shield(self._own_mask)
-            await channel.send({"mask": sorted(mask)})
+            refusal = self._share.refused.get(sender, "")
+            await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
             await (await asyncio.shield(self._own_mean)).send(channel)
         await self._own_proof.wait()
         assert attempt.body is not None
         await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[self._rpc.peer_id]})
 
-    async def _receive_part(self, channel: Channel, size: int) -> bytearray:
-        codec, seconds = self.attempt.codec, self._spec.round_seconds
+    async def _receive_part(self, channel: Channel, size: int) -> tuple[bytearray, float]:
+        """A member's part of the own share, and its norm."""
+        codec, seconds, check = self.attempt.codec, self._spec.round_seconds, self._share.new_check()
         try:
-            part, _ = await receive_checked(channel, self._runtime, codec, size, seconds, hashed=False)
+            part, _ = await receive_checked(channel, self._runtime, codec, size, seconds, check, hashed=False)
         except ProtocolError as error:
             self.refused[channel.remote] = str(error)
             self._part_changed.set()
             raise
-        return part
+        return part, check.norm
 
     # --- the opening side: own parts go out, means and signatures come back --------------------------------------
 
     async def _exchange(self, index: int, deadline: float) -> None:
         """The stream that this member opens to member ``index``."""
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        peer, size = attempt.roster.members[index], attempt.size(index)
+        peer, size, check = attempt.roster.members[index], attempt.size(index), RangeCheck(attempt.codec, self._spec)
         try:
             header = {"group": attempt.roster.group_id}
             async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
                 if size:
                     low, high = attempt.bounds[index], attempt.bounds[index + 1]
-                    part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high])
+                    part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high], check)
                     self.sent_parts[index] = part
-                    mask = (await channel.receive(deadline - loop.time())).get("mask")
-                    self._masks[index] = self._check_mask(peer, mask)
+                    reply = await channel.receive(deadline - loop.time())
+                    self._masks[index] = self._check_mask(peer, reply.get("mask"))
+                    if reply.get("refused"):
+                        self.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
                     self._agreed.set()
                     mean, digest = await receive_checked(
-                        channel, self._runtime, attempt.codec, size, deadline - loop.time()
+                        channel, self._runtime, attempt.codec, size, deadline - loop.time(), check
                     )
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
@@ -171,11 +182,17 @@ class Butterfly:
 
     async def _close_mask(self, deadline: float) -> None:
         """Decide which parts of the own share count: all, or who is there a grace period after the quorum."""
+        try:
+            await self._runtime.compute(self._share.measure_own)
+        except CodecError as error:
+            self._unencodable = str(error)
+            self._agreed.set()
+            return
         loop, total = asyncio.get_running_loop(), len(self.attempt.roster.tickets)
         quorum_at: float | None = None
-        while len(self._parts.keys() | self._refused_indices()) + 1 < total:
+        while len(self._share.parts.keys() | self._refused_indices()) + 1 < total:
             now = loop.time()
-            if quorum_at is None and len(self._parts) + 1 >= self._spec.quorum * total:
+            if quorum_at is None and len(self._share.parts) + 1 >= self._spec.quorum * total:
                 quorum_at = now
             until = deadline if quorum_at is None else min(deadline, quorum_at + self._spec.grace_seconds)
             if now >= until:
@@ -186,10 +203,21 @@ class Butterfly:
                     await self._part_changed.wait()
             except TimeoutError:
                 continue
-        mask = frozenset({self._index, *self._parts})
+        mask = self._share.judge()
+        self._note_refusals()
         self._masks[self._index] = mask
         self._own_mask.set_result(mask)
         self._agreed.set()
+
+    def _note_refusals(self) -> None:
+        """Tell of parts that are well-formed but were left out of the own mask."""
+        for index, reason in self._share.refused.items():
+            peer = self.attempt.roster.members[index]
+            if index == self._index:
+                self.refused_by[index] = reason
+            else:
+                self.refused[peer] = f"peer {peer[-8:]} {reason}"
+                self._rpc.count_refusal(peer, OUT_OF_PROPORTION)
 
     def _refused_indices(self) -> set[int]:
         return {self.attempt.roster.index_of(peer) for peer in self.refused}
@@ -217,40 +245,15 @@ class Butterfly:
         attempt.changed.set()
 
     async def _reduce_own_share(self) -> None:
-        """Average the own share and encode the mean, piece by piece; the streams send each piece once it is there."""
-        import torch
-
+        """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
         attempt = self.attempt
-        size = attempt.size(self._index)
-        mean = Growing(await new_buffer(self._runtime, attempt.codec, size))
-        exact = torch.empty(size, dtype=torch.float32)
+        assert attempt.contributors is not None
+        mean = Growing(await new_buffer(self._runtime, attempt.codec, attempt.size(self._index)))
         self._own_mean.set_result(mean)
-        for low, high in cut(size, attempt.codec.block_size):
-            await self._runtime.compute(self._reduce_piece, low, high, exact[low:high], mean.data)
-            mean.grow(attempt.codec.encoded_bytes(high))
-        self._parts.clear()
-        self.own_mean_exact = exact
+        tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
+        self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
         digest = await self._runtime.compute(bulk_hash, mean.data)
         attempt.add_mean(self._index, mean.data, digest)
-
-    def _reduce_piece(self, low: int, high: int, exact: torch.Tensor, encoded: bytearray) -> None:
-        """Average the values ``[low, high)`` of the own share into ``exact``, and encode them to their place."""
-        import torch
-
-        attempt, codec = self.attempt, self.attempt.codec
-        assert attempt.contributors is not None
-        first, last = codec.encoded_bytes(low), codec.encoded_bytes(high)
-        start = attempt.bounds[self._index]
-        tickets = attempt.roster.tickets
-        total = float(sum(tickets[i].tokens for i in attempt.contributors))
-        if self._index in attempt.contributors:
-            torch.mul(self._vector[start + low : start + high], tickets[self._index].tokens / total, out=exact)
-        else:
-            exact.zero_()
-        for i in attempt.contributors:
-            if i != self._index:
-                codec.accumulate_into(memoryview(self._parts[i])[first:last], tickets[i].tokens / total, exact)
-        codec.encode_into(exact, memoryview(encoded)[first:last])
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase
@@ -262,6 +265,17 @@ class Butterfly:
         lost = tuple(peer for peer in needed if peer in self._lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self._lost[lost[0]]}", lost)
+
+    @property
+    def refusal(self) -> str:
+        """Why this member's contribution was refused, by itself or by more than half of the owners; empty otherwise.
+
+        One hostile owner may say so of anybody: that keeps a contribution out of one round, but is not believed.
+        """
+        owners = sum(self.attempt.size(i) > 0 for i in range(len(self.attempt.roster.tickets)))
+        if self._index in self.refused_by or 2 * len(self.refused_by) > owners:
+            return next(iter(self.refused_by.values()))
+        return ""
 
     # --- the whole ------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from p2ptrain.codecs import Codec, CodecError
@@ -23,9 +24,13 @@ PIECE_VALUES = 1 << 19
 """Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
 
 
-def cut(num_values: int, block_size: int) -> list[tuple[int, int]]:
+Check = Callable[[memoryview, int], None]
+"""(encoded piece, number of values in it): raises `CodecError` when it is refused."""
+
+
+def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> list[tuple[int, int]]:
     """(first value, value after the last) of the pieces of a share, cut at multiples of a codec's block."""
-    step = max(block_size, PIECE_VALUES // block_size * block_size)
+    step = max(block_size, piece_values // block_size * block_size)
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
@@ -63,11 +68,13 @@ class Growing:
             sent = ready
 
 
-async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor) -> bytearray:
+async def send_encoded(
+    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
+) -> bytearray:
     """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
 
     Raises:
-        CodecError: A value cannot be encoded.
+        CodecError: A value cannot be encoded, or ``check`` refuses it.
         PeerError, DeadlineError: See `Channel.send_bytes`.
     """
     encoded = await new_buffer(runtime, codec, len(vector))
@@ -75,8 +82,12 @@ async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector:
 
     async def encode(low: int, high: int) -> memoryview:
         piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.compute(codec.encode_into, vector[low:high], piece)
+        await runtime.compute(encode_piece, vector[low:high], piece)
         return piece
+
+    def encode_piece(values: torch.Tensor, piece: memoryview) -> None:
+        codec.encode_into(values, piece)
+        check(piece, len(values))
 
     first, *others = cut(len(vector), codec.block_size)
     ahead = asyncio.create_task(encode(*first), name="encode")
@@ -93,19 +104,26 @@ async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector:
 
 
 async def receive_checked(
-    channel: Channel, runtime: Runtime, codec: Codec, num_values: int, timeout_seconds: float, *, hashed: bool = True
+    channel: Channel,
+    runtime: Runtime,
+    codec: Codec,
+    num_values: int,
+    timeout_seconds: float,
+    check: Check,
+    *,
+    hashed: bool = True,
 ) -> tuple[bytearray, bytes]:
-    """Receive an encoded share, validating it while it arrives.
+    """Receive an encoded share, checking it while it arrives: ``check`` is called with its pieces in order.
 
     Returns:
         The share, and its `bulk_hash`; with ``hashed`` False that of nothing, because hashing is most of the work.
 
     Raises:
-        ProtocolError: It has another length or holds values that `Codec.validate` refuses.
+        ProtocolError: It has another length or holds values that ``check`` refuses.
         PeerError, DeadlineError: See `Channel.receive_bytes`.
     """
     data = await new_buffer(runtime, codec, num_values)
-    arriving = _Arriving(runtime, codec, num_values, data, hashed)
+    arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
     try:
         await channel.receive_bytes(
             len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=arriving.on_progress
@@ -120,10 +138,13 @@ async def receive_checked(
 class _Arriving:
     """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
 
-    def __init__(self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, hashed: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, check: Check, hashed: bool
+    ) -> None:
         self.data = data
         self._runtime = runtime
         self._codec = codec
+        self._check_piece = check
         self._hashed = hashed
         self._left = cut(num_values, codec.block_size)
         self._hash = BulkHasher()
@@ -156,6 +177,6 @@ class _Arriving:
         view = memoryview(self.data)
         for low, high in spans:
             piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
-            self._codec.validate(piece, high - low)
+            self._check_piece(piece, high - low)
             if self._hashed:
                 self._hash.update(piece)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -72,3 +74,43 @@ class Codec(ABC):
         Raises:
             CodecError: It does not; the message says why.
         """
+
+    def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+        """The largest magnitude among the decoded values, or a bound at most some roundings above it.
+
+        NaN or infinity when a value is not finite.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        import torch
+
+        peaks = [piece.abs().amax() for piece in self._decoded(data, num_values)]
+        return float(torch.stack(peaks).amax()) if peaks else 0.0
+
+    def squared_norm(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+        """The sum of the squares of the decoded values, all of which are finite (see `validate`).
+
+        See `p2ptrain.codecs.arrays.sum_of_squares`.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        from p2ptrain.codecs.arrays import sum_of_squares
+
+        return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
+
+    def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
+        """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""
+        import torch
+
+        from p2ptrain.codecs.arrays import CHUNK_VALUES, byte_array, chunks
+
+        encoded = byte_array(data, self.encoded_bytes(num_values), self.name)
+        step = max(self.block_size, CHUNK_VALUES // self.block_size * self.block_size)
+        scratch = torch.empty(min(step, num_values), dtype=torch.float32)
+        for piece in chunks(num_values, step):
+            values = scratch[: piece.stop - piece.start]
+            first, stop = self.encoded_bytes(piece.start), self.encoded_bytes(piece.stop)
+            self.decode_into(memoryview(encoded)[first:stop], values)
+            yield values

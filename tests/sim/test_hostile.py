@@ -311,10 +311,19 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
 
         swarm, honest, _ = await start(network, corrupt, history_rounds=1)
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
-        late = [swarm.start(f"late{index}") for index in range(3)]
-        await swarm.until(lambda: all(any(r.contributed for r in t.results) for t in late), SECONDS, "all take part")
+        evil_id = swarm.trainers["evil"].peer.peer_id
+        late: list[SimulatedTrainer] = []
+        # Newcomers choose among their sources by chance; sooner or later one tries the liar.
+        while not any(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late) and len(late) < 12:
+            late += [swarm.start(f"late{len(late) + index}") for index in range(3)]
+            newest = late[-3:]
+            await swarm.until(
+                lambda newest=newest: all(any(r.contributed for r in t.results) for t in newest),  # type: ignore[misc]
+                SECONDS,
+                "all take part",
+            )
         assert all(trainer.sync.resyncs for trainer in late)
-        assert sum(late[i].rpc.refusals[swarm.trainers["evil"].peer.peer_id, "bad state"] for i in range(3))
+        assert sum(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late)
         await go_on(swarm, [*honest, *late])
         await swarm.end()
 

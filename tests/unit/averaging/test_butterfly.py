@@ -117,6 +117,12 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                     if torch.equal(vector, evil.butterfly._vector[:20]):
                         out[:4] = b"\xff" * 4
 
+                def validate(self, data, num_values):  # type: ignore[no-untyped-def]
+                    """An honest sender would notice."""
+
+                def largest(self, data, num_values):  # type: ignore[no-untyped-def]
+                    return 0.0
+
             evil.attempt.codec = Evil()
             results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
