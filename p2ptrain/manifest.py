@@ -129,8 +129,10 @@ class AveragingSpec(Section):
     aggregation: Literal["mean", "norm_clip", "centered_clip", "trimmed", "median"] = "norm_clip"
     """How an owner combines the contributions to its share; see docs/robustness.md for which bounds what."""
     clip_ratio: float = Field(2.0, ge=0.1, le=1000)
-    """``norm_clip``: the longest that a contribution counts, in multiples of the group's median norm.
-    ``centered_clip``: the furthest that it pulls from, in multiples of the median distance."""
+    """``norm_clip``: the longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is
+    clipped in an honest group; 1 bounds liars best."""
+    center_ratio: float = Field(1.0, ge=0.1, le=1000)
+    """``centered_clip``: the furthest that a contribution pulls from, in multiples of the median distance."""
     trim_fraction: float = Field(0.2, ge=0, lt=0.5)
     """``trimmed``: the fraction of the contributors whose values are dropped at each end of every coordinate."""
     max_weight_ratio: float = Field(10.0, ge=1, le=1e9)

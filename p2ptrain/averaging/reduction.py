@@ -171,7 +171,7 @@ class OwnShare:
         """What each contributor's part is multiplied by; under ``norm_clip`` they add up to less where it clips."""
         weights = vote_weights(self._spec, tokens)
         if self._spec.aggregation == "norm_clip":
-            factors = clip_factors([self._norms[index] for index in contributors], self._spec.clip_ratio)
+            factors = clip_factors(self._spec, [self._norms[index] for index in contributors], tokens)
             weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         return weights
 

@@ -9,7 +9,7 @@ rule               a peer counts                  what bounds a minority
 ``mean``           by its tokens                  nothing but `out_of_proportion` and the limits of tokens and values
 ``norm_clip``      by its tokens                  no contribution is longer than ``clip_ratio`` times the group's median
                                                   (SparseLoCo, arXiv 2508.15706); its direction is free
-``centered_clip``  as one vote                    no contribution pulls from further than ``clip_ratio`` times the
+``centered_clip``  as one vote                    no contribution pulls from further than ``center_ratio`` times the
                                                   median distance (Karimireddy et al., arXiv 2012.10333, algorithm 2)
 ``trimmed``        as one vote                    each coordinate is the mean of what is left between the trimmed ends
                                                   (Yin et al., arXiv 1803.01498, definition 2)
@@ -48,7 +48,8 @@ VOTING_RULES = ("median", "trimmed", "centered_clip")
 MIN_FOR_MEDIAN = 3
 """Of fewer norms, none can be called out of proportion: each may be the honest one."""
 
-CENTERED_CLIP_ITERATIONS = 2
+CENTERED_CLIP_ITERATIONS = 1
+"""From the median, more of them were measured to gain nothing."""
 
 
 # --- who counts, and how much ---------------------------------------------------------------------------------------
@@ -80,25 +81,41 @@ def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int,
     return {index: norm / usual for index, norm in norms.items() if not norm <= max_ratio * usual}
 
 
-def clip_factors(norms: Sequence[float], clip_ratio: float) -> list[float]:
-    """What each contribution is multiplied by so that its norm is at most ``clip_ratio`` times the `typical` one.
+def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """What each contribution is multiplied by so that it is no longer than ``norm_clip`` allows.
 
-    All are 1 in a group of one or two.
+    That is ``clip_ratio`` times the `typical` norm, or, for who brings more tokens than others, times the typical norm
+    per token and its tokens, as far as they count: a fast peer's update after many steps is longer than the others'.
+    All factors are 1 in a group of one or two.
+
+    Args:
+        spec: The ratios.
+        norms: Of each contribution.
+        tokens: Of each contributor, in the same order.
     """
-    limit = clip_ratio * typical(norms)
-    return [limit / norm if 0 < limit < norm else 1.0 for norm in norms]
+    usual, counted = typical(norms), counted_tokens(spec, tokens)
+    pace = typical([norm / count for norm, count in zip(norms, counted, strict=True)])
+    limits = [spec.clip_ratio * max(usual, pace * count) for count in counted]
+    return [limit / norm if 0 < limit < norm else 1.0 for norm, limit in zip(norms, limits, strict=True)]
+
+
+def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
+    """The tokens of each contributor without what is beyond ``max_weight_ratio`` times the group's median (`typical`).
+
+    All of them in a group of one or two.
+    """
+    usual = typical(tokens)
+    return [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
 
 
 def vote_weights(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
     """Each contributor's part of the result, in the order of ``tokens``; they add up to 1.
 
-    One vote each under `VOTING_RULES`. Otherwise by tokens, of which those beyond ``max_weight_ratio`` times the
-    group's median (`typical`) do not count.
+    One vote each under `VOTING_RULES`; otherwise by `counted_tokens`.
     """
     if spec.aggregation in VOTING_RULES:
         return [1 / len(tokens)] * len(tokens)
-    usual = typical(tokens)
-    counted = [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
+    counted = counted_tokens(spec, tokens)
     total = sum(counted)
     return [count / total for count in counted]
 
@@ -138,7 +155,7 @@ def combine(spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
         case "trimmed":
             return trimmed(parts, spec.trim_fraction)
         case "centered_clip":
-            return centered_clip(parts, spec.clip_ratio, CENTERED_CLIP_ITERATIONS)
+            return centered_clip(parts, spec.center_ratio, CENTERED_CLIP_ITERATIONS)
         case other:
             raise ValueError(f"{other!r} is not a rule by votes")
 
@@ -175,11 +192,11 @@ def num_trimmed(num_parts: int, fraction: float) -> int:
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 
-def centered_clip(parts: list[Tensor], clip_ratio: float, iterations: int) -> Tensor:
+def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> Tensor:
     """CenteredClip (arXiv 2012.10333, algorithm 2) from the coordinate-wise median; see `combine` for arguments.
 
     Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, with ``tau`` =
-    ``clip_ratio`` times the lower median of the distances. So a hostile minority moves it by less than ``tau``, and
+    ``center_ratio`` times the lower median of the distances. So a hostile minority moves it by less than ``tau``, and
     while all are within ``tau`` of it, the result is the plain mean.
     """
     import torch
@@ -193,7 +210,7 @@ def centered_clip(parts: list[Tensor], clip_ratio: float, iterations: int) -> Te
         distances = []
         for part in parts:  # From here on, parts are differences from the center.
             distances.append(math.sqrt(sum_of_squares(part.sub_(shift), scratch)))
-        limit = clip_ratio * sorted(distances)[(num_parts - 1) // 2]
+        limit = center_ratio * sorted(distances)[(num_parts - 1) // 2]
         shift = torch.zeros_like(center)
         for part, distance in zip(parts, distances, strict=True):
             shift.add_(part if distance <= limit else torch.mul(part, limit / distance, out=scratch))
