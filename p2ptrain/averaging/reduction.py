@@ -119,7 +119,7 @@ class OwnShare:
         Raises:
             CodecError: A value is not finite or beyond ``max_value``.
         """
-        from p2ptrain.codecs.arrays import sum_of_squares
+        from p2ptrain.codecs.norms import sum_of_squares
 
         squared_norm = 0.0
         for low, high in cut(len(self._own), self._codec.block_size):

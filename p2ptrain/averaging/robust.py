@@ -25,7 +25,7 @@ partitions, so that what holds of every one holds of the whole vector. What this
 all of its allowance on one share: within a share it may be as long as the group's median there.
 
 **Same bits for everybody.** A second owner can recompute a result: arithmetic on values is single fp32 operations in
-a fixed order (of the roster, or of a sorting network), norms are those of `p2ptrain.codecs.arrays.sum_of_squares`, and
+a fixed order (of the roster, or of a sorting network), norms are those of `p2ptrain.codecs.norms.sum_of_squares`, and
 weights are computed in double and rounded once. Results are never negative zero, whose sign minimum and maximum may
 treat in either way.
 """
@@ -201,7 +201,7 @@ def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> 
     """
     import torch
 
-    from p2ptrain.codecs.arrays import sum_of_squares
+    from p2ptrain.codecs.norms import sum_of_squares
 
     num_parts = len(parts)
     center = _middle([part.clone() for part in parts])

@@ -14,9 +14,6 @@ from p2ptrain.codecs.base import CodecError
 CHUNK_VALUES = 65_536
 """Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
 
-SUM_COLUMNS = 256
-"""Partial sums of `sum_of_squares`: a fixed number, because it decides in which order additions round."""
-
 Buffer = bytes | bytearray | memoryview
 
 
@@ -62,26 +59,3 @@ def chunks(num_items: int, items_per_chunk: int) -> Iterator[slice]:
     """Consecutive slices of at most ``items_per_chunk`` that cover ``[0, num_items)``."""
     for start in range(0, num_items, items_per_chunk):
         yield slice(start, min(start + items_per_chunk, num_items))
-
-
-def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) -> float:
-    """The sum of the squares of a finite fp32 vector, to about ``1e-5``, with the same bits on every CPU.
-
-    Library reductions add in an order that depends on the width of a CPU's registers. Here, squares are rounded to fp32
-    one by one, 256 columns are added up row by row, and the columns exactly (`math.fsum`).
-
-    Args:
-        vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
-        scratch: Room for the squares of a chunk: fp32, ``[min(n, CHUNK_VALUES)]`` or more.
-    """
-    values = check_vector(vector).numpy()
-    room = np.empty(min(len(values), CHUNK_VALUES), np.float32) if scratch is None else scratch.numpy()
-    total = 0.0
-    with np.errstate(over="ignore", under="ignore"):
-        for piece in chunks(len(values), CHUNK_VALUES):
-            squares = room[: piece.stop - piece.start]
-            np.multiply(values[piece], values[piece], out=squares)
-            whole = len(squares) // SUM_COLUMNS * SUM_COLUMNS
-            columns = np.add.reduce(squares[:whole].reshape(-1, SUM_COLUMNS), axis=0)
-            total += math.fsum(columns.tolist() + squares[whole:].tolist())
-    return total

@@ -91,12 +91,12 @@ class Codec(ABC):
     def squared_norm(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
         """The sum of the squares of the decoded values, all of which are finite (see `validate`).
 
-        See `p2ptrain.codecs.arrays.sum_of_squares`.
+        See `p2ptrain.codecs.norms.sum_of_squares`.
 
         Raises:
             CodecError: The length is wrong.
         """
-        from p2ptrain.codecs.arrays import sum_of_squares
+        from p2ptrain.codecs.norms import sum_of_squares
 
         return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
 
@@ -104,13 +104,16 @@ class Codec(ABC):
         """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""
         import torch
 
-        from p2ptrain.codecs.arrays import CHUNK_VALUES, byte_array, chunks
+        from p2ptrain.codecs.norms import CHUNK_VALUES
 
-        encoded = byte_array(data, self.encoded_bytes(num_values), self.name)
+        encoded = memoryview(data).cast("B")
+        if encoded.nbytes != self.encoded_bytes(num_values):
+            raise CodecError(
+                f"{self.name}: got {encoded.nbytes} bytes where {self.encoded_bytes(num_values)} were expected"
+            )
         step = max(self.block_size, CHUNK_VALUES // self.block_size * self.block_size)
         scratch = torch.empty(min(step, num_values), dtype=torch.float32)
-        for piece in chunks(num_values, step):
-            values = scratch[: piece.stop - piece.start]
-            first, stop = self.encoded_bytes(piece.start), self.encoded_bytes(piece.stop)
-            self.decode_into(memoryview(encoded)[first:stop], values)
-            yield values
+        for low in range(0, num_values, step):
+            high = min(low + step, num_values)
+            self.decode_into(encoded[self.encoded_bytes(low) : self.encoded_bytes(high)], scratch[: high - low])
+            yield scratch[: high - low]

@@ -210,7 +210,7 @@ class Study:
 
 def _loss(parameters: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of models [peers, NUM_VALUES] on inputs [peers, samples, PIXELS], each on its own."""
-    pieces = parameters.split([torch.Size(shape).numel() for shape in SHAPES], dim=1)
+    pieces = torch.split(parameters, [torch.Size(shape).numel() for shape in SHAPES], dim=1)
     first, bias, second, last_bias = (p.view(-1, *s) for p, s in zip(pieces, SHAPES, strict=True))
     hidden = torch.relu(inputs @ first + bias[:, None])
     scores = hidden @ second + last_bias[:, None]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, codec_names, get_codec
-from p2ptrain.codecs.arrays import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.codecs.blockwise import BlockwiseCodec
+from p2ptrain.codecs.norms import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.errors import IncompatibleError
 
 CODECS = [get_codec(name) for name in codec_names()]
