@@ -26,6 +26,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "download": ["benchmarks.bench_download"],
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence"],
+    "reduction": ["benchmarks.bench_reduction"],
+    "attacks": ["benchmarks.bench_attacks"],
 }
 """By name: the module and its arguments."""
 
@@ -102,6 +104,14 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
     if name == "equal_tokens":
         ratio = found["loss_ratio"]
         return [(f"{name}: held-out loss, of one process", f"{ratio['median']:.4f}", _percent(ratio["spread"]))]
+    if name == "reduction":
+        group = found["8"]
+        return [
+            (f"{name}: norm_clip, of mean's CPU", f"{group['norm_clip']['median'] / group['mean']['median']:.2f}", "")
+        ]
+    if name == "attacks":
+        ratios = [ratio["median"] for case, ratio in found.items() if case.endswith(", centered_clip")]
+        return [(f"{name}: worst loss with liars, of the clean loss", f"{max(ratios):.2f}", "")]
     return [(f"{name}: held-out loss, of the best single process", f"{found['loss_ratio_median']:.4f}", "")]
 
 

@@ -73,7 +73,7 @@ def a_little_is_enough(deviations: float) -> Callable[[Situation], Tensor]:
 
     By the formula of its section 3 a fifth of the peers can afford 0.32 in a large group, and none in a group of ten.
     """
-    return lambda now: (now.honest.mean(0) - deviations * now.honest.std(0)).expand_as(now.own)
+    return lambda now: torch.sub(now.honest.mean(0), now.honest.std(0), alpha=deviations).expand_as(now.own)
 
 
 def inner_product(scale: float) -> Callable[[Situation], Tensor]:
