@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat lint format bench clean
+.PHONY: help venv demo test test-nat lint format bench bench-moshpit clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -45,6 +45,9 @@ format: $(STAMP)  ## let ruff format and fix
 
 bench: $(STAMP)  ## benchmarks: a table on screen; ARGS="--json FILE" passes options
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures
+	$(BIN)/python -m benchmarks.bench_moshpit $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

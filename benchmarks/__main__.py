@@ -26,6 +26,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "download": ["benchmarks.bench_download"],
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence"],
+    "moshpit": ["benchmarks.bench_moshpit"],
     "reduction": ["benchmarks.bench_reduction"],
     "attacks": ["benchmarks.bench_attacks"],
 }
@@ -104,6 +105,12 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
     if name == "equal_tokens":
         ratio = found["loss_ratio"]
         return [(f"{name}: held-out loss, of one process", f"{ratio['median']:.4f}", _percent(ratio["spread"]))]
+    if name == "moshpit":
+        furthest = max(found["contraction"], key=lambda row: abs(row["ratio"] - 1))
+        return [
+            (f"{name}: published figures not met", str(len(found["far_off"])), ""),
+            (f"{name}: variance after a round of random groups, of the formula's", f"{furthest['ratio']:.3f}", ""),
+        ]
     if name == "reduction":
         group = found["8"]
         return [

@@ -37,10 +37,10 @@ def own_share(rule: str, codec_name: str, own: torch.Tensor, encoded: bytearray,
         share = OwnShare(codec, spec, own, 0, 1 if is_bare else peers)
         share.measure_own()
         for index in everybody[1:]:
-            check = share.new_check()
+            check = share.new_check(codec)
             for low, high in cut(size, codec.block_size):
-                check(memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], high - low)
-            share.add(index, encoded, check.norm)
+                check(memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
+            share.add(index, encoded, check)
         share.judge()
         mean = Growing(bytearray(codec.encoded_bytes(size)))
         asyncio.run(share.reduce(runtime, everybody, [1000] * peers, mean))

@@ -33,7 +33,7 @@ from benchmarks.workers import Workers, memory_of_round
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs import Codec, get_codec, warm_up
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.runtime import Runtime
@@ -187,6 +187,7 @@ async def serve(index: int, peers: int, num_values: int, codec_name: str) -> Non
     codec = get_codec(codec_name)
     async with loopback_peer() as here:
         rpc, runtime, signer = here.rpc, here.runtime, here.identity
+        await runtime.compute(warm_up)
         head, membership = genesis(SWARM, DIGEST), Membership(rpc.peer_id, runtime)
         averager = Averager(
             rpc, runtime, signer, SWARM, AveragingSpec(codec=codec_name), codec, membership, head, num_values, LAYOUT

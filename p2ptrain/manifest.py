@@ -109,7 +109,12 @@ class AveragingSpec(Section):
     """How a round is averaged."""
 
     codec: str = "int8"
-    """``fp32``, ``fp16``, ``bf16``, ``int8`` or ``int4``."""
+    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4``, ``powersgd`` (low rank) or ``topk``, from exact to compact; and
+    ``int8a`` and ``int4a`` for values not centred on zero."""
+    small_tensors: Literal["", "fp32", "fp16", "bf16"] = ""
+    """A codec of their own for small tensors such as norms and biases; empty for the one of all others."""
+    small_values: int = Field(4096, ge=1, le=1 << 24)
+    """Tensors of up to so many values are small."""
     group_size: int = Field(64, ge=1, le=256)
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)
@@ -120,6 +125,8 @@ class AveragingSpec(Section):
     """Share of the expected peers that must be ready before the round may close without the rest."""
     grace_seconds: float = Field(3.0, ge=0, le=600)
     """How long the rest may take once the quorum is ready."""
+    late_decay: float = Field(0.9, ge=0, le=1)
+    """What is kept of a contribution that missed a round and waits for the next: 1 keeps all of it, 0 drops it."""
     matchmaking_seconds: float = Field(20.0, gt=0, le=3600)
     """Deadline of finding a group."""
     round_seconds: float = Field(60.0, gt=0, le=3600)
@@ -143,6 +150,15 @@ class AveragingSpec(Section):
     """A contribution is refused when one of its values is larger in magnitude."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards."""
+
+    @model_validator(mode="after")
+    def _rule_fits_codec(self) -> AveragingSpec:
+        if self.codec == "topk" and self.aggregation in ("median", "trimmed"):
+            raise ValueError(
+                f"averaging.aggregation = {self.aggregation!r} makes zeros of what codec topk sends, because most peers "
+                "leave out any one value: use norm_clip or centered_clip"
+            )
+        return self
 
 
 class Manifest(Section):

@@ -31,6 +31,10 @@ class UnencodableError(AttemptFailedError):
     """This peer's own contribution does not fit the codec: trying again with the same one cannot help."""
 
 
+class LateError(AttemptFailedError):
+    """Members did not do their part in time; they may be alive, but slow."""
+
+
 @dataclass
 class Attempt:
     """Everything about one roster's attempt that outlives the streams.
@@ -39,12 +43,15 @@ class Attempt:
         roster: Who takes part.
         head: The head that the result will extend.
         bounds: Share offsets, ``len(roster) + 1``.
+        codec: How the whole vector is encoded.
         means: Encoded mean of each share, as far as they arrived.
         hashes: Their `bulk_hash`.
         contributors: Indices into the roster, once agreed.
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
+        has_failed: Whether this peer's own part in it is over without a result: then it signs only what another member
+            completed.
     """
 
     roster: Roster
@@ -58,6 +65,7 @@ class Attempt:
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
+    has_failed: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -67,6 +75,10 @@ class Attempt:
     def size(self, index: int) -> int:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
+
+    def codec_of(self, index: int) -> Codec:
+        """How a member's share is encoded."""
+        return self.codec.part(self.bounds[index], self.bounds[index + 1])
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
         """Take in a share's mean and its `bulk_hash`, unless one is here."""

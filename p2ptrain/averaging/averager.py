@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, UnencodableError
+from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.averaging.settle import Settlements
-from p2ptrain.averaging.shares import split_shares
-from p2ptrain.codecs import Codec
+from p2ptrain.averaging.shares import share_weights, split_shares
+from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
+from p2ptrain.codecs import Codec, smaller_codecs
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -35,6 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 ROSTER_WAIT_SECONDS = 5.0
 MIN_HISTORY_BYTES = 64 << 20
+ROUNDS_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,7 @@ class RoundOutcome:
         result: The certificate and the encoded means.
         contributed: Whether this peer's contribution is in the mean.
         sent_parts: By share: this peer's encoded parts, for error feedback.
+        part_codec: How they are encoded.
         own_index: Its place in the roster.
         own_mean_exact: The mean of its share before encoding; None when the result came from another member.
         own_mean_scale: What that mean's loss is multiplied by for error feedback.
@@ -57,6 +62,7 @@ class RoundOutcome:
     result: Result
     contributed: bool
     sent_parts: dict[int, bytearray]
+    part_codec: Codec
     own_index: int
     own_mean_exact: torch.Tensor | None
     own_mean_scale: float
@@ -74,6 +80,7 @@ class Averager:
         on_phase: Called with each new phase and the round in progress, on the event loop.
         matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
         history: The last results, for laggards.
+        is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
     """
 
@@ -118,6 +125,9 @@ class Averager:
         self.history = History(rpc, runtime, signer, swarm, codec, spec.history_rounds, history_bytes)
         self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
         self.gave_up_on = b""
+        self.is_reachable: Callable[[], bool] = lambda: True
+        self._speeds = Speeds()
+        self._durations: deque[float] = deque(maxlen=ROUNDS_REMEMBERED)
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
         self._settlements = Settlements(rpc, signer, self.history)
@@ -153,7 +163,7 @@ class Averager:
             vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until this returns.
             tokens: Its weight, at least 1.
             samples: Samples read in this round.
-            bandwidth: Measured upload in bytes per second, 0 when unknown.
+            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
 
         Raises:
             BehindError: The swarm is ahead, or on a lineage that wins.
@@ -193,6 +203,7 @@ class Averager:
             result=Result(certificate, [mean if mean is not None else b"" for mean in butterfly.attempt.means]),
             contributed=contributed,
             sent_parts=butterfly.sent_parts,
+            part_codec=butterfly.part_codec,
             own_index=own_index,
             own_mean_exact=butterfly.own_mean_exact,
             own_mean_scale=feedback_scale(self._spec, tokens, indices.index(own_index)) if contributed else 0.0,
@@ -208,20 +219,29 @@ class Averager:
 
     def _ticket(self, tokens: int, samples: int, bandwidth: int) -> Ticket:
         head = self.head
-        nonce = self._runtime.random.randbytes(16)
         ticket = Ticket(
-            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, tokens, samples, bandwidth, nonce
-        )
+            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, tokens, samples, bandwidth,
+            self.is_reachable(), self._speeds.told(), self._runtime.random.randbytes(16),
+        )  # fmt: skip
         return ticket.signed(self._swarm, self._signer)
 
     def _prepare(self, roster: Roster, vector: torch.Tensor) -> Butterfly:
-        known = sorted(t.bandwidth for t in roster.tickets if t.bandwidth)
-        typical = known[len(known) // 2] if known else 1
-        bandwidths = [float(t.bandwidth or typical) for t in roster.tickets]
-        shares = split_shares(self._num_values, bandwidths, self._codec.block_size)
+        tickets, codec, spec = roster.tickets, self._codec, self._spec
+        rates = agreed_rates(tickets)
+        weights = share_weights(owner_rates(tickets, rates))
+        shares = split_shares(self._num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
+        part = part_codec(
+            codec, smaller_codecs(codec, self._num_values), rates, weights, roster.index_of(self._rpc.peer_id),
+            self._num_values, spec.grace_seconds,
+        )  # fmt: skip
         attempt = Attempt(roster, self.head, bounds, self._codec, self._swarm)
-        butterfly = Butterfly(attempt, vector, self._rpc, self._runtime, self._signer, self._spec, self._enter)
+        streams = len(tickets) - 1
+        butterfly = Butterfly(
+            attempt, vector, self._rpc, self._runtime, self._signer, spec, self._enter,
+            attempt_seconds(self._durations, spec), part,
+            lambda peer, num_bytes, seconds: self._speeds.observe(peer, num_bytes, seconds, streams),
+        )  # fmt: skip
         self._settlements.remember(attempt)
         self._running[roster.group_id] = butterfly
         self._attempt = attempt
@@ -236,14 +256,23 @@ class Averager:
         attempt = butterfly.attempt
         group = attempt.roster.group_id
         certificate = None
+        started = asyncio.get_running_loop().time()
         try:
             try:
                 certificate = await butterfly.run()
+                self._durations.append(asyncio.get_running_loop().time() - started)
             except AttemptFailedError as error:
                 failure = error
+                if isinstance(error, LateError):
+                    self._durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
                 for peer in error.suspects:
-                    self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
+                    if isinstance(error, LateError):
+                        self._membership.suspect(peer, str(error))
+                        self._speeds.was_late(peer)
+                    else:
+                        self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
+                butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
@@ -267,6 +296,7 @@ class Averager:
             body = certificate.body
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
+                self._speeds.was_in_time(body.members[index])
 
     async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
         try:
@@ -284,4 +314,4 @@ class Averager:
                     await self._arrived.wait()
         if group not in self._running:
             raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
-        await self._running[group].serve(channel)
+        await self._running[group].serve(channel, request)

@@ -6,29 +6,35 @@ Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and ope
 i → j                 the group's id, then i's encoded part of j's share
 j → i                 the set of members whose part j holds completely (its *mask*)
 j → i                 the encoded mean of j's share
-j → i                 j's signature of the body, once j holds the mean of every share
+j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
 ====================  ==================================================================================
 
 The contributors are the intersection of all owners' masks: incomplete at one owner counts nowhere. An owner closes its
-mask when every part is there, or when a quorum is and the grace period is over. The owner encodes its mean once and
-decodes those bytes like everybody else. (Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.)
+mask when every part is there, or when a quorum is and the rest had time enough (`p2ptrain.averaging.patience`); by the
+same rule members wait for masks and means. The owner encodes its mean once and decodes those bytes like everybody else.
+(Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.) A member may encode its own parts with another
+codec than the mean's, when it is slow.
+
+Members that no stream can be opened to own no share. What two of them cannot tell each other, owners pass on.
 
 A failure of any kind ends an attempt with `AttemptFailedError`, which names the peers at fault. What a member holds at
 that point stays in its `Attempt`, from which other members can still complete theirs (`p2ptrain.averaging.settle`).
+Whoever gives up says so in place of what it owes, and why; the others come to their own conclusion, or blame it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, UnencodableError
+from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
+from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing, new_buffer, receive_checked, send_encoded
-from p2ptrain.averaging.reduction import OwnShare, RangeCheck
-from p2ptrain.codecs import CodecError
+from p2ptrain.averaging.reduction import OwnShare, PartCheck, RangeCheck
+from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
 from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import AveragingSpec
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
 
 OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
+FORWARD_SECONDS = 0.5
 MAX_REFUSAL_LENGTH = 120
 OUT_OF_PROPORTION = "out of proportion"
 """What a refusal at the closing of a mask is counted as."""
@@ -59,6 +66,9 @@ class Butterfly:
         signer: Signer,
         spec: AveragingSpec,
         on_phase: Callable[[str], None] = lambda phase: None,
+        seconds: float = 0.0,
+        part_codec: Codec | None = None,
+        on_part: Callable[[str, int, float], None] = lambda peer, num_bytes, seconds: None,
     ) -> None:
         """
         Args:
@@ -69,6 +79,9 @@ class Butterfly:
             signer: Signs the body.
             spec: Quorum, grace, deadline, and the rule by which shares are reduced.
             on_phase: Called as each phase begins: reduce, gather, commit.
+            seconds: Deadline of the attempt; 0 for that of ``spec``.
+            part_codec: How this member encodes its parts; None for the codec of the mean.
+            on_part: Told of each part that came, as a whole or not: from whom, bytes, seconds.
         """
         self.attempt = attempt
         self._vector = vector
@@ -77,15 +90,25 @@ class Butterfly:
         self._signer = signer
         self._spec = spec
         self._on_phase = on_phase
+        self._seconds = seconds or spec.round_seconds
+        self._on_part = on_part
+        self.part_codec = part_codec or attempt.codec
+        """How this member's own parts are encoded."""
+        self._began = asyncio.get_running_loop().time()
+        self._mask_closed_at: float | None = None
         self._index = attempt.roster.index_of(rpc.peer_id)
         own = vector[attempt.bounds[self._index] : attempt.bounds[self._index + 1]]
-        self._share = OwnShare(attempt.codec, spec, own, self._index, len(attempt.roster.tickets))
+        codec = attempt.codec_of(self._index)
+        self._share = OwnShare(codec, spec, own, self._index, len(attempt.roster.tickets))
         self._part_changed = asyncio.Event()
         self._masks: dict[int, frozenset[int]] = {}
         self._agreed = asyncio.Event()
         self._own_mask: asyncio.Future[frozenset[int]] = asyncio.get_running_loop().create_future()
         self._own_mean: asyncio.Future[Growing] = asyncio.get_running_loop().create_future()
         self._own_proof = asyncio.Event()
+        self._certified = asyncio.Event()
+        self._given_up: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._gave_up: dict[int, frozenset[int]] = {}
         self._served: dict[int, asyncio.Task[Any]] = {}
         self._stream_came = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -102,20 +125,36 @@ class Butterfly:
 
     # --- the serving side: other members' parts come in, this owner's mean goes out ------------------------------
 
-    async def serve(self, channel: Channel) -> None:
-        """Handle another member's stream for this attempt."""
-        attempt, sender = self.attempt, self.attempt.roster.index_of(channel.remote)
+    async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
+        """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
+        sender = self.attempt.roster.index_of(channel.remote)
         if sender in (-1, self._index) or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
         task = asyncio.current_task()
         assert task is not None
         self._served[sender] = task
         self._stream_came.set()
-        size = attempt.size(self._index)
+        work = asyncio.create_task(self._serve_member(channel, sender, request), name=f"serve-{sender}")
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, self._given_up}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not self._given_up.cancelled():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                await channel.send({"gave up": self._given_up.result()})
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
+        attempt, size = self.attempt, self.attempt.size(self._index)
         if size:
-            part, norm = await self._receive_part(channel, size)
+            check = self._share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
+            part = await self._receive_part(channel, check, size)
             if not self._own_mask.done():
-                self._share.add(sender, part, norm)
+                self._share.add(sender, part, check)
                 self._part_changed.set()
             mask = await asyncio.shield(self._own_mask)
             refusal = self._share.refused.get(sender, "")
@@ -124,53 +163,98 @@ class Butterfly:
         await self._own_proof.wait()
         assert attempt.body is not None
         await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[self._rpc.peer_id]})
+        await self._certified.wait()
+        await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
+        if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
+            await channel.send({"proofs": [[peer, proof] for peer, proof in sorted(attempt.proofs.items())]})
 
-    async def _receive_part(self, channel: Channel, size: int) -> tuple[bytearray, float]:
-        """A member's part of the own share, and its norm."""
-        codec, seconds, check = self.attempt.codec, self._spec.round_seconds, self._share.new_check()
+    def _codec_of_part(self, peer: str, name: Any) -> Codec:
+        own, low, high = self.attempt.codec, *self.attempt.bounds[self._index : self._index + 2]
+        for codec in (own, *smaller_codecs(own, self.attempt.bounds[-1])):
+            if codec.name == name:
+                return codec.part(low, high)
+        raise ProtocolError(peer, f"encodes its part in a way that is not allowed beside {own.name}")
+
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
+        loop, arrived = asyncio.get_running_loop(), 0
+        began = loop.time()
+
+        def watch(filled: int) -> None:
+            nonlocal arrived
+            arrived = filled
+
         try:
-            part, _ = await receive_checked(channel, self._runtime, codec, size, seconds, check, hashed=False)
+            part, _ = await receive_checked(
+                channel, self._runtime, check.codec, size, self._spec.round_seconds, check, hashed=False,
+                on_progress=watch,
+            )  # fmt: skip
         except ProtocolError as error:
             self.refused[channel.remote] = str(error)
             self._part_changed.set()
             raise
-        return part, check.norm
+        finally:
+            self._on_part(channel.remote, arrived, loop.time() - began)
+        return part
 
     # --- the opening side: own parts go out, means and signatures come back --------------------------------------
 
     async def _exchange(self, index: int, deadline: float) -> None:
         """The stream that this member opens to member ``index``."""
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        peer, size, check = attempt.roster.members[index], attempt.size(index), RangeCheck(attempt.codec, self._spec)
+        peer, size, codec = attempt.roster.members[index], attempt.size(index), attempt.codec_of(index)
         try:
-            header = {"group": attempt.roster.group_id}
+            header = {"group": attempt.roster.group_id, "codec": self.part_codec.name}
             async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS) as channel:
                 if size:
                     low, high = attempt.bounds[index], attempt.bounds[index + 1]
-                    part = await send_encoded(channel, self._runtime, attempt.codec, self._vector[low:high], check)
+                    parts = self.part_codec.part(low, high)
+                    sent = RangeCheck(parts, self._spec)
+                    part = await send_encoded(channel, self._runtime, parts, self._vector[low:high], sent)
                     self.sent_parts[index] = part
                     reply = await channel.receive(deadline - loop.time())
+                    if self._notes_that_it_gave_up(index, reply):
+                        return
                     self._masks[index] = self._check_mask(peer, reply.get("mask"))
                     if reply.get("refused"):
                         self.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
                     self._agreed.set()
                     mean, digest = await receive_checked(
-                        channel, self._runtime, attempt.codec, size, deadline - loop.time(), check
+                        channel, self._runtime, codec, size, deadline - loop.time(), RangeCheck(codec, self._spec)
                     )
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
+                if self._notes_that_it_gave_up(index, reply):
+                    return
                 while attempt.body is None:
                     attempt.changed.clear()
                     async with asyncio.timeout_at(deadline):
                         await attempt.changed.wait()
                 if reply.get("body") == attempt.body.body_hash:
                     attempt.add_proof(peer, reply.get("proof"), self._signer)
+                if attempt.certificate() is None:
+                    self._add_proofs((await channel.receive(deadline - loop.time())).get("proofs"))
         except (PeerError, DeadlineError, TimeoutError) as error:
             self._lost[peer] = str(error) or "did not answer in time"
         except CodecError as error:
             self._unencodable = str(error)
         attempt.changed.set()
         self._agreed.set()
+
+    def _notes_that_it_gave_up(self, index: int, reply: dict[str, Any]) -> bool:
+        blamed = reply.get("gave up")
+        if not isinstance(blamed, list):
+            return False
+        size = len(self.attempt.means)
+        self._gave_up[index] = frozenset(i for i in blamed[:size] if type(i) is int and 0 <= i < size)
+        self.attempt.changed.set()
+        self._agreed.set()
+        return True
+
+    def _add_proofs(self, proofs: Any) -> None:
+        """Take in signatures that another member passes on; those that are none are left out."""
+        for entry in proofs[: len(self.attempt.roster.tickets)] if isinstance(proofs, list) else []:
+            if isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is str:
+                self.attempt.add_proof(entry[0], entry[1], self._signer)
 
     def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:
         size = len(self.attempt.roster.tickets)
@@ -181,20 +265,20 @@ class Butterfly:
     # --- the owner: close the mask, agree, reduce -----------------------------------------------------------------
 
     async def _close_mask(self, deadline: float) -> None:
-        """Decide which parts of the own share count: all, or who is there a grace period after the quorum."""
+        """Decide which parts of the own share count: all, or those of a quorum and whoever came soon after it."""
         try:
             await self._runtime.compute(self._share.measure_own)
         except CodecError as error:
             self._unencodable = str(error)
             self._agreed.set()
             return
-        loop, total = asyncio.get_running_loop(), len(self.attempt.roster.tickets)
+        loop, others = asyncio.get_running_loop(), len(self.attempt.roster.tickets) - 1
         quorum_at: float | None = None
-        while len(self._share.parts.keys() | self._refused_indices()) + 1 < total:
+        while len(self._share.parts.keys() | self._refused_indices()) < others:
             now = loop.time()
-            if quorum_at is None and len(self._share.parts) + 1 >= self._spec.quorum * total:
+            if quorum_at is None and len(self._share.parts) >= quorum_of_others(others, self._spec.quorum):
                 quorum_at = now
-            until = deadline if quorum_at is None else min(deadline, quorum_at + self._spec.grace_seconds)
+            until = deadline if quorum_at is None else min(deadline, self._patience_ends(self._began, quorum_at))
             if now >= until:
                 break
             self._part_changed.clear()
@@ -206,6 +290,7 @@ class Butterfly:
         mask = self._share.judge()
         self._note_refusals()
         self._masks[self._index] = mask
+        self._mask_closed_at = loop.time()
         self._own_mask.set_result(mask)
         self._agreed.set()
 
@@ -219,6 +304,9 @@ class Butterfly:
                 self.refused[peer] = f"peer {peer[-8:]} {reason}"
                 self._rpc.count_refusal(peer, OUT_OF_PROPORTION)
 
+    def _patience_ends(self, since: float, quorum_at: float) -> float:
+        return quorum_at + patience_seconds(quorum_at - since, self._spec.grace_seconds)
+
     def _refused_indices(self) -> set[int]:
         return {self.attempt.roster.index_of(peer) for peer in self.refused}
 
@@ -229,7 +317,14 @@ class Butterfly:
         while any(owner not in self._masks for owner in owners):
             self._fail_if_lost([attempt.roster.members[i] for i in owners if i not in self._masks])
             self._agreed.clear()
-            async with asyncio.timeout_at(deadline):
+            until, closed = deadline, self._mask_closed_at
+            if closed is not None:
+                until = min(deadline, self._patience_ends(self._began, closed))
+                in_time = self._masks[self._index] | self._share.refused.keys()
+                late = [i for i in owners if i not in self._masks and i not in in_time]
+                if late:  # Who was late with its part will not be in time with its share's mean.
+                    raise LateError("scatter: a part did not come in time", self._peers(late))
+            async with asyncio.timeout_at(until):
                 await self._agreed.wait()
         agreed = frozenset.intersection(*(self._masks[owner] for owner in owners))
         if not agreed:
@@ -248,7 +343,8 @@ class Butterfly:
         """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
         attempt = self.attempt
         assert attempt.contributors is not None
-        mean = Growing(await new_buffer(self._runtime, attempt.codec, attempt.size(self._index)))
+        codec, size = attempt.codec_of(self._index), attempt.size(self._index)
+        mean = Growing(await new_buffer(self._runtime, codec, size))
         self._own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
@@ -265,6 +361,10 @@ class Butterfly:
         lost = tuple(peer for peer in needed if peer in self._lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self._lost[lost[0]]}", lost)
+        if len(self.attempt.means) - len(self._gave_up) < self.attempt.roster.majority:
+            blamed = frozenset.union(*self._gave_up.values())
+            late = [i for i in blamed if self.attempt.roster.members[i] in needed]
+            raise LateError(f"{self.attempt.phase}: most others gave up", self._peers(late))
 
     @property
     def refusal(self) -> str:
@@ -285,7 +385,7 @@ class Butterfly:
         Raises:
             AttemptFailedError: A member was lost or late, or the deadline passed; ``attempt`` keeps what is held.
         """
-        deadline = asyncio.get_running_loop().time() + self._spec.round_seconds
+        deadline = asyncio.get_running_loop().time() + self._seconds
         others = [i for i in range(len(self.attempt.roster.tickets)) if i != self._index]
         order = [i for i in others if i > self._index] + [i for i in others if i < self._index]
         tasks = [asyncio.create_task(self._exchange(i, deadline), name=f"exchange-{i}") for i in order]
@@ -296,8 +396,8 @@ class Butterfly:
             await self._gather(deadline)
             return await self._collect_signatures(deadline)
         except TimeoutError as error:
-            message = f"{self.attempt.phase}: the round's deadline passed"
-            raise AttemptFailedError(message, self._awaited()) from error
+            message = f"{self.attempt.phase}: others took too long"
+            raise LateError(message, self._awaited()) from error
 
     def _awaited(self) -> tuple[str, ...]:
         """The other members whose mask, mean or signature is missing, whichever this member waits for."""
@@ -308,14 +408,24 @@ class Butterfly:
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
         else:
             missing = [i for i, member in enumerate(members) if member not in attempt.proofs]
-        return tuple(members[i] for i in missing if i != self._index)
+        silent = [i for i in missing if i not in self._gave_up]
+        return self._peers(silent or missing)
+
+    def _peers(self, indices: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.attempt.roster.members[i] for i in sorted(indices) if i != self._index)
 
     async def _gather(self, deadline: float) -> None:
-        attempt = self.attempt
+        attempt, loop = self.attempt, asyncio.get_running_loop()
+        others = sum(attempt.size(i) > 0 for i in range(len(attempt.means)) if i != self._index)
+        began, until = loop.time(), deadline
         while not attempt.is_complete():
-            self._fail_if_lost([attempt.roster.members[i] for i, mean in enumerate(attempt.means) if mean is None])
+            missing = [i for i, mean in enumerate(attempt.means) if mean is None]
+            self._fail_if_lost([attempt.roster.members[i] for i in missing])
+            theirs = others - sum(i != self._index for i in missing)
+            if until == deadline and theirs >= quorum_of_others(others, self._spec.quorum):
+                until = min(deadline, self._patience_ends(began, loop.time()))
             attempt.changed.clear()
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(until):
                 await attempt.changed.wait()
         self._enter("commit")
         body = attempt.make_body()
@@ -327,13 +437,22 @@ class Butterfly:
     async def _collect_signatures(self, deadline: float) -> Certificate:
         attempt = self.attempt
         while (certificate := attempt.certificate()) is None:
-            unlost = [p for p in attempt.roster.members if p not in self._lost or p in attempt.proofs]
-            if len(unlost) < attempt.roster.majority:
-                self._fail_if_lost(list(self._lost))
+            # Whoever cannot be reached may still give its signature to somebody that can.
+            gone = [
+                t.peer for t in attempt.roster.tickets if t.reachable and t.peer in self._lost.keys() - attempt.proofs
+            ]
+            if len(attempt.roster.tickets) - len(gone) < attempt.roster.majority:
+                self._fail_if_lost(gone)
             attempt.changed.clear()
             async with asyncio.timeout_at(deadline):
                 await attempt.changed.wait()
+        self._certified.set()
         return certificate
+
+    def give_up(self, suspects: tuple[str, ...]) -> None:
+        """Tell the other members that this one has given up, and whom it blames."""
+        if not self._given_up.done():
+            self._given_up.set_result([self.attempt.roster.index_of(peer) for peer in suspects])
 
     async def stop_sending(self) -> None:
         """End the streams that this member opened; the vector is not read any more when this returns."""
@@ -347,8 +466,11 @@ class Butterfly:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
                     await self._serve_everybody()
+        elif self._given_up.done() and self._served:
+            await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
         self._own_mask.cancel()
         self._own_mean.cancel()
+        self._given_up.cancel()
         for task in self._served.values():
             task.cancel()
 

@@ -19,7 +19,9 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.signing import Signer
 
+MAX_MEMBERS = 256
 MAX_PROOF_BYTES = 2048
+MAX_RATES_BYTES = 1024
 MAX_CERTIFICATE_BYTES = 1 << 20
 
 
@@ -35,7 +37,9 @@ class Ticket:
         layout: Fingerprint of codec, codec version and parameter layout, 32 bytes; members must agree.
         tokens: The weight of its contribution.
         samples: Samples that it read in this round.
-        bandwidth: Measured upload in bytes per second, for share sizes; 0 when unknown.
+        bandwidth: What it is willing to send in bytes per second; 0 for no limit.
+        reachable: Whether others can open streams to it; who cannot be reached owns no share.
+        rates: How fast others sent to it lately; see `p2ptrain.averaging.speeds`.
         nonce: Makes every attempt of a peer distinct, 16 bytes.
         proof: Its signature.
     """
@@ -48,6 +52,8 @@ class Ticket:
     tokens: int
     samples: int
     bandwidth: int
+    reachable: bool
+    rates: bytes
     nonce: bytes
     proof: bytes = b""
 
@@ -58,7 +64,7 @@ class Ticket:
     def _fields(self) -> list[Any]:
         return [
             self.peer, self.round, self.lineage, self.digest, self.layout,
-            self.tokens, self.samples, self.bandwidth, self.nonce, self.proof,
+            self.tokens, self.samples, self.bandwidth, self.reachable, self.rates, self.nonce, self.proof,
         ]  # fmt: skip
 
     def signed(self, swarm: bytes, signer: Signer) -> Ticket:
@@ -76,7 +82,7 @@ class Ticket:
         Raises:
             IntegrityError: A field is missing or out of range, or the signature does not match.
         """
-        if not (isinstance(values, list) and len(values) == 10):
+        if not (isinstance(values, list) and len(values) == 12):
             raise IntegrityError("a ticket is malformed")
         ticket = cls(*values)
         hashes = (ticket.lineage, ticket.digest, ticket.layout)
@@ -86,6 +92,9 @@ class Ticket:
             and len(ticket.peer) <= 128
             and all(type(h) is bytes and len(h) == DIGEST_BYTES for h in hashes)
             and all(type(count) is int and 0 <= count < MAX_COUNT for count in counts)
+            and type(ticket.rates) is bytes
+            and len(ticket.rates) <= MAX_RATES_BYTES
+            and type(ticket.reachable) is bool
             and type(ticket.nonce) is bytes
             and len(ticket.nonce) == 16
             and type(ticket.proof) is bytes
@@ -220,7 +229,7 @@ class Body:
             valid = (
                 all(type(h) is bytes and len(h) == DIGEST_BYTES for h in (swarm, lineage, group, *body.hashes))
                 and all(type(count) is int and 0 <= count < MAX_COUNT for count in (round_, tokens, samples, *bounds))
-                and 0 < size <= 256
+                and 0 < size <= MAX_MEMBERS
                 and len(set(body.members)) == size
                 and all(type(member) is str for member in body.members)
                 and type(codec) is str

@@ -48,6 +48,7 @@ class ErrorFeedback:
         vector: torch.Tensor,
         bounds: tuple[int, ...],
         sent_parts: dict[int, bytearray],
+        part_codec: Codec,
         own_index: int,
         own_mean_exact: torch.Tensor | None,
         own_mean: bytes | bytearray,
@@ -59,6 +60,7 @@ class ErrorFeedback:
             vector: The contribution that was encoded, fp32, ``[num_values]``.
             bounds: Share offsets.
             sent_parts: By share: the encoded part of ``vector``; the own share was not encoded.
+            part_codec: How they are encoded.
             own_index: The own share.
             own_mean_exact: The own share's mean before encoding; None when it was not reduced here.
             own_mean: The same, encoded.
@@ -69,14 +71,16 @@ class ErrorFeedback:
             return
         self.residual.zero_()
         for index, part in sent_parts.items():
-            self._set_difference(vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
+            self._set_difference(part_codec, vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
         if own_mean_exact is not None and own_mean_scale:
-            self._set_difference(own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
+            self._set_difference(self._codec, own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
 
-    def _set_difference(self, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float) -> None:
+    def _set_difference(
+        self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float
+    ) -> None:
         assert self.residual is not None
         out = self.residual[offset : offset + exact.numel()]
-        self._codec.decode_into(encoded, out)
-        out.neg_().add_(exact)
+        out.copy_(exact)
+        codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -1.0, out)
         if scale != 1.0:
             out.mul_(scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from p2ptrain.averaging.attempt import Attempt
@@ -140,25 +141,29 @@ class History:
             raise ProtocolError(peer, "offers a result of another size than this model")
         if body.codec != f"{self._codec.name}/{self._codec.version}":
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
+        try:
+            codecs = [self._codec.part(low, high) for low, high in pairwise(body.bounds)]
+        except ValueError as error:
+            raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
         means: Means = []
         request = {"body": body.body_hash}
         async with self._rpc.open(peer, "history.result", request, CALL_TIMEOUT_SECONDS) as channel:
-            for low, high in zip(body.bounds, body.bounds[1:], strict=False):
+            for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
                 if high == low:
                     means.append(b"")
                     continue
-                data = await channel.receive_bytes(self._codec.encoded_bytes(high - low), timeout_seconds)
+                data = await channel.receive_bytes(codec.encoded_bytes(high - low), timeout_seconds)
                 means.append(bytes(data) if isinstance(data, memoryview) else data)
             await channel.receive(timeout_seconds)
-        await self._runtime.compute(self._check_means, peer, body, means)
+        await self._runtime.compute(self._check_means, peer, body, means, codecs)
         return means
 
-    def _check_means(self, peer: str, body: Body, means: Means) -> None:
-        for index, mean in enumerate(means):
+    def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Codec]) -> None:
+        for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):
             if bulk_hash(mean) != body.hashes[index]:
                 raise ProtocolError(peer, "sent a result that does not match its certificate")
             size = body.bounds[index + 1] - body.bounds[index]
             try:
-                self._codec.validate(mean, size)
+                codec.validate(mean, size)
             except CodecError as error:
                 raise ProtocolError(peer, f"sent a result that is refused: {error}") from error

@@ -24,8 +24,8 @@ PIECE_VALUES = 1 << 19
 """Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
 
 
-Check = Callable[[memoryview, int], None]
-"""(encoded piece, number of values in it): raises `CodecError` when it is refused."""
+Check = Callable[[memoryview, int, int], None]
+"""(encoded piece, its first value in the share, the value after its last): raises `CodecError` to refuse it."""
 
 
 def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> list[tuple[int, int]]:
@@ -82,12 +82,12 @@ async def send_encoded(
 
     async def encode(low: int, high: int) -> memoryview:
         piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.compute(encode_piece, vector[low:high], piece)
+        await runtime.compute(encode_piece, low, high, piece)
         return piece
 
-    def encode_piece(values: torch.Tensor, piece: memoryview) -> None:
-        codec.encode_into(values, piece)
-        check(piece, len(values))
+    def encode_piece(low: int, high: int, piece: memoryview) -> None:
+        codec.part(low, high).encode_into(vector[low:high], piece)
+        check(piece, low, high)
 
     first, *others = cut(len(vector), codec.block_size)
     ahead = asyncio.create_task(encode(*first), name="encode")
@@ -112,11 +112,22 @@ async def receive_checked(
     check: Check,
     *,
     hashed: bool = True,
+    on_progress: Callable[[int], None] = lambda filled: None,
 ) -> tuple[bytearray, bytes]:
     """Receive an encoded share, checking it while it arrives: ``check`` is called with its pieces in order.
 
+    Args:
+        channel: Where it comes from.
+        runtime: For checks and hashes.
+        codec: How it is encoded.
+        num_values: Its length.
+        timeout_seconds: Deadline of the whole.
+        check: Judges each piece.
+        hashed: Whether to hash it, which is most of the work.
+        on_progress: Told how many bytes are there.
+
     Returns:
-        The share, and its `bulk_hash`; with ``hashed`` False that of nothing, because hashing is most of the work.
+        The share, and its `bulk_hash`; with ``hashed`` False that of nothing.
 
     Raises:
         ProtocolError: It has another length or holds values that ``check`` refuses.
@@ -124,9 +135,14 @@ async def receive_checked(
     """
     data = await new_buffer(runtime, codec, num_values)
     arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
+
+    def progress(filled: int) -> None:
+        on_progress(filled)
+        arriving.on_progress(filled)
+
     try:
         await channel.receive_bytes(
-            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=arriving.on_progress
+            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=progress
         )
         return arriving.data, await arriving.finish()
     except CodecError as error:
@@ -177,6 +193,6 @@ class _Arriving:
         view = memoryview(self.data)
         for low, high in spans:
             piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
-            self._check_piece(piece, high - low)
+            self._check_piece(piece, low, high)
             if self._hashed:
                 self._hash.update(piece)

@@ -37,20 +37,25 @@ RANGE_SLACK = 1.01
 
 
 class RangeCheck:
-    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``."""
+    """Refuses pieces of an encoded share that are malformed or hold values beyond the manifest's ``max_value``.
+
+    Attributes:
+        codec: How the share is encoded.
+    """
 
     def __init__(self, codec: Codec, spec: AveragingSpec) -> None:
-        self._codec = codec
+        self.codec = codec
         self._max_value = spec.max_value
 
-    def __call__(self, piece: memoryview, num_values: int) -> None:
-        """Check one piece.
+    def __call__(self, piece: memoryview, low: int, high: int) -> None:
+        """Check the values ``[low, high)`` of the share.
 
         Raises:
-            CodecError: It is refused.
+            CodecError: They are refused.
         """
-        self._codec.validate(piece, num_values)
-        check_range(self._codec.largest(piece, num_values), self._max_value * RANGE_SLACK)
+        codec = self.codec.part(low, high)
+        codec.validate(piece, high - low)
+        check_range(codec.largest(piece, high - low), self._max_value * RANGE_SLACK)
 
 
 class PartCheck(RangeCheck):
@@ -65,11 +70,11 @@ class PartCheck(RangeCheck):
         self._measured = measured
         self.squared_norm = 0.0
 
-    def __call__(self, piece: memoryview, num_values: int) -> None:
+    def __call__(self, piece: memoryview, low: int, high: int) -> None:
         """See `RangeCheck`."""
-        super().__call__(piece, num_values)
+        super().__call__(piece, low, high)
         if self._measured:
-            self.squared_norm += self._codec.squared_norm(piece, num_values)
+            self.squared_norm += self.codec.part(low, high).squared_norm(piece, high - low)
 
     @property
     def norm(self) -> float:
@@ -87,14 +92,14 @@ class OwnShare:
     """One owner's share in one attempt.
 
     Attributes:
-        parts: By member: its encoded part, complete and valid; the owner's own is not among them.
+        parts: By member: the codec and bytes of its part, complete and valid; the owner's own is not among them.
         refused: By member, the owner itself included: why `judge` left it out.
     """
 
     def __init__(self, codec: Codec, spec: AveragingSpec, own: torch.Tensor, own_index: int, num_members: int) -> None:
         """
         Args:
-            codec: How parts are encoded.
+            codec: How the result is encoded.
             spec: The rule and the limits.
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_index: Its place in the roster.
@@ -106,12 +111,12 @@ class OwnShare:
         self._own_index = own_index
         self._is_measured = num_members >= MIN_FOR_MEDIAN
         self._norms: dict[int, float] = {}
-        self.parts: dict[int, bytearray] = {}
+        self.parts: dict[int, tuple[Codec, bytearray]] = {}
         self.refused: dict[int, str] = {}
 
-    def new_check(self) -> PartCheck:
-        """A check for one part that will arrive."""
-        return PartCheck(self._codec, self._spec, self._is_measured)
+    def new_check(self, codec: Codec) -> PartCheck:
+        """A check for one part that will arrive in this codec."""
+        return PartCheck(codec, self._spec, self._is_measured)
 
     def measure_own(self) -> None:
         """Check and measure the owner's own part; for the compute thread.
@@ -128,10 +133,10 @@ class OwnShare:
             squared_norm += sum_of_squares(piece) if self._is_measured else 0.0
         self._norms[self._own_index] = math.sqrt(squared_norm)
 
-    def add(self, index: int, part: bytearray, norm: float) -> None:
-        """Take in another member's part."""
-        self.parts[index] = part
-        self._norms[index] = norm
+    def add(self, index: int, part: bytearray, check: PartCheck) -> None:
+        """Take in another member's part, with the check that all of it passed."""
+        self.parts[index] = check.codec, part
+        self._norms[index] = check.norm
 
     def judge(self) -> frozenset[int]:
         """Refuse the parts that are out of proportion; returns who is left: the owner's mask."""
@@ -161,7 +166,7 @@ class OwnShare:
 
         exact = torch.empty(len(self._own), dtype=torch.float32)
         weights = self.weights(contributors, tokens)
-        for low, high in cut(len(self._own), self._codec.block_size):
+        for low, high in cut(len(self._own), self._block_size()):
             await runtime.compute(self._reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
         self.parts.clear()
@@ -181,13 +186,17 @@ class OwnShare:
     ) -> None:  # fmt: skip
         """Combine the values ``[low, high)`` into ``exact``, and encode them to their place."""
         if self._spec.aggregation in VOTING_RULES:
-            for first, last in cut(high - low, self._codec.block_size, STACK_VALUES):
+            for first, last in cut(high - low, self._block_size(), STACK_VALUES):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
         else:
             self._add_up(low, high, contributors, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
-        self._codec.encode_into(exact, memoryview(encoded)[first_byte:last_byte])
+        self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
+
+    def _block_size(self) -> int:
+        """The smallest number of values at whose multiples all codecs can be cut."""
+        return math.lcm(self._codec.block_size, *(codec.block_size for codec, _ in self.parts.values()))
 
     def _add_up(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
@@ -201,7 +210,8 @@ class OwnShare:
         else:
             exact.zero_()
         for index, weight in weight_of.items():
-            self._codec.accumulate_into(self._encoded(index, low, high), weight, exact)
+            codec, piece = self._encoded(index, low, high)
+            codec.accumulate_into(piece, weight, exact)
 
     def _decoded(self, index: int, low: int, high: int) -> torch.Tensor:
         import torch
@@ -209,8 +219,10 @@ class OwnShare:
         if index == self._own_index:
             return self._own[low:high].clone()
         values = torch.empty(high - low, dtype=torch.float32)
-        self._codec.decode_into(self._encoded(index, low, high), values)
+        codec, piece = self._encoded(index, low, high)
+        codec.decode_into(piece, values)
         return values
 
-    def _encoded(self, index: int, low: int, high: int) -> memoryview:
-        return memoryview(self.parts[index])[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
+    def _encoded(self, index: int, low: int, high: int) -> tuple[Codec, memoryview]:
+        codec, part = self.parts[index]
+        return codec.part(low, high), memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)]

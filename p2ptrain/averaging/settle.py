@@ -25,6 +25,8 @@ SETTLE_SECONDS = 6.0
 PAUSE_SECONDS = 0.3
 CALL_TIMEOUT_SECONDS = 2.0
 MAX_ATTEMPTS_KEPT = 4
+WITHOUT_RESULT = ("unknown", "lost", "failed")
+"""States of members that will not sign, unless somebody hands them a result."""
 
 
 class Settlements:
@@ -70,28 +72,50 @@ class Settlements:
             return {"state": "unknown"}
         attempt.add_proof(peer, request.get("proof"), self._signer)
         if attempt.body is None:
-            return {"state": "pending"}
+            return {"state": "failed" if attempt.has_failed else "pending"}
         proofs = [[member, proof] for member, proof in sorted(attempt.proofs.items())]
         return {"state": "pending", "body": attempt.body.to_bytes(), "proofs": proofs}
 
     async def settle(self, attempt: Attempt) -> Certificate | None:
-        """The certificate of a broken attempt; None when there is none to be had and the attempt is given up."""
+        """The certificate of a broken attempt; None when there is none to be had and the attempt is given up.
+
+        It is given up at once when so many members are without a result that the others are no majority.
+        """
+        attempt.has_failed = True
         if len(attempt.roster.tickets) == 1:
             self._abandon(attempt)
             return None
         deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
         others = [member for member in attempt.roster.members if member != self._rpc.peer_id]
         while attempt.certificate() is None and asyncio.get_running_loop().time() < deadline:
-            states = await asyncio.gather(*(self._ask(attempt, peer) for peer in others))
-            if attempt.certificate() is not None:
-                break
-            if all(state in ("unknown", "lost") for state in states):
+            if await self._ask_all(attempt, others):
                 break
             await asyncio.sleep(PAUSE_SECONDS)
         certificate = attempt.certificate()
         if certificate is None:
             self._abandon(attempt)
         return certificate
+
+    async def _ask_all(self, attempt: Attempt, others: list[str]) -> bool:
+        """Ask the other members until it is clear how the attempt ends; whether it is."""
+        states: dict[str, str] = {}
+
+        async def ask(peer: str) -> None:
+            states[peer] = await self._ask(attempt, peer)
+
+        asking = {asyncio.create_task(ask(peer), name=f"settle-{peer[-8:]}") for peer in others}
+        try:
+            while asking:
+                _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                without = 1 + sum(state in WITHOUT_RESULT for state in states.values())
+                hopeless = attempt.body is None and len(attempt.roster.tickets) - without < attempt.roster.majority
+                if attempt.certificate() is not None or hopeless:
+                    return True
+            return all(state in ("unknown", "lost") for state in states.values())
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     async def _ask(self, attempt: Attempt, peer: str) -> str:
         """One member's state, after taking over from it what was missing."""

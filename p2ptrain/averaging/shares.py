@@ -61,32 +61,31 @@ def share_weights(bandwidths: Sequence[float]) -> list[Fraction]:
     return weights
 
 
-def split_shares(num_values: int, bandwidths: Sequence[float], block_size: int) -> list[Share]:
+def split_shares(num_values: int, weights: Sequence[Fraction], block_size: int) -> list[Share]:
     """Cut ``[0, num_values)`` into one contiguous share for each member, in member order.
 
-    Cuts fall on multiples of ``block_size``. Whole blocks follow `share_weights` by the largest remainder, so a member
-    gets at most one block more or less than its exact fraction, and never fewer than a slower one.
+    Cuts fall on multiples of ``block_size``. Whole blocks follow ``weights`` by the largest remainder, so a member gets
+    at most one block more or less than its exact fraction, and never fewer than one with a smaller weight.
 
     Args:
         num_values: Length of the vector.
-        bandwidths: See `share_weights`; one for each member.
+        weights: From `share_weights`; one for each member.
         block_size: Values that a codec encodes together.
 
     Returns:
         (start, stop) for each member; empty shares are (start, start).
 
     Raises:
-        ValueError: See `share_weights`; or a size is out of range.
+        ValueError: A size is out of range, or the weights do not sum to 1.
     """
     if num_values < 0 or block_size < 1:
         raise ValueError(f"cannot cut {num_values} values into blocks of {block_size}")
-    weights = share_weights(bandwidths)
+    if sum(weights) != 1 or min(weights) < 0:
+        raise ValueError("the weights of shares must be at least 0 and sum to exactly 1")
     num_blocks = -(-num_values // block_size)
     exact = [weight * num_blocks for weight in weights]
     blocks = [math.floor(part) for part in exact]
-    by_remainder = sorted(
-        range(len(exact)), key=lambda index: (blocks[index] - exact[index], -bandwidths[index], index)
-    )
+    by_remainder = sorted(range(len(exact)), key=lambda index: (blocks[index] - exact[index], -weights[index], index))
     for index in by_remainder[: num_blocks - sum(blocks)]:
         blocks[index] += 1
     shares, start = [], 0

@@ -1,12 +1,13 @@
 """How tensors become bytes on the wire: pure functions behind one interface.
 
-`get_codec` returns a codec by its manifest name; `codec_names` lists them. See `p2ptrain.codecs.base.Codec` for the
-contract every codec keeps.
+`get_codec` returns a codec by its manifest name; `codec_names` lists them, and `smaller_codecs` those for members that
+are slow. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps. `warm_up` makes them fast.
 """
 
 from __future__ import annotations
 
 from p2ptrain.codecs.base import Codec, CodecError
-from p2ptrain.codecs.registry import codec_names, get_codec
+from p2ptrain.codecs.registry import codec_names, get_codec, smaller_codecs
+from p2ptrain.codecs.warm import warm_up
 
-__all__ = ["Codec", "CodecError", "codec_names", "get_codec"]
+__all__ = ["Codec", "CodecError", "codec_names", "get_codec", "smaller_codecs", "warm_up"]

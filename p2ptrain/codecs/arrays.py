@@ -15,6 +15,8 @@ CHUNK_VALUES = 65_536
 """Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
 
 Buffer = bytes | bytearray | memoryview
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
 
 
 def check_vector(vector: torch.Tensor) -> torch.Tensor:
@@ -53,6 +55,19 @@ def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.
     if view.nbytes != expected_bytes:
         raise CodecError(f"{codec}: got {view.nbytes} bytes where {expected_bytes} were expected")
     return np.frombuffer(view, dtype=np.uint8)
+
+
+def writable_byte_array(out: bytearray | memoryview, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
+    """As `byte_array`, of memory that may be written.
+
+    Raises:
+        CodecError: The length is another.
+        ValueError: It is read-only.
+    """
+    array = byte_array(out, expected_bytes, codec)
+    if not array.flags.writeable:
+        raise ValueError(f"{codec}: cannot encode into read-only memory")
+    return array
 
 
 def chunks(num_items: int, items_per_chunk: int) -> Iterator[slice]:

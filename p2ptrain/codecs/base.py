@@ -18,8 +18,11 @@ class CodecError(ValueError):
 class Codec(ABC):
     """Encodes flat fp32 CPU vectors. Stateless; safe to call from any thread.
 
-    Every method is deterministic: equal input gives equal bits on every machine. A vector may be split at any multiple
-    of ``block_size`` values: encoding the pieces one by one gives the same bytes as encoding the whole, piece by piece.
+    Decoding is deterministic: equal bytes give equal bits on every machine, decoded or accumulated. Encoding gives
+    equal bytes for equal input on one machine; a vector is encoded once, so nobody else has to come to the same bytes.
+
+    A vector may be split at any multiple of ``block_size`` values: encoding the pieces one by one, each with the codec
+    that `part` gives for it, gives the same bytes as encoding the whole, piece by piece.
 
     Attributes:
         name: The name in the manifest.
@@ -33,9 +36,20 @@ class Codec(ABC):
     block_size: int = 1
     lossy: bool = False
 
+    def part(self, low: int, high: int) -> Codec:
+        """The codec of the values ``[low, high)`` of the vectors that this one encodes.
+
+        Both are multiples of ``block_size`` or the vector's end. This is the same codec, unless it treats values
+        differently by their position, as `p2ptrain.codecs.mixed` does.
+
+        Raises:
+            ValueError: The slice is not a part of such vectors.
+        """
+        return self
+
     @abstractmethod
     def encoded_bytes(self, num_values: int) -> int:
-        """The exact size in bytes of ``num_values`` encoded values."""
+        """The exact size in bytes of ``num_values`` encoded values, the first ones where positions matter."""
 
     def encode(self, vector: torch.Tensor) -> bytearray:
         """Encode ``vector`` (fp32, shape ``[num_values]``, contiguous, CPU; it is not changed).
@@ -115,5 +129,6 @@ class Codec(ABC):
         scratch = torch.empty(min(step, num_values), dtype=torch.float32)
         for low in range(0, num_values, step):
             high = min(low + step, num_values)
-            self.decode_into(encoded[self.encoded_bytes(low) : self.encoded_bytes(high)], scratch[: high - low])
+            piece = encoded[self.encoded_bytes(low) : self.encoded_bytes(high)]
+            self.part(low, high).decode_into(piece, scratch[: high - low])
             yield scratch[: high - low]

@@ -5,15 +5,30 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from p2ptrain.codecs.arrays import CHUNK_VALUES, Buffer, byte_array, check_vector, check_weight, chunks
-from p2ptrain.codecs.base import Codec, CodecError
+from p2ptrain.codecs.arrays import (
+    CHUNK_VALUES,
+    Buffer,
+    byte_array,
+    check_vector,
+    check_weight,
+    chunks,
+    writable_byte_array,
+)  # fmt: skip
+from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.native import KernelCodec
+
+KERNEL_VALUES = 128
+"""Values in a block of the kernels: `p2ptrain.kernels.code.DENSE_VALUES`. The bytes know nothing of it."""
+NOT_FINITE = "a value is not finite"
 
 
-class Fp32Codec(Codec):
+class Fp32Codec(KernelCodec):
     """Four bytes a value; decoding gives the input bit for bit, the sign of zero and subnormals included."""
 
     name = "fp32"
     version = 1
+    kernel_values = KERNEL_VALUES
+    refusal = NOT_FINITE
 
     def encoded_bytes(self, num_values: int) -> int:
         """Four bytes a value."""
@@ -21,11 +36,13 @@ class Fp32Codec(Codec):
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """See `Codec.encode_into`; refuses values that are not finite."""
-        values = check_vector(vector).numpy()
-        target = byte_array(out, self.encoded_bytes(len(values)), self.name).view("<f4")
+        tensor = check_vector(vector)
+        array = writable_byte_array(out, self.encoded_bytes(len(tensor)), self.name)
+        done = self._run_kernel("encode", tensor.data_ptr(), array.ctypes.data, len(tensor))
+        values, target = tensor.numpy()[done:], array.view("<f4")[done:]
         for piece in chunks(len(values), CHUNK_VALUES):
             if not bool(np.isfinite(values[piece]).all()):
-                raise CodecError("fp32: a value is not finite")
+                raise CodecError(f"fp32: {NOT_FINITE}")
             target[piece] = values[piece]
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
@@ -37,7 +54,9 @@ class Fp32Codec(Codec):
         """See `Codec.accumulate_into`; rounds once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
-        source = byte_array(data, self.encoded_bytes(len(values)), self.name).view("<f4")
+        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        values, source = values[done:], array.view("<f4")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=torch.float32)
         for piece in chunks(len(values), CHUNK_VALUES):
             terms = scratch[: piece.stop - piece.start]
@@ -48,26 +67,27 @@ class Fp32Codec(Codec):
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """See `Codec.validate`."""
-        source = byte_array(data, self.encoded_bytes(num_values), self.name).view("<f4")
-        for piece in chunks(num_values, CHUNK_VALUES):
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        done = self._run_kernel("validate", array.ctypes.data, 0, num_values)
+        source = array.view("<f4")[done:]
+        for piece in chunks(len(source), CHUNK_VALUES):
             if not bool(np.isfinite(source[piece]).all()):
-                raise CodecError("fp32: a value is not finite")
+                raise CodecError(f"fp32: {NOT_FINITE}")
 
 
-class _SixteenBitCodec(Codec):
+class _SixteenBitCodec(KernelCodec):
     """Two bytes a value, rounded to the nearest number of a 16-bit format, ties to even.
 
     Attributes:
         dtype: The format in torch.
         limit: The smallest magnitude that rounds to infinity; it and everything beyond is refused.
         exponent: The bits of the exponent; all of them are set in numbers that are not finite.
-        advice: What is said of values that do not fit.
     """
 
     dtype: torch.dtype
     limit: float
     exponent: int
-    advice: str
+    kernel_values = KERNEL_VALUES
     lossy = True
 
     def encoded_bytes(self, num_values: int) -> int:
@@ -77,7 +97,9 @@ class _SixteenBitCodec(Codec):
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """See `Codec.encode_into`; refuses values of `limit` or more in magnitude, and those that are not finite."""
         values = check_vector(vector)
-        target = byte_array(out, self.encoded_bytes(len(values)), self.name).view("<i2")
+        array = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel("encode", values.data_ptr(), array.ctypes.data, len(values))
+        values, target = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()  # NumPy knows no bfloat16.
         magnitudes = torch.empty(len(scratch), dtype=torch.float32)
@@ -86,14 +108,16 @@ class _SixteenBitCodec(Codec):
             torch.abs(values[piece], out=magnitudes[:length])
             # Written so that NaN, which amax hands on, fails too.
             if not float(magnitudes[:length].amax()) < self.limit:
-                raise CodecError(f"{self.name}: a value is not finite or {self.advice}")
+                raise CodecError(f"{self.name}: {self.refusal}")
             scratch[:length].copy_(values[piece])
             target[piece] = bits[:length]
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec.decode_into`."""
         values = check_vector(out)
-        source = byte_array(data, self.encoded_bytes(len(values)), self.name).view("<i2")
+        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel("decode", array.ctypes.data, values.data_ptr(), len(values))
+        values, source = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()
         for piece in chunks(len(values), CHUNK_VALUES):
@@ -106,7 +130,9 @@ class _SixteenBitCodec(Codec):
         """See `Codec.accumulate_into`; rounds once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
-        source = byte_array(data, self.encoded_bytes(len(values)), self.name).view("<i2")
+        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        values, source = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()
         terms = torch.empty(len(scratch), dtype=torch.float32)
@@ -121,11 +147,12 @@ class _SixteenBitCodec(Codec):
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """See `Codec.validate`."""
-        bits = byte_array(data, self.encoded_bytes(num_values), self.name).view("<u2")
-        exponent = np.uint16(self.exponent)
-        for piece in chunks(num_values, CHUNK_VALUES):
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        done = self._run_kernel("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
+        bits, exponent = array.view("<u2")[done:], np.uint16(self.exponent)
+        for piece in chunks(len(bits), CHUNK_VALUES):
             if bool(((bits[piece] & exponent) == exponent).any()):
-                raise CodecError(f"{self.name}: a value is not finite")
+                raise CodecError(f"{self.name}: {NOT_FINITE}")
 
 
 class Fp16Codec(_SixteenBitCodec):
@@ -140,7 +167,7 @@ class Fp16Codec(_SixteenBitCodec):
     dtype = torch.float16
     limit = 65520.0
     exponent = 0x7C00
-    advice = "beyond 65504 in magnitude: use bf16, fp32 or int8"
+    refusal = "a value is not finite or beyond 65504 in magnitude: use bf16, fp32 or int8"
 
 
 class Bf16Codec(_SixteenBitCodec):
@@ -155,4 +182,4 @@ class Bf16Codec(_SixteenBitCodec):
     dtype = torch.bfloat16
     limit = (2.0 - 2.0**-8) * 2.0**127
     exponent = 0x7F80
-    advice = "beyond 3.389e38 in magnitude: use fp32"
+    refusal = "a value is not finite or beyond 3.389e38 in magnitude: use fp32"

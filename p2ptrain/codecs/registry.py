@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.base import Codec
-from p2ptrain.codecs.blockwise import Int4Codec, Int8Codec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
+from p2ptrain.codecs.powersgd import PowerSgdCodec
+from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
+from p2ptrain.codecs.topk import TopKCodec
 from p2ptrain.errors import IncompatibleError
 
-_CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Fp32Codec(), Fp16Codec(), Bf16Codec(), Int8Codec(), Int4Codec())
-}
+_KINDS: tuple[type[Codec], ...] = (
+    Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec, PowerSgdCodec, TopKCodec
+)  # fmt: skip
+_CODECS: dict[str, Codec] = {kind.name: kind() for kind in _KINDS}
+
+COMPACT = ("int4", "topk")
+"""Codecs for slow members, from the largest to the smallest."""
 
 
 def codec_names() -> tuple[str, ...]:
@@ -18,7 +25,7 @@ def codec_names() -> tuple[str, ...]:
 
 
 def get_codec(name: str) -> Codec:
-    """The codec called ``name`` (codecs hold no state, so everybody shares one).
+    """The codec called ``name`` (its only state is whether it uses kernels, so everybody shares one).
 
     Raises:
         IncompatibleError: This version has no such codec.
@@ -30,3 +37,16 @@ def get_codec(name: str) -> Codec:
             f"unknown codec {name!r}; this version has {known}: correct the name or update p2ptrain"
         )
     return codec
+
+
+def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
+    """What a member too slow for ``codec`` may send its own parts in, with less and less bytes; none beside fp32.
+
+    Args:
+        codec: The codec of the swarm's vectors.
+        num_values: Their length.
+    """
+    if not codec.lossy:
+        return ()
+    limit = codec.encoded_bytes(num_values)
+    return tuple(_CODECS[name] for name in COMPACT if _CODECS[name].encoded_bytes(num_values) < limit)

@@ -321,15 +321,19 @@ class Peer:
         Raises:
             ManifestError: The manifest names a codec that this version does not have.
         """
-        from p2ptrain.codecs import codec_names, get_codec
+        from p2ptrain.codecs import codec_names, warm_up
+        from p2ptrain.training.encoding import vector_codec
         from p2ptrain.training.sync import Synchronizer
 
         name = self.manifest.averaging.codec
         if name not in codec_names():
             raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
+        # Meanwhile codecs compute the same bits with torch.
+        warming = asyncio.create_task(asyncio.to_thread(warm_up), name="warm-up")
+        self._stack.callback(warming.cancel)
         self.synchronizer = Synchronizer(
-            self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state, get_codec(name), self.membership,
-            self.options.upload_bandwidth,
+            self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state,
+            vector_codec(self.manifest.averaging, state.layout), self.membership, self.options.upload_bandwidth,
         )  # fmt: skip
         self._stack.push_async_callback(self.synchronizer.close)
         self.synchronizer.on_change = self.presence.changed

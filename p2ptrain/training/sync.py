@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
@@ -81,7 +82,7 @@ class Synchronizer:
             state: Parameters, buffers and shared optimizer state with their head.
             codec: How contributions travel.
             membership: Who is there.
-            bandwidth: Upload in bytes per second for share sizes; 0 when unknown.
+            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
         """
         self.state = state
         self._rpc = rpc
@@ -259,8 +260,9 @@ class Synchronizer:
         if outcome.contributed:
             assert self._buffer is not None
             await self._runtime.compute(
-                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.own_index,
-                outcome.own_mean_exact, outcome.result.means[outcome.own_index], outcome.own_mean_scale,
+                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
+                outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index],
+                outcome.own_mean_scale,
             )  # fmt: skip
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
@@ -296,12 +298,13 @@ class Synchronizer:
         if work is not None and not contributed and work.tokens > 0:
             carry = torch.empty(self.state.layout.num_values, dtype=torch.float32)
             work.collect(carry)
+            carry.mul_(self._spec.late_decay)
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
         mean = self._buffer
-        for index, encoded in enumerate(means):
+        for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if encoded:
-                self._codec.decode_into(encoded, mean[body.bounds[index] : body.bounds[index + 1]])
+                self._codec.part(low, high).decode_into(encoded, mean[low:high])
         self.state.apply(mean)
         if work is not None:
             work.adopt(contributed, carry)

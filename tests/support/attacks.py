@@ -11,6 +11,7 @@ import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -96,7 +97,8 @@ def replay(now: Situation) -> Tensor:
 def noise(now: Situation) -> Tensor:
     """A random direction, three times as long as an honest contribution."""
     direction = torch.randn(now.own.shape, generator=now.random)
-    return direction * (3 * now.honest.norm(dim=1).mean() / direction.norm(dim=1, keepdim=True))
+    length = 3 * torch.linalg.vector_norm(now.honest, dim=1).mean()
+    return direction.mul_(length / torch.linalg.vector_norm(direction, dim=1, keepdim=True))
 
 
 ATTACKS: dict[str, Attack] = {
@@ -222,18 +224,18 @@ def reduce_round(
 ) -> tuple[Tensor, frozenset[int]]:
     """What a group's owners make of ``updates`` [peers, values]; with the peers that any of them left out."""
     codec, num_peers = get_codec(spec.codec), len(updates)
-    spans = split_shares(updates.shape[1], [1.0] * num_shares, codec.block_size)
+    spans = split_shares(updates.shape[1], [Fraction(1)] * num_shares, codec.block_size)
     shares = []
     for owner, (low, high) in enumerate(spans):
         share = OwnShare(codec, spec, updates[owner, low:high], owner, num_peers)
         share.measure_own()
         for index in (i for i in range(num_peers) if i != owner):
-            part, check = codec.encode(updates[index, low:high]), share.new_check()
+            part, check = codec.encode(updates[index, low:high]), share.new_check(codec)
             try:
-                check(memoryview(part), high - low)
+                check(memoryview(part), 0, high - low)
             except CodecError:
                 continue
-            share.add(index, part, check.norm)
+            share.add(index, part, check)
         shares.append(share)
     contributors = sorted(frozenset.intersection(*(share.judge() for share in shares)))
     mean, runtime = torch.empty(updates.shape[1]), Runtime(random.Random(0))

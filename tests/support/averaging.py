@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,7 +39,7 @@ def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
     """A ticket of this member for the round of ``head``."""
     nonce = random.Random(member.rpc.peer_id).randbytes(16)
     peer = member.rpc.peer_id
-    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, nonce)
+    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, True, b"", nonce)
     return ticket.signed(SWARM, member.peer.signer)
 
 
@@ -46,12 +47,12 @@ def make_roster(
     swarm: list[Member],
     vectors: list[torch.Tensor],
     tokens: list[int],
-    codec_name: str = "fp32",
+    codec_or_name: str | Codec = "fp32",
     bounds: tuple[int, ...] = (),
     spec: AveragingSpec = SPEC,
 ) -> list[RosterMember]:
     """Everybody's side of one attempt, in roster order, with equal shares unless ``bounds`` says otherwise."""
-    codec: Codec = get_codec(codec_name)
+    codec = get_codec(codec_or_name) if isinstance(codec_or_name, str) else codec_or_name
     order = sorted(range(len(swarm)), key=lambda i: swarm[i].rpc.peer_id)
     roster = Roster(tuple(make_ticket(swarm[i], tokens[i]) for i in order))
     bounds = bounds or tuple(round(NUM_VALUES * i / len(swarm)) for i in range(len(swarm) + 1))
@@ -64,8 +65,8 @@ def make_roster(
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)
 
-        async def serve(channel: Channel, request: object, butterfly: Butterfly = butterfly) -> None:
-            await butterfly.serve(channel)
+        async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
+            await butterfly.serve(channel, {"codec": butterfly.part_codec.name})
 
         rpc.serve_channel("butterfly", serve)
         result.append(RosterMember(member, attempt, butterfly, history, settlements))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 import torch
 
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
@@ -19,6 +18,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.training.beginning import initial_state
+from p2ptrain.training.encoding import vector_codec
 from p2ptrain.training.optimizer import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
@@ -101,7 +101,7 @@ class SimulatedTrainer:
         self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
         self.sync = Synchronizer(
             self.rpc, peer.runtime, peer.signer, self.swarm, manifest, self.state,
-            get_codec(manifest.averaging.codec), self.membership,
+            vector_codec(manifest.averaging, self.state.layout), self.membership,
         )  # fmt: skip
         self.sync.on_change = self._changed
         self.work = LocalWork(self.module, self.state, accumulate=False)

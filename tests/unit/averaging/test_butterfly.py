@@ -9,11 +9,15 @@ import torch
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs.mixed import by_size
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.simulation import SWARM, members
 
 TOKENS = [10, 20, 70]
+MIXED = by_size(get_codec("fp32"), get_codec("bf16"), [15, 10, 30, 5], 10)
+"""Its spans lie across the shares of three members."""
 
 
 def make_vectors(count: int) -> list[torch.Tensor]:
@@ -26,14 +30,16 @@ def decoded(member: RosterMember) -> torch.Tensor:
     for index, mean in enumerate(attempt.means):
         assert mean is not None
         if mean:
-            attempt.codec.decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
+            attempt.codec_of(index).decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
     return out
 
 
 @pytest.mark.parametrize(
-    ("codec", "tolerance"), [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("int8", 5e-2), ("int4", 0.8)]
+    ("codec", "tolerance"),
+    [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("int8", 5e-2), ("int4", 0.8), (MIXED, 2e-2), ("topk", 4.0)],
+    ids=str,
 )
-def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str, tolerance: float) -> None:
+def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str | Codec, tolerance: float) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 3) as swarm:
             vectors = make_vectors(3)
@@ -90,7 +96,7 @@ def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(phase: str) -
             async def serve(channel, request):  # type: ignore[no-untyped-def]
                 sending = channel.send
                 channel.send = lambda message: asyncio.sleep(60) if phase in message else sending(message)
-                await send(channel)
+                await send(channel, {"codec": silent.butterfly.part_codec.name})
 
             silent.member.rpc.serve_channel("butterfly", serve)
             other = asyncio.create_task(silent.butterfly.run())
@@ -123,7 +129,7 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                 def largest(self, data, num_values):  # type: ignore[no-untyped-def]
                     return 0.0
 
-            evil.attempt.codec = Evil()
+            evil.butterfly.part_codec = Evil()
             results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
             await stop(roster, linger=True)

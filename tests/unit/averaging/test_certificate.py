@@ -24,7 +24,7 @@ VERIFIER = NamedSigner("verifier")
 
 
 def make_ticket(peer: str) -> Ticket:
-    ticket = Ticket(peer, 3, b"l" * 32, b"d" * 32, b"y" * 32, 100, 8, 0, b"n" * 16)
+    ticket = Ticket(peer, 3, b"l" * 32, b"d" * 32, b"y" * 32, 100, 8, 0, True, b"", b"n" * 16)
     return ticket.signed(SWARM, NamedSigner(peer))
 
 

@@ -33,7 +33,7 @@ def one_round(feedbacks: list[ErrorFeedback], updates: list[torch.Tensor], weigh
         codec.decode_into(encoded[owner], mean[low:high])
     for me in (0, 1):
         feedbacks[me].update(
-            vectors[me], BOUNDS, {1 - me: sent[1 - me]}, me, exact[me], encoded[me], total / weights[me]
+            vectors[me], BOUNDS, {1 - me: sent[1 - me]}, codec, me, exact[me], encoded[me], total / weights[me]
         )
     return mean
 
@@ -62,7 +62,7 @@ def test_a_lossless_codec_keeps_nothing() -> None:
     feedback = ErrorFeedback(8, get_codec("fp32"))
     vector = torch.ones(8)
     feedback.add_to(vector)
-    feedback.update(vector, (0, 8), {}, 0, vector, b"", 1.0)
+    feedback.update(vector, (0, 8), {}, get_codec("fp32"), 0, vector, b"", 1.0)
     feedback.reset()
     assert feedback.residual is None
     assert torch.equal(vector, torch.ones(8))
@@ -84,13 +84,15 @@ def test_a_share_that_another_member_reduced_leaves_no_residual(own_mean_exact: 
     feedback = ErrorFeedback(16, codec)
     assert feedback.residual is not None
     feedback.residual.fill_(5.0)
-    feedback.update(torch.ones(16), (0, 8, 16), {}, 0, own_mean_exact, codec.encode(torch.ones(8)), 2.0)
+    feedback.update(torch.ones(16), (0, 8, 16), {}, codec, 0, own_mean_exact, codec.encode(torch.ones(8)), 2.0)
     assert float(feedback.residual.abs().max()) < 0.05
 
 
 def test_a_rule_that_drops_what_one_member_brings_keeps_no_loss_of_the_mean() -> None:
     codec = get_codec("int8")
     feedback, exact = ErrorFeedback(16, codec), torch.linspace(-1, 1, 8)
-    feedback.update(torch.ones(16), (0, 8, 16), {1: codec.encode(torch.ones(8))}, 0, exact, codec.encode(exact), 0.0)
+    feedback.update(
+        torch.ones(16), (0, 8, 16), {1: codec.encode(torch.ones(8))}, codec, 0, exact, codec.encode(exact), 0.0
+    )
     assert feedback.residual is not None
     assert torch.equal(feedback.residual[:8], torch.zeros(8))

@@ -10,16 +10,18 @@ import torch
 
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.history import History, Result
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.averaging import NUM_VALUES, RosterMember, make_roster, stop
 from tests.support.simulation import SWARM, Member, members
 
 
-async def certify(swarm: list[Member]) -> tuple[list[RosterMember], Result]:
+async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[list[RosterMember], Result]:
     """One certified round of all members; kept by the first."""
     vectors = [torch.full((NUM_VALUES,), float(index)) for index in range(len(swarm))]
-    roster = make_roster(swarm, vectors, [10] * len(swarm))
+    roster = make_roster(swarm, vectors, [10] * len(swarm), codec)
     certificate = (await asyncio.gather(*(each.butterfly.run() for each in roster)))[0]
     await stop(roster, linger=True)
     result = Result(certificate, [mean or b"" for mean in roster[0].attempt.means])
@@ -51,6 +53,22 @@ def test_a_laggard_gets_the_chain_and_the_means() -> None:
             assert await reader.certificates_after(source, b"?" * 32) == []
 
     simulate(main, seed=1)
+
+
+def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_refused() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            codec = by_size(get_codec("fp32"), get_codec("bf16"), [15, 10, 35], 10)
+            roster, result = await certify(swarm, codec)
+            source, reader = roster[0].member.rpc.peer_id, roster[1].history
+            body = result.certificate.body
+            assert await reader.fetch_means(source, body, NUM_VALUES, 5.0) == result.means
+            reader._codec = by_size(get_codec("int8"), get_codec("bf16"), [15, 10, 35], 10)
+            misfit = replace(body, codec=f"{reader._codec.name}/1")
+            with pytest.raises(ProtocolError, match="within blocks"):
+                await reader.fetch_means(source, misfit, NUM_VALUES, 5.0)
+
+    simulate(main, seed=6)
 
 
 def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -> None:

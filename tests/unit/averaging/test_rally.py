@@ -25,7 +25,7 @@ def situation(
 
 
 def ticket(peer: str, digest: bytes = b"d" * 32, layout: bytes = b"y" * 32) -> Ticket:
-    return Ticket(peer, HEAD.round, HEAD.lineage, digest, layout, 10, 2, 0, peer.encode().ljust(16, b"-"))
+    return Ticket(peer, HEAD.round, HEAD.lineage, digest, layout, 10, 2, 0, True, b"", peer.encode().ljust(16, b"-"))
 
 
 def test_a_group_forms_at_once_when_everybody_is_ready() -> None:

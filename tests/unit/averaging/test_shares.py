@@ -28,7 +28,7 @@ def slowest(weights: list[float], bandwidths: list[float]) -> float:
 def test_shares_cover_the_vector_once_in_order_at_block_boundaries(
     num_values: int, bandwidths: list[float], block_size: int
 ) -> None:
-    shares = split_shares(num_values, bandwidths, block_size)
+    shares = split_shares(num_values, share_weights(bandwidths), block_size)
     assert len(shares) == len(bandwidths)
     assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])]
     assert shares[-1][1] == num_values
@@ -38,7 +38,7 @@ def test_shares_cover_the_vector_once_in_order_at_block_boundaries(
 
 @given(st.integers(0, 100_000), bandwidth_lists, st.sampled_from([1, 256]))
 def test_a_faster_member_never_owns_fewer_blocks(num_values: int, bandwidths: list[float], block_size: int) -> None:
-    shares = split_shares(num_values, bandwidths, block_size)
+    shares = split_shares(num_values, share_weights(bandwidths), block_size)
     blocks = [-(-(stop - start) // block_size) for start, stop in shares]
     ranked = sorted(zip(bandwidths, blocks, strict=True))
     for (slow, fewer), (fast, more) in pairwise(ranked):
@@ -54,7 +54,9 @@ def test_more_bandwidth_never_means_less_work(bandwidths: list[float], index: in
 
 @given(st.integers(1, 100_000), bandwidth_lists)
 def test_members_without_bandwidth_own_nothing(num_values: int, bandwidths: list[float]) -> None:
-    for (start, stop), bandwidth in zip(split_shares(num_values, bandwidths, 16), bandwidths, strict=True):
+    for (start, stop), bandwidth in zip(
+        split_shares(num_values, share_weights(bandwidths), 16), bandwidths, strict=True
+    ):
         assert bandwidth > 0 or start == stop
 
 
@@ -83,7 +85,7 @@ def test_no_split_is_faster_than_the_linear_programs(bandwidths: list[float]) ->
 @given(bandwidth_lists, st.integers(1, 1_000_000))
 def test_whole_blocks_stay_within_one_of_the_exact_fraction(bandwidths: list[float], num_blocks: int) -> None:
     weights = share_weights(bandwidths)
-    for (start, stop), weight in zip(split_shares(num_blocks, bandwidths, 1), weights, strict=True):
+    for (start, stop), weight in zip(split_shares(num_blocks, weights, 1), weights, strict=True):
         assert abs(stop - start - weight * num_blocks) < 1
 
 
@@ -100,11 +102,11 @@ def test_the_unit_of_bandwidth_does_not_matter(bandwidths: list[float], exponent
 
 
 def test_a_lone_member_owns_everything() -> None:
-    assert split_shares(1000, [3.0], 256) == [(0, 1000)]
+    assert split_shares(1000, share_weights([3.0]), 256) == [(0, 1000)]
 
 
 def test_of_two_members_a_client_only_one_owns_nothing() -> None:
-    assert split_shares(1000, [0.0, 5.0], 256) == [(0, 0), (0, 1000)]
+    assert split_shares(1000, share_weights([0.0, 5.0]), 256) == [(0, 0), (0, 1000)]
 
 
 def test_a_member_too_slow_for_its_own_contribution_owns_nothing() -> None:
@@ -115,16 +117,27 @@ def test_a_member_too_slow_for_its_own_contribution_owns_nothing() -> None:
 def test_a_worked_example_splits_as_by_hand() -> None:
     # n = 4, b = 4 3 3 2: T = (2 + 4) / 12 = 1/2, w = (T b - 1) / 2 = 1/2 1/4 1/4 0.
     assert share_weights([4.0, 3.0, 3.0, 2.0]) == [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4), Fraction(0)]
-    assert split_shares(1024, [4.0, 3.0, 3.0, 2.0], 256) == [(0, 512), (512, 768), (768, 1024), (1024, 1024)]
+    assert split_shares(1024, share_weights([4.0, 3.0, 3.0, 2.0]), 256) == [
+        (0, 512),
+        (512, 768),
+        (768, 1024),
+        (1024, 1024),
+    ]
 
 
 @pytest.mark.parametrize("bandwidths", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
 def test_bandwidths_that_make_no_sense_are_refused(bandwidths: list[float]) -> None:
     with pytest.raises(ValueError, match="bandwidth"):
-        split_shares(100, bandwidths, 10)
+        share_weights(bandwidths)
 
 
 @pytest.mark.parametrize(("num_values", "block_size"), [(-1, 1), (10, 0)])
 def test_sizes_out_of_range_are_refused(num_values: int, block_size: int) -> None:
     with pytest.raises(ValueError, match="cannot cut"):
-        split_shares(num_values, [1.0], block_size)
+        split_shares(num_values, share_weights([1.0]), block_size)
+
+
+@pytest.mark.parametrize("weights", [[Fraction(1, 2)], [Fraction(3, 2), Fraction(-1, 2)]])
+def test_weights_that_are_no_split_are_refused(weights: list[Fraction]) -> None:
+    with pytest.raises(ValueError, match="sum to exactly 1"):
+        split_shares(100, weights, 10)

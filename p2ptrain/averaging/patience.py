@@ -1,0 +1,51 @@
+"""How long to wait: for the rest once most are there, and for an attempt as a whole. Pure decisions.
+
+Absolute times cannot be right for both a laptop on a phone's hotspot and a rack: what is usual is learnt from the swarm
+itself. The quorum of a round says how long its transfers take on these links today, and the rest may take the grace
+period and a fifth of that longer; so a peer at a tenth of the others' speed costs them no more. An attempt as a whole
+may take as long as the last ones did, with a margin that follows their scatter; the manifest only bounds it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from p2ptrain.manifest import AveragingSpec
+
+SLACK = 0.2
+"""Share of the time until the quorum that the rest may take longer."""
+MIN_HISTORY = 3
+SCATTERS = 6.0
+"""Median absolute deviations beyond the median; 4 standard deviations where times are normally distributed."""
+
+
+def quorum_of_others(others: int, quorum: float) -> int:
+    """How many of the other members make a quorum.
+
+    The member that waits does not count itself: its own part is there at once, and says nothing about the links.
+    At least one, or whoever waits for a single other would give it nothing but the grace period.
+    """
+    return min(others, max(1, math.ceil(quorum * others)))
+
+
+def patience_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
+    """How long the rest may take once a quorum was there after ``seconds_until_quorum``."""
+    return grace_seconds + SLACK * seconds_until_quorum
+
+
+def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
+    """How long one attempt may take: median + 6 · MAD of the last ones and at least twice the median, with grace.
+
+    Args:
+        history: Seconds that the last attempts took that came to their end; too few say nothing.
+        spec: Its ``round_seconds`` is the upper bound, and its ``grace_seconds`` are added twice: the masks wait for
+            one grace period, the means for another.
+    """
+    if len(history) < MIN_HISTORY:
+        return spec.round_seconds
+    median = statistics.median(history)
+    scatter = statistics.median(abs(seconds - median) for seconds in history)
+    usual = max(2.0 * median, median + SCATTERS * scatter)
+    return min(spec.round_seconds, usual + 2.0 * spec.grace_seconds)

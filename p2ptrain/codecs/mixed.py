@@ -1,0 +1,182 @@
+"""One vector, several codecs: small tensors more exactly than the rest.
+
+Norms and biases are a thousandth of a model's values, and the ones that a coarse codec hurts most: they share blocks
+with weights of another magnitude, or do not make it into the top-k. `by_size` gives them a codec of their own.
+
+Such a codec depends on where in the vector a value lies, so whoever encodes a slice asks for the codec of that slice
+first: `Codec.part`. All other codecs are their own part.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
+from p2ptrain.codecs.base import Codec
+
+Span = tuple[int, int, Codec]
+"""First value, the value after the last, and how they are encoded."""
+
+
+def by_size(codec: Codec, small_codec: Codec, sizes: Sequence[int], small_values: int) -> Codec:
+    """The codec of a vector of tensors, of which the small ones have a codec of their own.
+
+    Args:
+        codec: For tensors of more than ``small_values`` values.
+        small_codec: For the others.
+        sizes: Values of each tensor, in the vector's order.
+        small_values: See above.
+
+    Raises:
+        ValueError: A size is negative.
+    """
+    spans: list[Span] = []
+    start = 0
+    for size in sizes:
+        if size < 0:
+            raise ValueError(f"a tensor cannot have {size} values")
+        chosen = small_codec if size <= small_values else codec
+        if spans and spans[-1][2] is chosen:
+            spans[-1] = (spans[-1][0], start + size, chosen)
+        elif size:
+            spans.append((start, start + size, chosen))
+        start += size
+    return spans[0][2] if len(spans) == 1 else MixedCodec(spans)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Values that are encoded by one call of one codec, and where their bytes begin."""
+
+    start: int
+    stop: int
+    codec: Codec
+    offset: int
+
+
+class MixedCodec(Codec):
+    """Encodes each span of a vector with its own codec; the bytes follow each other.
+
+    The error of each value is bounded as its codec says. Blocks are aligned to the vector, not to the span: a span that
+    begins within a block of its codec (an int8 block of 256, say) begins with one shorter block that ends where the
+    block would. So no multiple of `block_size`, the least common one of all spans, lies within a block, and the vector
+    may be cut there as the contract says. That costs at most one more block header for each span.
+
+    Unlike others, this codec encodes vectors of one length only; ask `part` for the codec of a slice.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        """
+        Args:
+            spans: They cover the vector from its first value on, in order and without gaps; none is empty.
+
+        Raises:
+            ValueError: They do not.
+        """
+        end = 0
+        for start, stop, codec in spans:
+            if start != end or stop <= start or isinstance(codec, MixedCodec):
+                raise ValueError(f"spans must follow each other, without gaps, in plain codecs; not {start} to {stop}")
+            end = stop
+        self.block_size = math.lcm(*(codec.block_size for *_, codec in spans))
+        self.lossy = any(codec.lossy for *_, codec in spans)
+        names = dict.fromkeys(f"{codec.name}/{codec.version}" for *_, codec in spans)
+        self.name = f"mixed({','.join(names)})"
+        self._num_values = end
+        self._segments = _place([piece for span in spans for piece in _aligned(span)])
+
+    def part(self, low: int, high: int) -> Codec:
+        """See `Codec.part`."""
+        if not 0 <= low <= high <= self._num_values or any(
+            cut % self.block_size and cut != self._num_values for cut in (low, high)
+        ):
+            raise ValueError(
+                f"values {low} to {high} are no part of {self._num_values} cut at multiples of {self.block_size}"
+            )
+        if (low, high) == (0, self._num_values):
+            return self
+        clipped = [(max(s.start, low) - low, min(s.stop, high) - low, s.codec) for s in self._within(low, high)]
+        if len(clipped) == 1:
+            return clipped[0][2]
+        piece = object.__new__(MixedCodec)
+        piece.block_size, piece.lossy, piece.name = self.block_size, self.lossy, self.name
+        piece._num_values, piece._segments = high - low, _place(clipped)
+        return piece
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """The bytes of the first ``num_values`` values."""
+        if not 0 <= num_values <= self._num_values:
+            raise ValueError(f"{self.name} encodes {self._num_values} values, not {num_values}")
+        segments = self._within(0, num_values)
+        if not segments:
+            return 0
+        last = segments[-1]
+        return last.offset + last.codec.encoded_bytes(min(last.stop, num_values) - last.start)
+
+    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
+        """See `Codec.encode_into`."""
+        values, view = check_vector(vector), self._view(out, len(vector))
+        for segment in self._segments:
+            segment.codec.encode_into(values[segment.start : segment.stop], self._bytes(view, segment))
+
+    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
+        """See `Codec.decode_into`."""
+        values, view = check_vector(out), self._view(data, len(out))
+        for segment in self._segments:
+            segment.codec.decode_into(self._bytes(view, segment), values[segment.start : segment.stop])
+
+    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
+        """See `Codec.accumulate_into`."""
+        values, view = check_vector(out), self._view(data, len(out))
+        for segment in self._segments:
+            segment.codec.accumulate_into(self._bytes(view, segment), weight, values[segment.start : segment.stop])
+
+    def validate(self, data: Buffer, num_values: int) -> None:
+        """See `Codec.validate`."""
+        view = self._view(data, num_values)
+        for segment in self._segments:
+            segment.codec.validate(self._bytes(view, segment), segment.stop - segment.start)
+
+    def _view(self, data: Buffer, num_values: int) -> memoryview:
+        """``data`` as bytes, checked."""
+        if num_values != self._num_values:
+            raise ValueError(
+                f"{self.name} encodes vectors of {self._num_values} values, not {num_values}: use `part` for a slice"
+            )
+        byte_array(data, self.encoded_bytes(num_values), self.name)
+        return memoryview(data).cast("B")
+
+    def _bytes(self, view: memoryview, segment: _Segment) -> memoryview:
+        return view[segment.offset : segment.offset + segment.codec.encoded_bytes(segment.stop - segment.start)]
+
+    def _within(self, low: int, high: int) -> list[_Segment]:
+        """The segments that hold any of the values ``[low, high)``."""
+        if low == high:
+            return []
+        first = bisect_right(self._segments, low, key=lambda segment: segment.stop)
+        last = bisect_right(self._segments, high - 1, key=lambda segment: segment.start)
+        return self._segments[first:last]
+
+
+def _aligned(span: Span) -> list[Span]:
+    """A span cut where its first whole block begins."""
+    start, stop, codec = span
+    first_block = min(-(-start // codec.block_size) * codec.block_size, stop)
+    cuts = sorted({start, first_block, stop})
+    return [(low, high, codec) for low, high in pairwise(cuts)]
+
+
+def _place(spans: Sequence[Span]) -> list[_Segment]:
+    """Say where the bytes of each span begin."""
+    segments: list[_Segment] = []
+    offset = 0
+    for start, stop, codec in spans:
+        segments.append(_Segment(start, stop, codec, offset))
+        offset += codec.encoded_bytes(stop - start)
+    return segments

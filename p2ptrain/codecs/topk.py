@@ -1,0 +1,167 @@
+"""``topk``: the largest values of each chunk, in two bits each.
+
+Of each 4096 consecutive values the 64 of largest magnitude are sent: which they are, their signs, and one of two
+magnitudes (SparseLoCo, https://arxiv.org/abs/2508.15706, section 3). All others decode to zero, so this codec needs
+error feedback, which brings them when they have grown.
+
+A chunk takes 84 bytes, 195 times fewer than in fp32::
+
+     4   the two magnitudes ("levels"), bf16; those that make the squared error least
+    16   which 64-value buckets the kept values are in
+    16   for each kept value, whether it is negative and which level it has
+    48   for each kept value, its place within its bucket, 6 bits
+
+The paper's 12 bits for an index would make it 116 bytes. But sorted indices need only 8: the low 6 bits as they are,
+and the high 6 bits, which ascend, in unary: bit ``(index >> 6) + i`` is set for the ``i``-th kept value (P. Elias,
+"Efficient storage and retrieval by content and address of static files", JACM 21(2), 1974, section 3). That is 64 bytes
+for 64 indices whatever they are; no code can do with fewer than 60 (``log2`` of 4096 over 64).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from p2ptrain.codecs import topk_rows
+from p2ptrain.codecs.arrays import Buffer, Bytes, Floats, byte_array, check_vector, check_weight, chunks
+from p2ptrain.codecs.base import Codec, CodecError
+from p2ptrain.codecs.topk_rows import Integers, row_bytes
+
+ROWS_AT_ONCE = 64
+"""Chunks in one call: 1 MiB of fp32, so that temporaries of the NumPy code stay small."""
+
+logger = logging.getLogger(__name__)
+
+_FAULTS = {
+    topk_rows.BAD_LEVEL: "a level is negative, not finite or out of range",
+    topk_rows.BAD_INDEX: "indices are not strictly ascending, or beyond the end",
+    topk_rows.BAD_PADDING: "unused bits of the last chunk are not zero",
+}
+
+
+class _Rows(Protocol):
+    """What both implementations offer; see `p2ptrain.codecs.topk_rows`."""
+
+    def encode(self, bits: Integers, out: Bytes) -> bool: ...
+    def check(self, data: Bytes, columns: int) -> int: ...
+    def add(self, data: Bytes, weight: np.float32, out: Floats) -> bool: ...
+    def decode(self, data: Bytes, out: Floats) -> bool: ...
+
+
+@functools.cache
+def _whole_rows() -> _Rows:
+    """The implementation for whole chunks; loading it late spares those who need none the import of numba."""
+    try:
+        from p2ptrain.codecs import topk_kernels
+    except (ImportError, RuntimeError) as error:  # numba raises the latter when it finds no folder for its cache.
+        logger.warning("topk: no compiled kernels, so encoding takes six times as long: %s", error)
+        return topk_rows
+    return topk_kernels
+
+
+class TopKCodec(Codec):
+    """The 64 largest of each 4096 values, with two magnitudes to each chunk; `p2ptrain.codecs.topk` has the format.
+
+    A last chunk of ``n < 4096`` values keeps ``k = ceil(n / 64)``. Of equal magnitudes those with the lowest indices
+    are kept. Kept magnitudes are split in two groups, the smaller and the larger ones, each of which decodes to its
+    mean, rounded to bf16; the split is the one with the least squared error.
+
+    Error bound for a chunk ``x`` whose kept values are ``x_K``, with ``H_k = 1 + 1/2 + ... + 1/k`` (``H_64 = 4.74``)
+    and levels of ``2**-100`` or more::
+
+        |decoded - x|^2 <= |x|^2 - (1 - 2**-16) |x_K|^2 / H_k <= (1 - (1 - 2**-16) k / (n H_k)) |x|^2
+
+    So it is a contraction, which is what error feedback needs to converge (arXiv 1901.09847, assumption A). For a group
+    of ``s`` values with mean ``m`` that decode to ``m (1 + d)``, the squared error is less than their squares by
+    ``s m^2 (1 - d^2)``, and rounding to bf16 has ``d <= 2**-8``. The best split saves at least what the ``s`` largest
+    alone at their mean ``A_s / s`` would, ``A_s^2 / s =: E_s``. As the i-th largest is at most ``A_i / i``, its square
+    is at most ``E_i / i``, and so ``|x_K|^2 <= max(E) H_k``. The second step is that the kept are the largest.
+
+    In fact much more is saved: the 64 largest values of a Gaussian chunk hold 12 % of its energy, and two levels lose
+    one part in 250 of that. A level below ``2**-100`` is sent as zero (see `p2ptrain.codecs.blockwise`), and its values
+    are lost.
+    """
+
+    name = "topk"
+    version = 1
+    block_size = topk_rows.CHUNK
+    lossy = True
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """84 bytes a chunk; a shorter last one takes fewer."""
+        rows, rest = divmod(num_values, self.block_size)
+        return rows * row_bytes(self.block_size) + (row_bytes(rest) if rest else 0)
+
+    def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
+        """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
+        bits = check_vector(vector).numpy().view(np.int32)
+        encoded = byte_array(out, self.encoded_bytes(len(bits)), self.name)
+        for start, rows, columns in self._spans(len(bits)):
+            matrix, data = bits[start : start + rows * columns].reshape(rows, columns), self._rows(encoded, start, rows)
+            implementation = self._implementation(columns)
+            for piece in chunks(rows, ROWS_AT_ONCE):
+                if not implementation.encode(matrix[piece], data[piece]):
+                    raise CodecError("topk: a value is not finite or beyond 2**120 in magnitude")
+
+    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
+        """See `Codec.decode_into`; refuses indices that are out of range, with ``out`` holding anything."""
+        self._scatter(data, None, out)
+
+    def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
+        """Add ``level * weight`` with its sign to the values that were kept, and leave the others alone.
+
+        Contributions that each peer gathered from all others sum up to equal bits if all add them in one order.
+        """
+        self._scatter(data, np.float32(check_weight(weight)), out)
+
+    def validate(self, data: Buffer, num_values: int) -> None:
+        """Check length, levels, padding, and that indices are in range and strictly ascend."""
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        for start, rows, columns in self._spans(num_values):
+            encoded = self._rows(array, start, rows)
+            for piece in chunks(rows, ROWS_AT_ONCE):
+                fault = self._implementation(columns).check(_writeable(encoded[piece]), columns)
+                if fault != topk_rows.WELL_FORMED:
+                    raise CodecError(f"topk: {_FAULTS[fault]}")
+
+    def _scatter(self, data: Buffer, weight: np.float32 | None, out: torch.Tensor) -> None:
+        """Decode, or with a weight accumulate."""
+        values = check_vector(out).numpy()
+        array = byte_array(data, self.encoded_bytes(len(values)), self.name)
+        for start, rows, columns in self._spans(len(values)):
+            matrix, encoded = (
+                values[start : start + rows * columns].reshape(rows, columns),
+                self._rows(array, start, rows),
+            )
+            implementation = self._implementation(columns)
+            for piece in chunks(rows, ROWS_AT_ONCE):
+                part = _writeable(encoded[piece])
+                decode = implementation.decode
+                well = (
+                    decode(part, matrix[piece]) if weight is None else implementation.add(part, weight, matrix[piece])
+                )
+                if not well:
+                    raise CodecError(f"topk: {_FAULTS[topk_rows.BAD_INDEX]}")
+
+    def _spans(self, num_values: int) -> list[tuple[int, int, int]]:
+        """(first value, rows, columns) of the whole chunks and of the shorter last one, if there are."""
+        rows, rest = divmod(num_values, self.block_size)
+        spans = [(0, rows, self.block_size)] if rows else []
+        return [*spans, (rows * self.block_size, 1, rest)] if rest else spans
+
+    def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
+        """Encoded chunks from value ``start`` on, one to a row, without a copy."""
+        first = start // self.block_size * row_bytes(self.block_size)
+        return array[first : first + rows * row_bytes(self.block_size)].reshape(rows, -1)
+
+    def _implementation(self, columns: int) -> _Rows:
+        return _whole_rows() if columns == self.block_size else topk_rows
+
+
+def _writeable(data: Bytes) -> Bytes:
+    """``data``, or a copy of it when it is read-only: numba would compile everything once more for that."""
+    return data if data.flags.writeable else data.copy()

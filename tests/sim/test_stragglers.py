@@ -1,0 +1,150 @@
+"""What slow, stopped and unreachable members cost the others of a group; in virtual time, with vectors of real size."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.simulation import until
+
+NUM_VALUES = 500_000
+RATE = 2.5e5
+"""Bytes per second of a usual peer: a round takes several times the latency and the grace period."""
+SPEC = AveragingSpec(codec="int8", grace_seconds=1.0)
+
+Scenario = Callable[[SimulatedNetwork, list[AveragingPeer]], Awaitable[None]]
+
+
+def run(speeds: list[float], scenario: Scenario, seed: int = 1, spec: AveragingSpec = SPEC) -> None:
+    """Averagers whose links have these shares of `RATE`, in a scenario."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        peers = [
+            network.add_peer(f"p{i}", up_bytes_per_second=RATE * speed, down_bytes_per_second=RATE * speed)
+            for i, speed in enumerate(speeds)
+        ]
+        started = await start_averagers(network, peers, spec, NUM_VALUES)
+        try:
+            await scenario(network, started)
+        finally:
+            await stop_averagers(started)
+
+    simulate(main, seed)
+
+
+async def average_until(round_: int, started: list[AveragingPeer], pause_seconds: float = 0.0) -> None:
+    """All average, with a pause between rounds as if they computed, until each has been through this round."""
+
+    async def go_on(each: AveragingPeer) -> None:
+        while each.averager.head.round <= round_:
+            await each.try_round()
+            await asyncio.sleep(pause_seconds)
+
+    await asyncio.gather(*(go_on(each) for each in started))
+
+
+def usual_seconds(num_peers: int) -> float:
+    """How long a round of so many equal peers takes from the roster to the certificate."""
+    found: list[float] = []
+
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await average_until(1, started)
+        found.extend(each.seconds[-1] for each in started)
+
+    run([1.0] * num_peers, scenario)
+    return statistics.median(found)
+
+
+def test_two_peers_average_however_long_their_links_take() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await average_until(1, started)
+        for each in started:
+            assert each.seconds[-1] > 4 * SPEC.grace_seconds
+            body = each.outcomes[-1].result.certificate.body
+            assert len(body.contributors) == 2
+
+    run([0.2, 0.2], scenario)
+
+
+@pytest.mark.parametrize("num_peers", [4, 7])
+def test_a_peer_at_a_tenth_of_the_speed_costs_the_others_a_fifth_and_grace_and_its_work_counts(num_peers: int) -> None:
+    usual = usual_seconds(num_peers)
+
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        slow, *quick = started
+        await average_until(6, started, pause_seconds=20.0)
+        for each in quick:
+            assert max(each.seconds[1:]) <= 1.2 * usual + SPEC.grace_seconds
+        told = [o.result.certificate.body for o in quick[0].outcomes]
+        counted = sum(any(b.members[i] == slow.peer.peer_id for i, *_ in b.contributors) for b in told)
+        assert counted >= len(told) // 2
+        last = told[-1]
+        if slow.peer.peer_id in last.members:
+            index = last.members.index(slow.peer.peer_id)
+            assert last.bounds[index] == last.bounds[index + 1]  # It owns no share.
+
+    run([0.1] + [1.0] * (num_peers - 1), scenario)
+
+
+def test_the_mean_with_a_slow_peer_s_fewer_bits_is_still_close() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await average_until(2, started, pause_seconds=20.0)
+        outcome = started[1].outcomes[-1]
+        body = outcome.result.certificate.body
+        by_id = {each.peer.peer_id: each for each in started}
+        exact = sum((by_id[body.members[i]].vector for i, *_ in body.contributors), torch.zeros(NUM_VALUES))
+        exact.div_(len(body.contributors))
+        assert float((started[1].mean() - exact).norm() / exact.norm()) < 0.15
+
+    run([0.35, 1.0, 1.0, 1.0], scenario)
+
+
+def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
+    usual = usual_seconds(4)
+
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        stopped = started[0]
+        await average_until(3, started)  # Deadlines follow what was usual.
+        rounds = [asyncio.create_task(each.round()) for each in started]
+        await until(lambda: stopped.averager.phase == "scatter")
+        network.stall(stopped.peer)
+        began = network.loop.time()
+        await asyncio.gather(*rounds[1:])
+        assert network.loop.time() - began <= 2.2 * usual + 2 * SPEC.grace_seconds + 1.0
+        network.resume(stopped.peer)
+        rounds[0].cancel()
+        await asyncio.gather(*rounds, return_exceptions=True)
+
+    run([1.0] * 4, scenario)
+
+
+def test_members_that_reach_only_one_other_get_the_same_certified_mean() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        hub, *clients = started
+        connected = network.connected
+
+        def through_the_hub(first, second):  # type: ignore[no-untyped-def]
+            return hub.peer.name in (first.name, second.name) and connected(first, second)
+
+        for client in clients:
+            client.averager.is_reachable = lambda: False
+        network.connected = through_the_hub  # type: ignore[method-assign]
+        roster = None
+        while roster is None:  # Clients take turns as leaders; only the hub can gather all.
+            results = await asyncio.gather(*(each.try_round() for each in started))
+            roster = hub.outcomes[-1] if hub.outcomes and all(results) else None
+        body = roster.result.certificate.body
+        assert len(body.contributors) == len(started)
+        sizes = [high - low for low, high in zip(body.bounds, body.bounds[1:], strict=False)]
+        assert sizes[body.members.index(hub.peer.peer_id)] == NUM_VALUES
+        for client in clients:
+            assert torch.equal(client.mean(), hub.mean())
+
+    run([1.0] * 4, scenario)

@@ -1,0 +1,119 @@
+"""Averagers on a simulated network, without a model: they average vectors round after round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.averaging.matchmaking import BehindError
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.codecs import get_codec
+from p2ptrain.errors import TemporaryError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from tests.support.simulation import SWARM
+
+LAYOUT = b"y" * 32
+
+
+@dataclass
+class AveragingPeer:
+    """A peer that has a vector to average and nothing else.
+
+    Attributes:
+        outcomes: What each round gave here, in order.
+        seconds: How long each took, from the roster to the certificate.
+    """
+
+    peer: SimulatedPeer
+    rpc: Rpc
+    membership: Membership
+    averager: Averager
+    vector: torch.Tensor
+    others: list[AveragingPeer] = field(default_factory=list)
+    outcomes: list[RoundOutcome] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Learn where the others are, and go to the best head among them, as if that took no time."""
+        for other in self.others:
+            if other.peer.alive:
+                runtime, head = self.peer.runtime, other.averager.head
+                self.membership.update(_record(other.peer, head), round(1e3 * runtime.now()), runtime.now() + 30.0)
+                if head.outranks(self.averager.head):
+                    self.averager.set_head(head)
+
+    async def round(self, tokens: int = 10) -> RoundOutcome:
+        """Average once, and go on to the next head; catch up first when the others are ahead."""
+        self.follow()
+        try:
+            outcome = await self.averager.average(self.vector, tokens, 1)
+        except BehindError:
+            return await self.round(tokens)
+        self.outcomes.append(outcome)
+        self.seconds.append(outcome.transfer_seconds)
+        certificate = outcome.result.certificate
+        self.averager.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
+        return outcome
+
+    async def try_round(self, tokens: int = 10) -> bool:
+        """As `round`; whether it was committed."""
+        try:
+            await self.round(tokens)
+        except TemporaryError:
+            return False
+        return True
+
+    def mean(self) -> torch.Tensor:
+        """The last round's mean, decoded."""
+        result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
+        bounds = result.certificate.body.bounds
+        codec = get_codec(result.certificate.body.codec.split("/")[0])
+        for index, mean in enumerate(result.means):
+            if mean:
+                codec.decode_into(mean, out[bounds[index] : bounds[index + 1]])
+        return out
+
+
+def _record(peer: SimulatedPeer, head: Head) -> PeerRecord:
+    return PeerRecord(
+        peer=peer.peer_id, name=peer.name, version="0", protocol=1, role="trainer", state="training", device="cpu",
+        round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None,
+        tokens_per_second=0.0, bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0,
+        last_rounds=(),
+    )  # fmt: skip
+
+
+async def start_averagers(
+    network: SimulatedNetwork, peers: list[SimulatedPeer], spec: AveragingSpec, num_values: int
+) -> list[AveragingPeer]:
+    """One averager on each of ``peers``; all know of each other."""
+    head = genesis(SWARM, b"d" * 32)
+    started = []
+    for index, peer in enumerate(peers):
+        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        membership = Membership(peer.peer_id, peer.runtime)
+        averager = Averager(
+            rpc, peer.runtime, peer.signer, SWARM, spec, get_codec(spec.codec), membership, head, num_values, LAYOUT
+        )
+        averager.matchmaker.participates = True
+        await rpc.start()
+        vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
+        started.append(AveragingPeer(peer, rpc, membership, averager, vector))
+    for each in started:
+        each.others = [other for other in started if other is not each]
+    return started
+
+
+async def stop_averagers(started: list[AveragingPeer]) -> None:
+    """Close those that still live."""
+    for each in started:
+        if each.peer.alive:
+            await each.averager.close()
+            await each.rpc.close()
+            await each.peer.close()

@@ -1,0 +1,46 @@
+"""How long a round waits, for whom."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.patience import attempt_seconds, patience_seconds, quorum_of_others
+from p2ptrain.manifest import AveragingSpec
+
+SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
+durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
+
+
+@pytest.mark.parametrize(("others", "quorum", "expected"), [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (7, 0.5, 4),
+                                                            (3, 0.01, 1), (3, 1.0, 3), (0, 0.5, 0)])  # fmt: skip
+def test_a_quorum_of_the_others_has_at_least_one_of_them(others: int, quorum: float, expected: int) -> None:
+    assert quorum_of_others(others, quorum) == expected
+
+
+@given(st.floats(0, 1e4), st.floats(0, 600))
+def test_the_rest_costs_at_most_a_fifth_more_and_the_grace_period(until_quorum: float, grace: float) -> None:
+    assert until_quorum + patience_seconds(until_quorum, grace) <= 1.2 * until_quorum + grace + 1e-6
+
+
+@given(durations)
+def test_an_attempt_as_long_as_the_usual_ones_is_never_cut_short(history: list[float]) -> None:
+    usual = statistics.median(history)
+    assert attempt_seconds(history, SPEC) >= min(SPEC.round_seconds, 2 * usual)
+    assert attempt_seconds(history, SPEC) <= SPEC.round_seconds
+
+
+@given(durations, st.floats(1.1, 5.0))
+def test_slower_rounds_get_no_earlier_deadline(history: list[float], factor: float) -> None:
+    assert attempt_seconds([factor * s for s in history], SPEC) >= attempt_seconds(history, SPEC) - 1e-9
+
+
+def test_one_outlier_does_not_move_the_deadline_of_steady_rounds() -> None:
+    assert attempt_seconds([1.0] * 8 + [40.0], SPEC) == attempt_seconds([1.0] * 9, SPEC)
+
+
+def test_without_history_the_manifest_s_deadline_holds() -> None:
+    assert attempt_seconds([1.0, 1.0], SPEC) == SPEC.round_seconds

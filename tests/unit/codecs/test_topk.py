@@ -1,0 +1,280 @@
+"""topk sends what its format says, keeps its error bound, and refuses what no encoder writes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.codecs import CodecError, get_codec, topk_kernels, topk_rows
+from p2ptrain.codecs import topk as topk_module
+from p2ptrain.codecs.topk_rows import row_bytes
+
+TOPK = get_codec("topk")
+CHUNK = TOPK.block_size
+
+
+def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
+
+
+def round_trip(vector: torch.Tensor) -> torch.Tensor:
+    out = torch.full_like(vector, torch.nan)
+    TOPK.decode_into(TOPK.encode(vector), out)
+    return out
+
+
+def reference_indices(chunk: list[float]) -> list[int]:
+    by_size = sorted(range(len(chunk)), key=lambda index: (-abs(chunk[index]), index))
+    return sorted(by_size[: math.ceil(len(chunk) / 64)])
+
+
+def least_squared_error(magnitudes: list[float]) -> float:
+    """Of two exact levels, by trying every split."""
+    ordered = sorted(magnitudes)
+    best = math.inf
+    for split in range(1, len(ordered) + 1):
+        groups = [group for group in (ordered[:split], ordered[split:]) if group]
+        means = [math.fsum(group) / len(group) for group in groups]
+        best = min(best, sum((v - m) ** 2 for group, m in zip(groups, means, strict=True) for v in group))
+    return best
+
+
+def assert_within_bound(vector: torch.Tensor) -> None:
+    out = round_trip(vector).double()
+    for start in range(0, len(vector), CHUNK):
+        chunk, decoded = vector[start : start + CHUNK].double(), out[start : start + CHUNK]
+        kept = reference_indices(chunk.tolist())
+        harmonic = sum(1 / i for i in range(1, len(kept) + 1))
+        saved = float((chunk[kept] ** 2).sum()) / harmonic
+        energy, lost = float((chunk**2).sum()), float(((decoded - chunk) ** 2).sum())
+        rounding = energy * 2.0**-40 + len(kept) * 2.0**-200
+        assert lost <= energy - (1 - 2.0**-16) * saved + rounding
+        assert lost <= (1 - (1 - 2.0**-16) * len(kept) / (len(chunk) * harmonic)) * energy + rounding
+        assert lost < energy or energy < 2.0**-190
+
+
+chunks = st.one_of(
+    st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=1, max_size=200),
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0]), min_size=1, max_size=300),
+    st.builds(
+        lambda n, seed, power: (gaussian(n, seed).sign() * gaussian(n, seed).abs() ** power).tolist(),
+        st.integers(1, 5000), st.integers(0, 9), st.sampled_from([0.1, 1.0, 5.0]),
+    ),
+)  # fmt: skip
+
+
+def test_a_short_chunk_has_golden_bytes() -> None:
+    # Of 130 values three are kept, 5 at 1, -1 at 64 and -5.5 at 129: buckets 0, 1, 2 (bits 0, 2, 4), places 1, 0, 1.
+    vector = torch.zeros(130)
+    vector[1], vector[64], vector[129] = 5.0, -1.0, -5.5
+    # Levels 1 and 5.25; codes high, negative, negative and high.
+    assert TOPK.encode(vector).hex() == "803fa840" + "15" + "36" + "011000"
+    assert round_trip(vector)[[1, 64, 129]].tolist() == [5.25, -1.0, -5.25]
+    assert TOPK.encode(torch.tensor([-3.0])).hex() == "40404040" + "01" + "01" + "00"
+
+
+def test_a_chunk_takes_84_bytes_195_times_fewer_than_fp32() -> None:
+    assert TOPK.encoded_bytes(CHUNK) == 84
+    assert round(4 * CHUNK / TOPK.encoded_bytes(CHUNK)) == 195
+    assert TOPK.encoded_bytes(10 * CHUNK + 1) == 840 + 4 + 3
+
+
+@settings(deadline=None, max_examples=50)
+@given(chunks)
+@example([0.0] * 70)
+@example([1.0] * 4096)
+@example([2.0**120] * 4097)
+def test_the_largest_magnitudes_are_kept_and_the_first_of_equals(values: list[float]) -> None:
+    vector = torch.tensor(values)
+    out = round_trip(vector)
+    for start in range(0, len(values), CHUNK):
+        chunk = vector[start : start + CHUNK].tolist()
+        decoded = out[start : start + CHUNK].tolist()
+        kept = reference_indices(chunk)
+        assert {index for index, value in enumerate(decoded) if value} <= set(kept)
+        for index in kept:
+            if abs(chunk[index]) > 1e-20:  # far from where levels become zero
+                assert math.copysign(1, decoded[index]) == math.copysign(1, chunk[index])
+                assert decoded[index] != 0
+
+
+@settings(deadline=None, max_examples=50)
+@given(chunks)
+@example([2.0**-100])
+@example([math.nextafter(2.0**-100, 0)])
+@example([1e-45] * 100)
+@example([2.0**120, -(2.0**120), 1.0] * 100)
+def test_the_error_stays_within_the_stated_bound(values: list[float]) -> None:
+    assert_within_bound(torch.tensor(values))
+
+
+def test_the_bound_nearly_holds_with_equality_where_it_is_tight() -> None:
+    """Magnitudes 1, 1/2, 1/3 ... are those for which the proof's steps lose least."""
+    vector = torch.zeros(CHUNK)
+    vector[:64] = 1 / torch.arange(1, 65)
+    assert_within_bound(vector)
+
+
+@pytest.mark.parametrize("power", [0.1, 1.0, 3.0, 9.0])
+@pytest.mark.parametrize("num_values", [1, 64, 65, 4096])
+def test_no_two_levels_have_less_error(num_values: int, power: float) -> None:
+    vector = gaussian(num_values, seed=num_values).abs().pow(power)
+    out = round_trip(vector)
+    kept = reference_indices(vector.tolist())
+    lost = float(((out - vector).double()[kept] ** 2).sum())
+    energy = float((vector[kept].double() ** 2).sum())
+    assert len(set(out[kept].tolist())) <= 2
+    assert lost <= least_squared_error(vector[kept].tolist()) + energy * 2.0**-15
+
+
+def test_two_levels_lose_little_of_what_is_kept_of_a_gaussian() -> None:
+    vector = gaussian(100 * CHUNK)
+    out = round_trip(vector)
+    kept = out != 0
+    assert float((vector[kept] ** 2).sum() / (vector**2).sum()) == pytest.approx(0.119, abs=0.002)
+    assert float(((out - vector)[kept] ** 2).sum() / (vector[kept] ** 2).sum()) < 0.005
+
+
+special = {
+    "gaussian": lambda: gaussian(8 * CHUNK),
+    "zeros": lambda: torch.zeros(2 * CHUNK),
+    "negative zeros": lambda: -torch.zeros(CHUNK),
+    "equal": lambda: torch.ones(2 * CHUNK),
+    "ties": lambda: (2 * gaussian(8 * CHUNK)).round(),
+    "ascending": lambda: torch.arange(2.0 * CHUNK),
+    "few": lambda: torch.cat([torch.zeros(4000), gaussian(4192)]),
+    "dense at the end": lambda: torch.cat([1e-3 * gaussian(4032), gaussian(64)]),
+    "heavy tails": lambda: gaussian(8 * CHUNK).pow(9),
+    "subnormal": lambda: gaussian(CHUNK) * 1e-40,
+    "at the floor": lambda: gaussian(CHUNK) * 2.0**-100,
+    "huge": lambda: gaussian(CHUNK).clamp(-1, 1) * 2.0**120,
+}
+
+
+@pytest.mark.parametrize("name", special)
+def test_compiled_and_plain_code_give_the_same_bytes_and_bits(name: str) -> None:
+    values = special[name]().numpy().reshape(-1, CHUNK)
+    shape = (len(values), row_bytes(CHUNK))
+    compiled, plain = np.full(shape, 1, np.uint8), np.full(shape, 2, np.uint8)
+    assert topk_kernels.encode(values.view(np.int32), compiled)
+    assert topk_rows.encode(values.view(np.int32), plain)
+    assert compiled.tobytes() == plain.tobytes()
+    assert topk_kernels.check(compiled) == topk_rows.check(plain, CHUNK) == topk_rows.WELL_FORMED
+    outs = [np.full(values.shape, 7, np.float32) for _ in range(2)]
+    assert topk_kernels.decode(compiled, outs[0])
+    assert topk_rows.decode(plain, outs[1])
+    assert outs[0].tobytes() == outs[1].tobytes()
+    assert topk_kernels.add(compiled, np.float32(-0.3), outs[0])
+    assert topk_rows.add(plain, np.float32(-0.3), outs[1])
+    assert outs[0].tobytes() == outs[1].tobytes()
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 1.01 * 2.0**120, -3e38])
+@pytest.mark.parametrize("where", [0, 255, 256, 4095, 4096, 4999])
+def test_values_that_do_not_fit_are_refused(bad: float, where: int) -> None:
+    vector = gaussian(5000)
+    vector[where] = bad
+    with pytest.raises(CodecError, match=r"2\*\*120"):
+        TOPK.encode(vector)
+
+
+def test_both_find_the_same_faults_in_random_bytes() -> None:
+    generator = np.random.default_rng(0)
+    faults = set()
+    for trial in range(300):
+        data = np.frombuffer(TOPK.encode(gaussian(CHUNK, seed=trial)), np.uint8).reshape(1, -1).copy()
+        for _ in range(trial % 3):
+            data[0, generator.integers(data.shape[1])] ^= 1 << generator.integers(8)
+        fault = topk_rows.check(data, CHUNK)
+        assert topk_kernels.check(data) == fault
+        out = np.zeros((1, CHUNK), np.float32)
+        assert topk_kernels.decode(data, out) == topk_rows.decode(data, out)
+        faults.add(fault)
+    assert {topk_rows.WELL_FORMED, topk_rows.BAD_INDEX, topk_rows.BAD_LEVEL} <= faults
+
+
+@pytest.mark.parametrize("num_values", [CHUNK, 130])
+def test_any_bytes_decode_without_touching_other_memory(num_values: int) -> None:
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        data = generator.bytes(TOPK.encoded_bytes(num_values))
+        around = torch.full((num_values + 256,), 5.0)
+        with pytest.raises(CodecError):
+            TOPK.validate(data, num_values)
+        with contextlib.suppress(CodecError):
+            TOPK.decode_into(data, around[128:-128])
+        assert bool((around[:128] == 5).all())
+        assert bool((around[-128:] == 5).all())
+
+
+def faulty(num_values: int, at: int, change: int) -> bytearray:
+    """An encoding of distinct falling values, of which the first of each 64 are kept, with some bits flipped."""
+    vector = torch.zeros(num_values)
+    vector[::64] = torch.linspace(2, 1, len(vector[::64]))
+    encoded = TOPK.encode(vector)
+    TOPK.validate(encoded, num_values)
+    encoded[at] ^= change
+    return encoded
+
+
+@pytest.mark.parametrize(
+    ("num_values", "at", "change", "reason"),
+    [
+        (CHUNK, 1, 0x80, "level"),  # a negative one
+        (CHUNK, 1, 0x40, "level"),  # 2 with another bit of its exponent: infinity or so
+        (CHUNK, 4, 0x02, "indices"),  # one more kept value than there is room for
+        (CHUNK, 4, 0x01, "indices"),  # one fewer
+        (CHUNK, 19, 0xC0, "indices"),  # the last in the bucket after the last
+        (100, 4, 0x06, "indices"),  # the second in the first's bucket: not ascending
+        (100, 7, 0x0A, "indices"),  # place 40 of the second bucket: value 104
+        (100, 4, 0x10, "unused"),
+        (100, 5, 0x80, "unused"),
+        (100, 7, 0x10, "unused"),
+    ],
+)
+def test_malformed_bytes_are_refused(num_values: int, at: int, change: int, reason: str) -> None:
+    with pytest.raises(CodecError, match=reason):
+        TOPK.validate(faulty(num_values, at, change), num_values)
+
+
+def test_without_numba_the_same_bytes_are_written_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = gaussian(3 * CHUNK + 100)
+    encoded, decoded = TOPK.encode(vector), round_trip(vector)
+    monkeypatch.setitem(sys.modules, "p2ptrain.codecs.topk_kernels", None)
+    monkeypatch.delattr("p2ptrain.codecs.topk_kernels")
+    topk_module._whole_rows.cache_clear()
+    try:
+        assert topk_module._whole_rows() is topk_rows
+        assert TOPK.encode(vector) == encoded
+        assert torch.equal(round_trip(vector), decoded)
+        TOPK.validate(encoded, len(vector))
+    finally:
+        topk_module._whole_rows.cache_clear()
+
+
+def test_gathered_contributions_add_up_to_the_same_bits_for_all_who_keep_the_order() -> None:
+    vectors = [gaussian(2 * CHUNK + 70, seed=seed) for seed in range(5)]
+    encoded = [TOPK.encode(vector) for vector in vectors]
+    expected = torch.zeros(len(vectors[0]))
+    for data in encoded:
+        part = torch.empty_like(expected)
+        TOPK.decode_into(data, part)
+        expected += part * torch.tensor(0.2)
+    whole = torch.zeros_like(expected)
+    in_pieces = torch.zeros_like(expected)
+    for data in encoded:
+        TOPK.accumulate_into(data, 0.2, whole)
+    for low, high in pairwise((0, CHUNK, 2 * CHUNK, len(expected))):
+        for data in encoded:
+            piece = memoryview(data)[TOPK.encoded_bytes(low) : TOPK.encoded_bytes(high)]
+            TOPK.accumulate_into(piece, 0.2, in_pieces[low:high])
+    assert torch.equal(whole, expected)
+    assert torch.equal(in_pieces, expected)
