@@ -155,7 +155,7 @@ class AveragingSpec(Section):
     def _rule_fits_codec(self) -> AveragingSpec:
         if self.codec == "topk" and self.aggregation in ("median", "trimmed"):
             raise ValueError(
-                f"averaging.aggregation = {self.aggregation!r} makes zeros of what codec topk sends, because most peers "
+                f"averaging.aggregation = {self.aggregation!r} makes zeros of what topk sends, because most peers "
                 "leave out any one value: use norm_clip or centered_clip"
             )
         return self
