@@ -82,7 +82,8 @@ def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
         await go_on(swarm, honest)
         assert any(peer == evil for trainer in honest for peer, _ in trainer.rpc.refusals)
         for body in accounts.bodies.values():
-            if body.round > max(before.values()) and evil in body.members:
+            # By itself it may go where it likes.
+            if body.round > max(before.values()) and len(body.members) > 1 and evil in body.members:
                 assert body.members.index(evil) not in [index for index, *_ in body.contributors]
         await swarm.end()
 
