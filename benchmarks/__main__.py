@@ -28,6 +28,8 @@ BENCHMARKS: dict[str, list[str]] = {
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence"],
     "moshpit": ["benchmarks.bench_moshpit"],
+    "reduction": ["benchmarks.bench_reduction"],
+    "attacks": ["benchmarks.bench_attacks"],
 }
 """By name: the module and its arguments."""
 
@@ -116,6 +118,14 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
             (f"{name}: published figures not met", str(len(found["far_off"])), ""),
             (f"{name}: variance after a round of random groups, of the formula's", f"{furthest['ratio']:.3f}", ""),
         ]
+    if name == "reduction":
+        group = found["8"]
+        return [
+            (f"{name}: norm_clip, of mean's CPU", f"{group['norm_clip']['median'] / group['mean']['median']:.2f}", "")
+        ]
+    if name == "attacks":
+        ratios = [ratio["median"] for case, ratio in found.items() if case.endswith(", centered_clip")]
+        return [(f"{name}: worst loss with liars, of the clean loss", f"{max(ratios):.2f}", "")]
     return [(f"{name}: held-out loss, of the best single process", f"{found['loss_ratio_median']:.4f}", "")]
 
 

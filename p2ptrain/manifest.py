@@ -133,8 +133,32 @@ class AveragingSpec(Section):
     """Deadline of one attempt at averaging, once the group stands."""
     max_weight: float = Field(1e9, gt=0)
     """Largest token weight that a contribution may claim."""
+    aggregation: Literal["mean", "norm_clip", "centered_clip", "trimmed", "median"] = "norm_clip"
+    """How an owner combines the contributions to its share; see docs/robustness.md for which bounds what."""
+    clip_ratio: float = Field(2.0, ge=0.1, le=1000)
+    """``norm_clip``: the longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is
+    clipped in an honest group; 1 bounds liars best."""
+    center_ratio: float = Field(1.0, ge=0.1, le=1000)
+    """``centered_clip``: the furthest that a contribution pulls from, in multiples of the median distance."""
+    trim_fraction: float = Field(0.2, ge=0, lt=0.5)
+    """``trimmed``: the fraction of the contributors whose values are dropped at each end of every coordinate."""
+    max_weight_ratio: float = Field(10.0, ge=1, le=1e9)
+    """``mean`` and ``norm_clip``: the most that a contribution weighs, in multiples of the group's median tokens."""
+    max_norm_ratio: float = Field(200.0, ge=2, le=1e9)
+    """A contribution is refused when its norm is more than this many times the group's median."""
+    max_value: float = Field(1e6, gt=0, le=1e30)
+    """A contribution is refused when one of its values is larger in magnitude."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards."""
+
+    @model_validator(mode="after")
+    def _rule_fits_codec(self) -> AveragingSpec:
+        if self.codec == "topk" and self.aggregation in ("median", "trimmed"):
+            raise ValueError(
+                f"averaging.aggregation = {self.aggregation!r} makes zeros of what topk sends, because most peers "
+                "leave out any one value: use norm_clip or centered_clip"
+            )
+        return self
 
 
 class Manifest(Section):

@@ -18,6 +18,7 @@ from p2ptrain.averaging.history import History, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.patience import attempt_seconds
+from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
@@ -51,9 +52,11 @@ class RoundOutcome:
         part_codec: How they are encoded.
         own_index: Its place in the roster.
         own_mean_exact: The mean of its share before encoding; None when the result came from another member.
+        own_mean_scale: What that mean's loss is multiplied by for error feedback.
         attempts: How many attempts it took.
         matchmaking_seconds: Time spent finding groups.
         transfer_seconds: Time spent reducing and signing.
+        refusal: Why the group refused this peer's contribution for good; empty when it did not.
     """
 
     result: Result
@@ -62,16 +65,11 @@ class RoundOutcome:
     part_codec: Codec
     own_index: int
     own_mean_exact: torch.Tensor | None
+    own_mean_scale: float
     attempts: int
     matchmaking_seconds: float
     transfer_seconds: float
-
-    @property
-    def total_over_own_weight(self) -> float:
-        """The round's total tokens divided by this peer's."""
-        contributors = self.result.certificate.body.contributors
-        own = [tokens for index, tokens, _ in contributors if index == self.own_index]
-        return sum(tokens for _, tokens, _ in contributors) / own[0] if own else 1.0
+    refusal: str
 
 
 class Averager:
@@ -191,23 +189,29 @@ class Averager:
             finally:
                 self._enter("idle")
             if certificate is not None:
-                attempt = butterfly.attempt
-                contributed = (
-                    attempt.contributors is not None and (roster.index_of(self._rpc.peer_id)) in attempt.contributors
-                )
-                means = [mean if mean is not None else b"" for mean in attempt.means]
-                return RoundOutcome(
-                    Result(certificate, means),
-                    contributed,
-                    butterfly.sent_parts,
-                    butterfly.part_codec,
-                    roster.index_of(self._rpc.peer_id),
-                    butterfly.own_mean_exact,
-                    attempt_number,
-                    matchmaking,
-                    transfer,
-                )
+                return self._outcome(butterfly, certificate, attempt_number, matchmaking, transfer)
         raise failure
+
+    def _outcome(
+        self, butterfly: Butterfly, certificate: Certificate, attempts: int, matchmaking: float, transfer: float
+    ) -> RoundOutcome:
+        own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+        indices = [index for index, *_ in certificate.body.contributors]
+        tokens = [tokens for _, tokens, _ in certificate.body.contributors]
+        contributed = own_index in indices
+        return RoundOutcome(
+            result=Result(certificate, [mean if mean is not None else b"" for mean in butterfly.attempt.means]),
+            contributed=contributed,
+            sent_parts=butterfly.sent_parts,
+            part_codec=butterfly.part_codec,
+            own_index=own_index,
+            own_mean_exact=butterfly.own_mean_exact,
+            own_mean_scale=feedback_scale(self._spec, tokens, indices.index(own_index)) if contributed else 0.0,
+            attempts=attempts,
+            matchmaking_seconds=matchmaking,
+            transfer_seconds=transfer,
+            refusal=butterfly.refusal,
+        )
 
     def _enter(self, phase: str) -> None:
         self.phase = phase

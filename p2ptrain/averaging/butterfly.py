@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
-from p2ptrain.averaging.pieces import Growing, cut, new_buffer, receive_checked, send_encoded
+from p2ptrain.averaging.pieces import Growing, new_buffer, receive_checked, send_encoded
+from p2ptrain.averaging.reduction import OwnShare, PartCheck, RangeCheck
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
 from p2ptrain.hashing import bulk_hash
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 FORWARD_SECONDS = 0.5
+MAX_REFUSAL_LENGTH = 120
+OUT_OF_PROPORTION = "out of proportion"
+"""What a refusal at the closing of a mask is counted as."""
 
 
 class Butterfly:
@@ -73,7 +77,7 @@ class Butterfly:
             rpc: To reach the others.
             runtime: For arithmetic.
             signer: Signs the body.
-            spec: Quorum, grace and deadline.
+            spec: Quorum, grace, deadline, and the rule by which shares are reduced.
             on_phase: Called as each phase begins: reduce, gather, commit.
             seconds: Deadline of the attempt; 0 for that of ``spec``.
             part_codec: How this member encodes its parts; None for the codec of the mean.
@@ -93,7 +97,9 @@ class Butterfly:
         self._began = asyncio.get_running_loop().time()
         self._mask_closed_at: float | None = None
         self._index = attempt.roster.index_of(rpc.peer_id)
-        self._parts: dict[int, tuple[Codec, bytearray]] = {}
+        own = vector[attempt.bounds[self._index] : attempt.bounds[self._index + 1]]
+        codec = attempt.codec_of(self._index)
+        self._share = OwnShare(codec, spec, own, self._index, len(attempt.roster.tickets))
         self._part_changed = asyncio.Event()
         self._masks: dict[int, frozenset[int]] = {}
         self._agreed = asyncio.Event()
@@ -109,7 +115,9 @@ class Butterfly:
         self._lost: dict[str, str] = {}
         self._unencodable = ""
         self.refused: dict[str, str] = {}
-        """By member: why its part was refused. The round goes on without it."""
+        """By other member: why its part was refused. The round goes on without it."""
+        self.refused_by: dict[int, str] = {}
+        """By owner, this member included: why this member's own part was refused."""
         self.sent_parts: dict[int, bytearray] = {}
         """By share: the encoded parts that this member sent, kept for error feedback."""
         self.own_mean_exact: torch.Tensor | None = None
@@ -143,13 +151,14 @@ class Butterfly:
     async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
         attempt, size = self.attempt, self.attempt.size(self._index)
         if size:
-            codec = self._codec_of_part(channel.remote, request.get("codec"))
-            part = await self._receive_part(channel, codec, size)
+            check = self._share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
+            part = await self._receive_part(channel, check, size)
             if not self._own_mask.done():
-                self._parts[sender] = codec, part
+                self._share.add(sender, part, check)
                 self._part_changed.set()
             mask = await asyncio.shield(self._own_mask)
-            await channel.send({"mask": sorted(mask)})
+            refusal = self._share.refused.get(sender, "")
+            await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
             mean = await asyncio.shield(self._own_mean)
             await channel.send({"mean": size})  # So that it can say in its place that it gave up.
             await mean.send(channel)
@@ -168,7 +177,7 @@ class Butterfly:
                 return codec.part(low, high)
         raise ProtocolError(peer, f"encodes its part in a way that is not allowed beside {own.name}")
 
-    async def _receive_part(self, channel: Channel, codec: Codec, size: int) -> bytearray:
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
         loop, arrived = asyncio.get_running_loop(), 0
         began = loop.time()
 
@@ -178,8 +187,9 @@ class Butterfly:
 
         try:
             part, _ = await receive_checked(
-                channel, self._runtime, codec, size, self._spec.round_seconds, hashed=False, on_progress=watch
-            )
+                channel, self._runtime, check.codec, size, self._spec.round_seconds, check, hashed=False,
+                on_progress=watch,
+            )  # fmt: skip
         except ProtocolError as error:
             self.refused[channel.remote] = str(error)
             self._part_changed.set()
@@ -201,16 +211,21 @@ class Butterfly:
             total = parts.encoded_bytes(size) + codec.encoded_bytes(size)
             async with self._rpc.open(peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total) as channel:
                 if size:
-                    part = await send_encoded(channel, self._runtime, parts, self._vector[low:high])
+                    sent = RangeCheck(parts, self._spec)
+                    part = await send_encoded(channel, self._runtime, parts, self._vector[low:high], sent)
                     self.sent_parts[index] = part
                     reply = await channel.receive(deadline - loop.time())
                     if self._notes_that_it_gave_up(index, reply):
                         return
                     self._masks[index] = self._check_mask(peer, reply.get("mask"))
+                    if reply.get("refused"):
+                        self.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
                     self._agreed.set()
                     if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
                         return
-                    mean, digest = await receive_checked(channel, self._runtime, codec, size, deadline - loop.time())
+                    mean, digest = await receive_checked(
+                        channel, self._runtime, codec, size, deadline - loop.time(), RangeCheck(codec, self._spec)
+                    )
                     attempt.add_mean(index, mean, digest)
                 reply = await channel.receive(deadline - loop.time())
                 if self._notes_that_it_gave_up(index, reply):
@@ -256,11 +271,17 @@ class Butterfly:
 
     async def _close_mask(self, deadline: float) -> None:
         """Decide which parts of the own share count: all, or those of a quorum and whoever came soon after it."""
+        try:
+            await self._runtime.compute(self._share.measure_own)
+        except CodecError as error:
+            self._unencodable = str(error)
+            self._agreed.set()
+            return
         loop, others = asyncio.get_running_loop(), len(self.attempt.roster.tickets) - 1
         quorum_at: float | None = None
-        while len(self._parts.keys() | self._refused_indices()) < others:
+        while len(self._share.parts.keys() | self._refused_indices()) < others:
             now = loop.time()
-            if quorum_at is None and len(self._parts) >= quorum_of_others(others, self._spec.quorum):
+            if quorum_at is None and len(self._share.parts) >= quorum_of_others(others, self._spec.quorum):
                 quorum_at = now
             until = deadline if quorum_at is None else min(deadline, self._patience_ends(self._began, quorum_at))
             if now >= until:
@@ -271,11 +292,22 @@ class Butterfly:
                     await self._part_changed.wait()
             except TimeoutError:
                 continue
-        mask = frozenset({self._index, *self._parts})
+        mask = self._share.judge()
+        self._note_refusals()
         self._masks[self._index] = mask
         self._mask_closed_at = loop.time()
         self._own_mask.set_result(mask)
         self._agreed.set()
+
+    def _note_refusals(self) -> None:
+        """Tell of parts that are well-formed but were left out of the own mask."""
+        for index, reason in self._share.refused.items():
+            peer = self.attempt.roster.members[index]
+            if index == self._index:
+                self.refused_by[index] = reason
+            else:
+                self.refused[peer] = f"peer {peer[-8:]} {reason}"
+                self._rpc.count_refusal(peer, OUT_OF_PROPORTION)
 
     def _patience_ends(self, since: float, quorum_at: float) -> float:
         return quorum_at + patience_seconds(quorum_at - since, self._spec.grace_seconds)
@@ -293,7 +325,8 @@ class Butterfly:
             until, closed = deadline, self._mask_closed_at
             if closed is not None:
                 until = min(deadline, self._patience_ends(self._began, closed))
-                late = [i for i in owners if i not in self._masks and i not in self._masks[self._index]]
+                in_time = self._masks[self._index] | self._share.refused.keys()
+                late = [i for i in owners if i not in self._masks and i not in in_time]
                 if late:  # Who was late with its part will not be in time with its share's mean.
                     raise LateError("scatter: a part did not come in time", self._peers(late), as_owners=False)
             async with asyncio.timeout_at(until):
@@ -312,42 +345,16 @@ class Butterfly:
         attempt.changed.set()
 
     async def _reduce_own_share(self) -> None:
-        """Average the own share and encode the mean, piece by piece; the streams send each piece once it is there."""
-        import torch
-
+        """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
         attempt = self.attempt
-        size, codec = attempt.size(self._index), attempt.codec_of(self._index)
+        assert attempt.contributors is not None
+        codec, size = attempt.codec_of(self._index), attempt.size(self._index)
         mean = Growing(await new_buffer(self._runtime, codec, size))
-        exact = torch.empty(size, dtype=torch.float32)
         self._own_mean.set_result(mean)
-        for low, high in cut(size, codec.block_size):
-            await self._runtime.compute(self._reduce_piece, low, high, exact[low:high], mean.data)
-            mean.grow(codec.encoded_bytes(high))
-        self._parts.clear()
-        self.own_mean_exact = exact
+        tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
+        self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
         digest = await self._runtime.compute(bulk_hash, mean.data)
         attempt.add_mean(self._index, mean.data, digest)
-
-    def _reduce_piece(self, low: int, high: int, exact: torch.Tensor, encoded: bytearray) -> None:
-        """Average the values ``[low, high)`` of the own share into ``exact``, and encode them to their place."""
-        import torch
-
-        attempt, codec = self.attempt, self.attempt.codec_of(self._index)
-        assert attempt.contributors is not None
-        start = attempt.bounds[self._index]
-        tickets = attempt.roster.tickets
-        total = float(sum(tickets[i].tokens for i in attempt.contributors))
-        if self._index in attempt.contributors:
-            torch.mul(self._vector[start + low : start + high], tickets[self._index].tokens / total, out=exact)
-        else:
-            exact.zero_()
-        for i in attempt.contributors:
-            if i != self._index:
-                theirs, part = self._parts[i]
-                piece = memoryview(part)[theirs.encoded_bytes(low) : theirs.encoded_bytes(high)]
-                theirs.part(low, high).accumulate_into(piece, tickets[i].tokens / total, exact)
-        target = memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        codec.part(low, high).encode_into(exact, target)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase
@@ -363,6 +370,17 @@ class Butterfly:
             blamed = frozenset.union(*self._gave_up.values())
             late = [i for i in blamed if self.attempt.roster.members[i] in needed]
             raise LateError(f"{self.attempt.phase}: most others gave up", self._peers(late))
+
+    @property
+    def refusal(self) -> str:
+        """Why this member's contribution was refused, by itself or by more than half of the owners; empty otherwise.
+
+        One hostile owner may say so of anybody: that keeps a contribution out of one round, but is not believed.
+        """
+        owners = sum(self.attempt.size(i) > 0 for i in range(len(self.attempt.roster.tickets)))
+        if self._index in self.refused_by or 2 * len(self.refused_by) > owners:
+            return next(iter(self.refused_by.values()))
+        return ""
 
     # --- the whole ------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,11 @@
 Two losses are kept: what encoding this peer's own parts dropped (Seide et al. 2014; Karimireddy et al. 2019,
 arXiv 1901.09847), and what encoding the mean of its own share dropped. The second belongs to everybody; its owner adds
 it to its next contribution scaled by (total weight) / (own weight), so that in the next mean it counts once.
+
+What a rule of aggregation takes from a contribution, by clipping or by preferring others, is no loss of encoding and is
+not kept: a peer that was clipped is not to bring the rest in the next round. Under rules by coordinate (`median`,
+`trimmed` of `p2ptrain.averaging.robust`) the second loss is given up, because a value that one member alone brings
+would be dropped as an outlier. Under ``norm_clip``, what an owner brings in this way counts towards its norm.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class ErrorFeedback:
         own_index: int,
         own_mean_exact: torch.Tensor | None,
         own_mean: bytes | bytearray,
-        total_over_own_weight: float,
+        own_mean_scale: float,
     ) -> None:
         """Replace the residual after a committed round to which this peer contributed.
 
@@ -59,15 +64,16 @@ class ErrorFeedback:
             own_index: The own share.
             own_mean_exact: The own share's mean before encoding; None when it was not reduced here.
             own_mean: The same, encoded.
-            total_over_own_weight: Total weight of the round divided by this peer's.
+            own_mean_scale: What the loss of ``own_mean`` is multiplied by; see
+                `p2ptrain.averaging.robust.feedback_scale`.
         """
         if self.residual is None:
             return
         self.residual.zero_()
         for index, part in sent_parts.items():
             self._set_difference(part_codec, vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
-        if own_mean_exact is not None:
-            self._set_difference(self._codec, own_mean_exact, own_mean, bounds[own_index], total_over_own_weight)
+        if own_mean_exact is not None and own_mean_scale:
+            self._set_difference(self._codec, own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
 
     def _set_difference(
         self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float

@@ -24,9 +24,13 @@ PIECE_VALUES = 1 << 19
 """Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
 
 
-def cut(num_values: int, block_size: int) -> list[tuple[int, int]]:
+Check = Callable[[memoryview, int, int], None]
+"""(encoded piece, its first value in the share, the value after its last): raises `CodecError` to refuse it."""
+
+
+def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> list[tuple[int, int]]:
     """(first value, value after the last) of the pieces of a share, cut at multiples of a codec's block."""
-    step = max(block_size, PIECE_VALUES // block_size * block_size)
+    step = max(block_size, piece_values // block_size * block_size)
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
@@ -64,11 +68,13 @@ class Growing:
             sent = ready
 
 
-async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor) -> bytearray:
+async def send_encoded(
+    channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
+) -> bytearray:
     """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
 
     Raises:
-        CodecError: A value cannot be encoded.
+        CodecError: A value cannot be encoded, or ``check`` refuses it.
         PeerError, DeadlineError: See `Channel.send_bytes`.
     """
     encoded = await new_buffer(runtime, codec, len(vector))
@@ -76,8 +82,12 @@ async def send_encoded(channel: Channel, runtime: Runtime, codec: Codec, vector:
 
     async def encode(low: int, high: int) -> memoryview:
         piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.compute(codec.part(low, high).encode_into, vector[low:high], piece)
+        await runtime.compute(encode_piece, low, high, piece)
         return piece
+
+    def encode_piece(low: int, high: int, piece: memoryview) -> None:
+        codec.part(low, high).encode_into(vector[low:high], piece)
+        check(piece, low, high)
 
     first, *others = cut(len(vector), codec.block_size)
     ahead = asyncio.create_task(encode(*first), name="encode")
@@ -99,11 +109,12 @@ async def receive_checked(
     codec: Codec,
     num_values: int,
     timeout_seconds: float,
+    check: Check,
     *,
     hashed: bool = True,
     on_progress: Callable[[int], None] = lambda filled: None,
 ) -> tuple[bytearray, bytes]:
-    """Receive an encoded share, validating it while it arrives.
+    """Receive an encoded share, checking it while it arrives: ``check`` is called with its pieces in order.
 
     Args:
         channel: Where it comes from.
@@ -111,6 +122,7 @@ async def receive_checked(
         codec: How it is encoded.
         num_values: Its length.
         timeout_seconds: Deadline of the whole.
+        check: Judges each piece.
         hashed: Whether to hash it, which is most of the work.
         on_progress: Told how many bytes are there.
 
@@ -118,11 +130,11 @@ async def receive_checked(
         The share, and its `bulk_hash`; with ``hashed`` False that of nothing.
 
     Raises:
-        ProtocolError: It has another length or holds values that `Codec.validate` refuses.
+        ProtocolError: It has another length or holds values that ``check`` refuses.
         PeerError, DeadlineError: See `Channel.receive_bytes`.
     """
     data = await new_buffer(runtime, codec, num_values)
-    arriving = _Arriving(runtime, codec, num_values, data, hashed)
+    arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
 
     def progress(filled: int) -> None:
         on_progress(filled)
@@ -142,10 +154,13 @@ async def receive_checked(
 class _Arriving:
     """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
 
-    def __init__(self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, hashed: bool) -> None:
+    def __init__(
+        self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, check: Check, hashed: bool
+    ) -> None:
         self.data = data
         self._runtime = runtime
         self._codec = codec
+        self._check_piece = check
         self._hashed = hashed
         self._left = cut(num_values, codec.block_size)
         self._hash = BulkHasher()
@@ -178,6 +193,6 @@ class _Arriving:
         view = memoryview(self.data)
         for low, high in spans:
             piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
-            self._codec.part(low, high).validate(piece, high - low)
+            self._check_piece(piece, low, high)
             if self._hashed:
                 self._hash.update(piece)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -86,3 +88,47 @@ class Codec(ABC):
         Raises:
             CodecError: It does not; the message says why.
         """
+
+    def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+        """The largest magnitude among the decoded values, or a bound at most some roundings above it.
+
+        NaN or infinity when a value is not finite.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        import torch
+
+        peaks = [piece.abs().amax() for piece in self._decoded(data, num_values)]
+        return float(torch.stack(peaks).amax()) if peaks else 0.0
+
+    def squared_norm(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+        """The sum of the squares of the decoded values, all of which are finite (see `validate`).
+
+        See `p2ptrain.codecs.norms.sum_of_squares`.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        from p2ptrain.codecs.norms import sum_of_squares
+
+        return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
+
+    def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
+        """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""
+        import torch
+
+        from p2ptrain.codecs.norms import CHUNK_VALUES
+
+        encoded = memoryview(data).cast("B")
+        if encoded.nbytes != self.encoded_bytes(num_values):
+            raise CodecError(
+                f"{self.name}: got {encoded.nbytes} bytes where {self.encoded_bytes(num_values)} were expected"
+            )
+        step = max(self.block_size, CHUNK_VALUES // self.block_size * self.block_size)
+        scratch = torch.empty(min(step, num_values), dtype=torch.float32)
+        for low in range(0, num_values, step):
+            high = min(low + step, num_values)
+            piece = encoded[self.encoded_bytes(low) : self.encoded_bytes(high)]
+            self.part(low, high).decode_into(piece, scratch[: high - low])
+            yield scratch[: high - low]

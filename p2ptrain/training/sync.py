@@ -262,13 +262,18 @@ class Synchronizer:
             await self._runtime.compute(
                 self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
                 outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index],
-                outcome.total_over_own_weight,
+                outcome.own_mean_scale,
             )  # fmt: skip
+        reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
+        if outcome.refusal and not outcome.contributed:
+            # It would be refused again and again, and longer each time.
+            reason = (await self._drop(work, f"this peer {outcome.refusal}")).reason
+            logger.warning("round %d: %s", self.head.round, reason)
         await self._apply(outcome.result, work, outcome.contributed)
         return RoundResult(
             committed=True,
             round=self.head.round,
-            reason="" if outcome.contributed else "late: this peer's work waits for the next round",
+            reason=reason,
             contributed=outcome.contributed,
             members=len(body.members),
             contributors=len(body.contributors),

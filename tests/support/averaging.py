@@ -49,6 +49,7 @@ def make_roster(
     tokens: list[int],
     codec_or_name: str | Codec = "fp32",
     bounds: tuple[int, ...] = (),
+    spec: AveragingSpec = SPEC,
 ) -> list[RosterMember]:
     """Everybody's side of one attempt, in roster order, with equal shares unless ``bounds`` says otherwise."""
     codec = get_codec(codec_or_name) if isinstance(codec_or_name, str) else codec_or_name
@@ -59,7 +60,7 @@ def make_roster(
     for i in order:
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
-        butterfly = Butterfly(attempt, vectors[i], rpc, runtime, signer, SPEC)
+        butterfly = Butterfly(attempt, vectors[i], rpc, runtime, signer, spec)
         history = History(rpc, runtime, signer, SWARM, codec, 4, 1 << 20)
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)

@@ -37,13 +37,13 @@ def decoded(member: RosterMember) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("codec", "tolerance"),
     [("fp32", 1e-6), ("fp16", 2e-3), ("bf16", 2e-2), ("int8", 5e-2), ("int4", 0.8), (MIXED, 2e-2), ("topk", 4.0)],
-    ids=str,
+    ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str | Codec, tolerance: float) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 3) as swarm:
             vectors = make_vectors(3)
-            roster = make_roster(swarm, vectors, TOKENS, codec)
+            roster = make_roster(swarm, vectors, TOKENS, codec, spec=SPEC.model_copy(update={"aggregation": "mean"}))
             certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
             await stop(roster, linger=True)
             expected = sum((v * (t / 100) for v, t in zip(vectors, TOKENS, strict=True)), torch.zeros(NUM_VALUES))
@@ -123,6 +123,12 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                     if torch.equal(vector, evil.butterfly._vector[:20]):
                         out[:4] = b"\xff" * 4
 
+                def validate(self, data, num_values):  # type: ignore[no-untyped-def]
+                    """An honest sender would notice."""
+
+                def largest(self, data, num_values):  # type: ignore[no-untyped-def]
+                    return 0.0
+
             evil.butterfly.part_codec = Evil()
             results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
@@ -134,6 +140,81 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                 assert [index for index, *_ in certificate.body.contributors] == [1, 2]
 
     simulate(main, seed=5)
+
+
+@pytest.mark.parametrize("rule", ["mean", "norm_clip", "centered_clip", "trimmed", "median"])
+def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(rule: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 4) as swarm:
+            vectors, spec = make_vectors(4), SPEC.model_copy(update={"aggregation": rule})
+            loud_id = max(member.rpc.peer_id for member in swarm)
+            loud = next(i for i, member in enumerate(swarm) if member.rpc.peer_id == loud_id)
+            vectors[loud] *= 1000
+            roster = make_roster(swarm, vectors, [10] * 4, spec=spec)
+            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            await stop(roster, linger=True)
+            assert {certificate.body for certificate in certificates} == {certificates[0].body}
+            assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2]
+            assert float(decoded(roster[0]).abs().max()) < 10
+            for each in roster[:3]:
+                assert list(each.butterfly.refused) == [loud_id]
+                assert "times the group's median" in each.butterfly.refused[loud_id]
+                assert each.member.rpc.refusals[loud_id, "out of proportion"] == 1
+                assert each.butterfly.refusal == ""
+            # It takes part otherwise, reduces its share without itself, and knows why.
+            assert sorted(roster[3].butterfly.refused_by) == [0, 1, 2, 3]
+            assert "times the group's median" in roster[3].butterfly.refusal
+
+    simulate(main, seed=8)
+
+
+def test_one_owner_s_word_is_not_enough_to_drop_a_contribution() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 4) as swarm:
+            roster = make_roster(swarm, make_vectors(4), [10] * 4)
+            share = roster[0].butterfly._share
+
+            def slander() -> frozenset[int]:
+                share.refused[2] = "smells"
+                return frozenset({0, 1, 3})
+
+            share.judge = slander  # type: ignore[method-assign]
+            await asyncio.gather(*(each.butterfly.run() for each in roster))
+            await stop(roster, linger=True)
+            assert roster[2].attempt.contributors == (0, 1, 3)
+            assert roster[2].butterfly.refused_by == {0: "smells"}
+            assert roster[2].butterfly.refusal == ""
+
+    simulate(main, seed=9)
+
+
+def test_members_whose_bits_differ_in_scale_alone_all_count_in_a_pair() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            vectors = make_vectors(2)
+            vectors[1] *= 1000  # Of two, nobody can say which is right.
+            roster = make_roster(swarm, vectors, [10, 10])
+            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            await stop(roster, linger=True)
+            assert [index for index, *_ in certificates[0].body.contributors] == [0, 1]
+
+    simulate(main, seed=10)
+
+
+@pytest.mark.parametrize("place", ["own share", "others' shares"])
+def test_an_update_beyond_the_limit_of_values_is_this_peer_s_own_fault(place: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            vectors = [torch.zeros(NUM_VALUES), torch.zeros(NUM_VALUES)]
+            for vector, member in zip(vectors, swarm, strict=True):
+                is_first = member.rpc.peer_id == min(other.rpc.peer_id for other in swarm)
+                vector[0 if is_first == (place == "own share") else -1] = 2e6
+            roster = make_roster(swarm, vectors, [10, 10])
+            failures = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            await stop(roster)
+            assert all(isinstance(failure, UnencodableError) for failure in failures), failures
+
+    simulate(main, seed=11)
 
 
 def test_an_update_beyond_the_codec_is_this_peer_s_own_fault() -> None:

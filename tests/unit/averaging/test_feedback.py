@@ -86,3 +86,13 @@ def test_a_share_that_another_member_reduced_leaves_no_residual(own_mean_exact: 
     feedback.residual.fill_(5.0)
     feedback.update(torch.ones(16), (0, 8, 16), {}, codec, 0, own_mean_exact, codec.encode(torch.ones(8)), 2.0)
     assert float(feedback.residual.abs().max()) < 0.05
+
+
+def test_a_rule_that_drops_what_one_member_brings_keeps_no_loss_of_the_mean() -> None:
+    codec = get_codec("int8")
+    feedback, exact = ErrorFeedback(16, codec), torch.linspace(-1, 1, 8)
+    feedback.update(
+        torch.ones(16), (0, 8, 16), {1: codec.encode(torch.ones(8))}, codec, 0, exact, codec.encode(exact), 0.0
+    )
+    assert feedback.residual is not None
+    assert torch.equal(feedback.residual[:8], torch.zeros(8))

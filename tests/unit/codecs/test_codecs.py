@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, codec_names, get_codec
 from p2ptrain.codecs.blockwise import BlockwiseCodec
+from p2ptrain.codecs.norms import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.errors import IncompatibleError
 
 CODECS = [get_codec(name) for name in codec_names()]
@@ -206,3 +209,44 @@ def test_weights_beyond_fp32_are_the_callers_mistake(codec: Codec, weight: float
 def test_parameters_that_require_gradients_encode(codec: Codec) -> None:
     vector = gaussian(300)
     assert codec.encode(vector.clone().requires_grad_()) == codec.encode(vector)
+
+
+@every_codec
+@pytest.mark.parametrize("num_values", LENGTHS)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_norm_and_largest_are_those_of_the_decoded_values(codec: Codec, num_values: int, scale: float) -> None:
+    encoded = codec.encode(gaussian(num_values) * scale)
+    decoded = decode(codec, encoded, num_values).double()
+    assert codec.squared_norm(encoded, num_values) == pytest.approx(float(decoded.square().sum()), rel=1e-5)
+    largest = float(decoded.abs().max()) if num_values else 0.0
+    assert largest * (1 - 1e-6) <= codec.largest(encoded, num_values) <= largest * (1 + 1e-2)
+
+
+@every_codec
+def test_a_norm_has_the_same_bits_whoever_computes_it(codec: Codec) -> None:
+    encoded, threads = codec.encode(gaussian(300_000)), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = codec.squared_norm(encoded, 300_000)
+        torch.set_num_threads(2)
+        assert codec.squared_norm(bytes(encoded), 300_000) == alone
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("num_values", LENGTHS)
+def test_squares_are_added_up_in_the_order_that_is_written_down(num_values: int) -> None:
+    vector = gaussian(num_values)
+    total = 0.0
+    for start in range(0, num_values, CHUNK_VALUES):
+        squares = (vector[start : start + CHUNK_VALUES] ** 2).numpy()
+        columns = np.zeros(SUM_COLUMNS, np.float32)
+        whole = len(squares) // SUM_COLUMNS * SUM_COLUMNS
+        for row in squares[:whole].reshape(-1, SUM_COLUMNS):
+            columns += row
+        total += math.fsum([*columns.tolist(), *squares[whole:].tolist()])
+    assert sum_of_squares(vector) == total
+
+
+def test_squares_beyond_fp32_add_up_to_infinity() -> None:
+    assert sum_of_squares(torch.full((1000,), 1e30)) == math.inf
