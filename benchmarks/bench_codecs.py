@@ -1,4 +1,4 @@
-"""Codec speed on one thread, with kernels and with torch alone, and the error of an encoded mean of four vectors.
+"""Codec speed on one thread, with kernels and without, and the error of an encoded mean of four vectors.
 
 Speeds count fp32 bytes (4 a value) for every codec, so that they compare with each other and with a plain copy of the
 vector, which like everything here writes to memory that is there already.
@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.harness import Measured, alternate, format_table, report, thread_seconds
 from p2ptrain.codecs import Codec, codec_names, get_codec, warm_up
+from p2ptrain.codecs.native import KernelCodec
 
 NUM_PEERS = 4
 
@@ -39,12 +40,13 @@ OPERATIONS = ("encode", "decode", "accumulate", "validate")
 
 
 def cases(vector: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """The copy, and every codec's operations: ``codec operation``, and ``... torch`` where that has a kernel."""
+    """The copy, and every codec's operations: ``codec operation``, and ``... plain`` where that has a kernel."""
     found: dict[str, Callable[[], float]] = {"copy": thread_seconds(lambda: out.copy_(vector))}
     for name in codec_names():
         codec, plain = get_codec(name), type(get_codec(name))()
         for operation in OPERATIONS:
-            contenders = {"": codec, " torch": plain} if operation in codec.kernels else {"": codec}
+            native = isinstance(codec, KernelCodec) and operation in codec.kernels
+            contenders = {"": codec, " plain": plain} if native else {"": codec}
             for suffix, contender in contenders.items():
                 found[f"{name} {operation}{suffix}"] = thread_seconds(partial(run, contender, operation, vector, out))
     return found
@@ -100,8 +102,8 @@ def main() -> None:
     }
     rows = []
     for name, speed in speeds.items():
-        if not name.endswith(" torch"):
-            plain = speeds.get(f"{name} torch")
+        if not name.endswith(" plain"):
+            plain = speeds.get(f"{name} plain")
             rows.append(
                 (
                     name, f"{speed.median:.2f}", f"±{100 * speed.spread:.0f} %", f"{speed.median / copy:.2f}",
@@ -109,7 +111,7 @@ def main() -> None:
                 )
             )  # fmt: skip
     title = f"Codecs, {arguments.values:,} values, one thread, {'with' if with_kernels else 'WITHOUT'} kernels"
-    headers = ("operation", "fp32 GB/s", "spread", "of a copy", "torch alone", "times as fast")
+    headers = ("operation", "fp32 GB/s", "spread", "of a copy", "without kernel", "times as fast")
     report(title, headers, rows, results, arguments.json)
     precision = [(name, f"{sizes[name]:.4f}", f"{100 * errors[name]:.4f} %") for name in names]
     table = format_table(("codec", "bytes a value", f"error of a mean of {NUM_PEERS}"), precision)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from p2ptrain.codecs.base import Codec, CodecError
 from p2ptrain.kernels import Kernel
+
+if TYPE_CHECKING:
+    import torch
 
 NO_KERNELS: Mapping[str, Kernel] = MappingProxyType({})
 
 
 class KernelCodec(Codec):
-    """A codec that does with torch what kernels do not: the rest after the last whole block, or everything.
+    """A codec that does with torch or NumPy what kernels do not: the rest after the last whole block, or everything.
 
     Attributes:
-        kernels: By operation (``encode``, ``decode``, ``accumulate``, ``validate``); `p2ptrain.codecs.warm_up` puts
-            them here. They compute the same bits as torch, so it does not matter when.
+        kernels: By operation, some or all of ``encode``, ``decode``, ``accumulate`` and ``validate``;
+            `p2ptrain.codecs.warm_up` puts them here. They compute the same bits, so it does not matter when.
         kernel_values: Values in a block of the kernels.
         refusal: What is said of values that cannot be encoded.
     """
@@ -24,6 +28,10 @@ class KernelCodec(Codec):
     kernels: Mapping[str, Kernel] = NO_KERNELS
     kernel_values: int
     refusal: str
+
+    def encode_sample(self, vector: torch.Tensor) -> bytearray:
+        """Bytes to check kernels with, which decode to as many values: those of ``vector``, or what is made sooner."""
+        return self.encode(vector)
 
     def _run_kernel(
         self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0, refusal: str = ""

@@ -20,18 +20,15 @@ shorter blocks; below 4096 values it is sent in `int8` as it is.
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from typing import Protocol
 
 import numpy as np
 import torch
 
-from p2ptrain.codecs.arrays import Buffer, Bytes, Floats, byte_array, check_vector, check_weight
-from p2ptrain.codecs.base import Codec, CodecError
+from p2ptrain.codecs.arrays import Buffer, Bytes, Floats, byte_array, check_vector, check_weight, writable_byte_array
+from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.native import KernelCodec
 from p2ptrain.codecs.symmetric import Int8Codec
-
-logger = logging.getLogger(__name__)
 
 SIDE = 256
 RANK = 8
@@ -46,48 +43,13 @@ MAX_LEFT = 1.02
 _INT8 = Int8Codec()
 
 
-class _Products(Protocol):
-    """See `p2ptrain.codecs.lowrank_kernels`."""
-
-    def expand(self, left: Floats, right: Floats, out: Floats) -> None: ...
-    def add(self, left: Floats, right: Floats, weight: np.float32, out: Floats) -> None: ...
-
-
-class _PlainProducts:
-    """The kernels in NumPy."""
-
-    def expand(self, left: Floats, right: Floats, out: Floats) -> None:
-        np.multiply(left[:, 0, :, None], right[:, 0, None, :], out=out)
-        terms = np.empty_like(out)
-        for rank in range(1, right.shape[1]):
-            np.multiply(left[:, rank, :, None], right[:, rank, None, :], out=terms)
-            np.add(out, terms, out=out)
-
-    def add(self, left: Floats, right: Floats, weight: np.float32, out: Floats) -> None:
-        terms = np.empty_like(out)
-        self.expand(left, right, terms)
-        with np.errstate(over="ignore"):
-            np.multiply(terms, weight, out=terms)
-            np.add(out, terms, out=out)
-
-
-@functools.cache
-def _products() -> _Products:
-    try:
-        from p2ptrain.codecs import lowrank_kernels
-    except (ImportError, RuntimeError) as error:  # numba raises the latter when it finds no folder for its cache.
-        logger.warning("powersgd: no compiled kernels, so decoding is slower: %s", error)
-        return _PlainProducts()
-    return lowrank_kernels
-
-
 @functools.cache
 def _start() -> torch.Tensor:
     """Where the iteration begins, ``[SIDE, RANK]``: fixed, and in no special position to anything."""
     return torch.randn(SIDE, RANK, generator=torch.Generator().manual_seed(1905_13727))
 
 
-class PowerSgdCodec(Codec):
+class PowerSgdCodec(KernelCodec):
     """Rank 8 of each tile of 256 by 256 values; `p2ptrain.codecs.powersgd` has the format.
 
     Error bound for a tile ``M`` of ``m <= 256`` rows and values of ``2**-90`` or more, with ``M_P`` its projection onto
@@ -110,7 +72,9 @@ class PowerSgdCodec(Codec):
     name = "powersgd"
     version = 1
     block_size = SIDE * SIDE
+    kernel_values = SIDE * SIDE
     lossy = True
+    refusal = "a value is not finite or beyond 2**112 in magnitude"
 
     def encoded_bytes(self, num_values: int) -> int:
         """4160 bytes a tile; a shorter last one takes fewer."""
@@ -120,7 +84,7 @@ class PowerSgdCodec(Codec):
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**112``."""
         values = check_vector(vector)
-        encoded = byte_array(out, self.encoded_bytes(len(values)), self.name)
+        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         tiles, rest = divmod(len(values), self.block_size)
         width = _tile_bytes(SIDE, SIDE)
         for first in range(0, tiles, TILES_AT_ONCE):
@@ -140,11 +104,11 @@ class PowerSgdCodec(Codec):
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec.decode_into`."""
-        self._decode(data, None, out)
+        self._decode("decode", data, 1.0, out)
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Add ``weight`` times each decoded value; rounds once for the product and once for the sum."""
-        self._decode(data, np.float32(check_weight(weight)), out)
+        self._decode("accumulate", data, check_weight(weight), out)
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """Check length and scales, and that columns of P are no longer than an encoder's, so that sums are finite."""
@@ -170,20 +134,24 @@ class PowerSgdCodec(Codec):
         if rest >= MIN_TILE:
             _check_left(tail[None], _shape(rest)[0])
 
-    def _decode(self, data: Buffer, weight: np.float32 | None, out: torch.Tensor) -> None:
-        """Decode, or with a weight accumulate."""
+    def encode_sample(self, vector: torch.Tensor) -> bytearray:
+        """See `KernelCodec.encode_sample`: some of the values as factors, without a matrix product or decomposition."""
+        end = len(vector) // self.block_size * self.block_size
+        factors = vector[:end].view(-1, SIDE // (2 * RANK))[:, 0]
+        return _INT8.encode(torch.cat([factors, vector[end:]]))
+
+    def _decode(self, operation: str, data: Buffer, weight: float, out: torch.Tensor) -> None:
+        """Decode or accumulate."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel(operation, array.ctypes.data, values.data_ptr(), len(values), weight)
+        write = _expand if operation == "decode" else functools.partial(_add, np.float32(weight))
         tiles, rest = divmod(len(values), self.block_size)
         width = _tile_bytes(SIDE, SIDE)
-        for first in range(0, tiles, TILES_AT_ONCE):
+        for first in range(done // self.block_size, tiles, TILES_AT_ONCE):
             last = min(first + TILES_AT_ONCE, tiles)
             matrices = values[first * self.block_size : last * self.block_size].view(-1, SIDE, SIDE).numpy()
-            left, right = _read(array[first * width : last * width].reshape(last - first, width), SIDE, SIDE)
-            if weight is None:
-                _products().expand(left, right, matrices)
-            else:
-                _products().add(left, right, weight, matrices)
+            write(*_read(array[first * width : last * width].reshape(last - first, width), SIDE, SIDE), matrices)
         if not rest:
             return
         tail, source = values[len(values) - rest :], array[tiles * width :]
@@ -193,12 +161,12 @@ class PowerSgdCodec(Codec):
         else:
             rows, columns = _shape(rest)
             padded = np.empty((1, rows, columns), np.float32)
-            _products().expand(*_read(source[None], rows, columns), padded)
+            _expand(*_read(source[None], rows, columns), padded)
             decoded = torch.from_numpy(padded.reshape(-1)[:rest])
-        if weight is None:
+        if operation == "decode":
             tail.copy_(decoded)
         else:
-            tail.add_(decoded.mul_(float(weight)))
+            tail.add_(decoded.mul_(weight))
 
 
 def _shape(num_values: int) -> tuple[int, int]:
@@ -244,6 +212,29 @@ def _read(encoded: Bytes, rows: int, columns: int) -> tuple[Floats, Floats]:
     return _read_factor(encoded[:, :middle], rows).numpy(), _read_factor(encoded[:, middle:], columns).numpy()
 
 
+def _expand(left: Floats, right: Floats, out: Floats) -> None:
+    """Overwrite ``out`` [tiles, rows, columns] with sums of outer products, added in order, each operation rounded.
+
+    Args:
+        left: ``[tiles, RANK, rows]``.
+        right: ``[tiles, RANK, columns]``.
+    """
+    np.multiply(left[:, 0, :, None], right[:, 0, None, :], out=out)
+    terms = np.empty_like(out)
+    for rank in range(1, RANK):
+        np.multiply(left[:, rank, :, None], right[:, rank, None, :], out=terms)
+        np.add(out, terms, out=out)
+
+
+def _add(weight: np.float32, left: Floats, right: Floats, out: Floats) -> None:
+    """Add ``weight`` times what `_expand` gives to ``out``."""
+    terms = np.empty_like(out)
+    _expand(left, right, terms)
+    with np.errstate(over="ignore"):
+        np.multiply(terms, weight, out=terms)
+        np.add(out, terms, out=out)
+
+
 def _check_left(encoded: Bytes, rows: int) -> None:
     """Refuse a P with values that no encoder writes."""
     left = _read_factor(encoded[:, : RANK * _INT8.encoded_bytes(rows)], rows)
@@ -260,7 +251,7 @@ def _peaks(matrices: torch.Tensor) -> torch.Tensor:
     peaks = matrices.abs().amax((1, 2), keepdim=True)
     # Written so that NaN, which amax hands on, fails too.
     if not bool((peaks <= MAX_MAGNITUDE).all()):
-        raise CodecError("powersgd: a value is not finite or beyond 2**112 in magnitude")
+        raise CodecError(f"powersgd: {PowerSgdCodec.refusal}")
     return peaks
 
 

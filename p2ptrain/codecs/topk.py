@@ -19,22 +19,25 @@ for 64 indices whatever they are; no code can do with fewer than 60 (``log2`` of
 
 from __future__ import annotations
 
-import functools
-import logging
-from typing import Protocol
-
 import numpy as np
 import torch
 
 from p2ptrain.codecs import topk_rows
-from p2ptrain.codecs.arrays import Buffer, Bytes, Floats, byte_array, check_vector, check_weight, chunks
-from p2ptrain.codecs.base import Codec, CodecError
-from p2ptrain.codecs.topk_rows import Integers, row_bytes
+from p2ptrain.codecs.arrays import (
+    Buffer,
+    Bytes,
+    byte_array,
+    check_vector,
+    check_weight,
+    chunks,
+    writable_byte_array,
+)  # fmt: skip
+from p2ptrain.codecs.base import CodecError
+from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.topk_rows import row_bytes
 
 ROWS_AT_ONCE = 64
 """Chunks in one call: 1 MiB of fp32, so that temporaries of the NumPy code stay small."""
-
-logger = logging.getLogger(__name__)
 
 _FAULTS = {
     topk_rows.BAD_LEVEL: "a level is negative, not finite or out of range",
@@ -43,27 +46,7 @@ _FAULTS = {
 }
 
 
-class _Rows(Protocol):
-    """What both implementations offer; see `p2ptrain.codecs.topk_rows`."""
-
-    def encode(self, bits: Integers, out: Bytes) -> bool: ...
-    def check(self, data: Bytes, columns: int) -> int: ...
-    def add(self, data: Bytes, weight: np.float32, out: Floats) -> bool: ...
-    def decode(self, data: Bytes, out: Floats) -> bool: ...
-
-
-@functools.cache
-def _whole_rows() -> _Rows:
-    """The implementation for whole chunks; loading it late spares those who need none the import of numba."""
-    try:
-        from p2ptrain.codecs import topk_kernels
-    except (ImportError, RuntimeError) as error:  # numba raises the latter when it finds no folder for its cache.
-        logger.warning("topk: no compiled kernels, so encoding takes six times as long: %s", error)
-        return topk_rows
-    return topk_kernels
-
-
-class TopKCodec(Codec):
+class TopKCodec(KernelCodec):
     """The 64 largest of each 4096 values, with two magnitudes to each chunk; `p2ptrain.codecs.topk` has the format.
 
     A last chunk of ``n < 4096`` values keeps ``k = ceil(n / 64)``. Of equal magnitudes those with the lowest indices
@@ -89,7 +72,9 @@ class TopKCodec(Codec):
     name = "topk"
     version = 1
     block_size = topk_rows.CHUNK
+    kernel_values = topk_rows.CHUNK
     lossy = True
+    refusal = "a value is not finite or beyond 2**120 in magnitude"
 
     def encoded_bytes(self, num_values: int) -> int:
         """84 bytes a chunk; a shorter last one takes fewer."""
@@ -98,70 +83,62 @@ class TopKCodec(Codec):
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
-        bits = check_vector(vector).numpy().view(np.int32)
-        encoded = byte_array(out, self.encoded_bytes(len(bits)), self.name)
-        for start, rows, columns in self._spans(len(bits)):
+        values = check_vector(vector)
+        encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
+        done = self._run_kernel("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+        bits = values.numpy().view(np.int32)
+        for start, rows, columns in self._spans(done, len(values)):
             matrix, data = bits[start : start + rows * columns].reshape(rows, columns), self._rows(encoded, start, rows)
-            implementation = self._implementation(columns)
             for piece in chunks(rows, ROWS_AT_ONCE):
-                if not implementation.encode(matrix[piece], data[piece]):
-                    raise CodecError("topk: a value is not finite or beyond 2**120 in magnitude")
+                if not topk_rows.encode(matrix[piece], data[piece]):
+                    raise CodecError(f"topk: {self.refusal}")
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec.decode_into`; refuses indices that are out of range, with ``out`` holding anything."""
-        self._scatter(data, None, out)
+        self._scatter("decode", data, 1.0, out)
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Add ``level * weight`` with its sign to the values that were kept, and leave the others alone.
 
         Contributions that each peer gathered from all others sum up to equal bits if all add them in one order.
         """
-        self._scatter(data, np.float32(check_weight(weight)), out)
+        self._scatter("accumulate", data, check_weight(weight), out)
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """Check length, levels, padding, and that indices are in range and strictly ascend."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
-        for start, rows, columns in self._spans(num_values):
+        try:
+            done = self._run_kernel("validate", array.ctypes.data, 0, num_values)
+        except CodecError:
+            done = 0  # What is wrong, the plain code can tell.
+        for start, rows, columns in self._spans(done, num_values):
             encoded = self._rows(array, start, rows)
             for piece in chunks(rows, ROWS_AT_ONCE):
-                fault = self._implementation(columns).check(_writeable(encoded[piece]), columns)
+                fault = topk_rows.check(encoded[piece], columns)
                 if fault != topk_rows.WELL_FORMED:
                     raise CodecError(f"topk: {_FAULTS[fault]}")
 
-    def _scatter(self, data: Buffer, weight: np.float32 | None, out: torch.Tensor) -> None:
-        """Decode, or with a weight accumulate."""
-        values = check_vector(out).numpy()
+    def _scatter(self, operation: str, data: Buffer, weight: float, out: torch.Tensor) -> None:
+        """Decode or accumulate."""
+        values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        for start, rows, columns in self._spans(len(values)):
-            matrix, encoded = (
-                values[start : start + rows * columns].reshape(rows, columns),
-                self._rows(array, start, rows),
-            )
-            implementation = self._implementation(columns)
+        refusal = _FAULTS[topk_rows.BAD_INDEX]
+        done = self._run_kernel(operation, array.ctypes.data, values.data_ptr(), len(values), weight, refusal)
+        if operation == "decode":
+            values[done:].zero_()
+        for start, rows, columns in self._spans(done, len(values)):
+            matrix, encoded = values[start : start + rows * columns].view(rows, columns), self._rows(array, start, rows)
             for piece in chunks(rows, ROWS_AT_ONCE):
-                part = _writeable(encoded[piece])
-                decode = implementation.decode
-                well = (
-                    decode(part, matrix[piece]) if weight is None else implementation.add(part, weight, matrix[piece])
-                )
-                if not well:
-                    raise CodecError(f"topk: {_FAULTS[topk_rows.BAD_INDEX]}")
+                if not topk_rows.add(encoded[piece], np.float32(weight), matrix[piece].numpy()):
+                    raise CodecError(f"topk: {refusal}")
 
-    def _spans(self, num_values: int) -> list[tuple[int, int, int]]:
-        """(first value, rows, columns) of the whole chunks and of the shorter last one, if there are."""
-        rows, rest = divmod(num_values, self.block_size)
-        spans = [(0, rows, self.block_size)] if rows else []
-        return [*spans, (rows * self.block_size, 1, rest)] if rest else spans
+    def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
+        """(first value, rows, columns) of the whole chunks after ``done`` values and of the shorter last one."""
+        rows, rest = divmod(num_values - done, self.block_size)
+        spans = [(done, rows, self.block_size)] if rows else []
+        return [*spans, (num_values - rest, 1, rest)] if rest else spans
 
     def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
         """Encoded chunks from value ``start`` on, one to a row, without a copy."""
         first = start // self.block_size * row_bytes(self.block_size)
         return array[first : first + rows * row_bytes(self.block_size)].reshape(rows, -1)
-
-    def _implementation(self, columns: int) -> _Rows:
-        return _whole_rows() if columns == self.block_size else topk_rows
-
-
-def _writeable(data: Bytes) -> Bytes:
-    """``data``, or a copy of it when it is read-only: numba would compile everything once more for that."""
-    return data if data.flags.writeable else data.copy()

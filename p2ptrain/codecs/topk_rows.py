@@ -1,6 +1,6 @@
-"""Rows of the `topk` format in NumPy: for short last chunks, and for machines without numba.
+"""Rows of the `topk` format in NumPy: for short last chunks, and for machines without kernels.
 
-`p2ptrain.codecs.topk_kernels` has the same functions for whole chunks; both give the same bytes and bits. A row of
+`p2ptrain.kernels.topk` does the same with whole chunks; both give the same bytes and bits. A row of
 ``columns`` values (4096, or fewer in the last one) keeps ``k = ceil(columns / 64)`` of them, and becomes::
 
     | low level, high level (bf16, little-endian) | buckets (2k bits) | negative, high (2k bits) | places (6k bits) |
@@ -157,12 +157,6 @@ def add(data: Bytes, weight: np.float32, out: Floats) -> bool:
     for row, columns_of_row, terms_of_row in zip(out, indices, terms, strict=True):
         row[columns_of_row] += terms_of_row
     return True
-
-
-def decode(data: Bytes, out: Floats) -> bool:
-    """As `add` of the rows to zeros, with weight 1."""
-    out.fill(0)
-    return add(data, np.float32(1), out)
 
 
 def _fields(data: Bytes, columns: int) -> list[Bytes]:

@@ -11,7 +11,8 @@ import sys
 
 import llvmlite.binding as llvm
 
-from p2ptrain.kernels.code import kernels, module_of
+from p2ptrain.kernels.code import kernels
+from p2ptrain.kernels.emit import module_of
 from p2ptrain.kernels.link import ALIGNMENT, LinkError, link
 from p2ptrain.kernels.load import pack, unpack
 

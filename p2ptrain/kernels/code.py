@@ -1,37 +1,41 @@
 """The codecs' inner loops as LLVM IR.
 
 A kernel has the C signature ``int kernel(const void *source, void *target, long count, float weight)``. It works on
-``count`` whole blocks of `Kernel.values` values, on memory of any alignment, in one pass, 16 values at a time; an
-encoder or validator returns 1 when it met a value to refuse, and everything else 0. What it computes are exactly the
-operations of the codec's torch code in their order: no fast-math flag is set, and without one LLVM fuses no multiply
-and add. Four tricks, all exact:
+``count`` whole blocks, on memory of any alignment, in one pass, 16 values at a time; an encoder or validator returns 1
+when it met a block to refuse, and everything else 0. What it computes are exactly the operations of the codec's torch
+or NumPy code in their order: no fast-math flag is set, and without one LLVM fuses no multiply and add. Four tricks, all
+exact:
 
 * The bits of ``|x|`` order like ``|x|``, with infinity and NaN on top: an integer maximum finds a block's peak, faster
   than one of floats, and comparing it with the bits of a limit refuses what is not finite, too.
 * Flip the bits below the sign of negative numbers, and all floats order like their bits: that finds minima.
 * ``x + 1.5 * 2**23`` rounds ``|x| < 2**22`` to the nearest whole number, halves to even, and leaves it in the low bits.
 * bfloat16 is the upper half of fp32: adding 0x7fff, and 1 where that half is odd, rounds to nearest, halves to even.
+
+Here are the kernels of codecs with blocks of a scale and of those with none; `topk` and `lowrank` have the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from llvmlite import ir
+from p2ptrain.kernels import lowrank, topk
+from p2ptrain.kernels.emit import (
+    F16,
+    F32,
+    I8,
+    I16,
+    I32,
+    LANES,
+    MAX_PEAK_BITS,
+    Block,
+    Kernel,
+    Value,
+    all_lanes,
+    vector,
+)
 
-LANES = 16
-"""Values in a vector. LLVM makes two or four of one where the CPU's registers are shorter."""
-
-I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-F16, F32 = ir.HalfType(), ir.FloatType()
-POINTER = ir.PointerType()
-MAGNITUDE_BITS = 0x7FFFFFFF
-MAX_PEAK_BITS = 0x7B800000
-"""2**120 as fp32: `p2ptrain.codecs.blockwise.MAX_PEAK`."""
-MIN_PEAK = 2.0**-100
 ROUNDER = 1.5 * 2.0**23
 INFINITY_BITS = 0x7F800000
 FP16_LIMIT_BITS = 0x477FF000
@@ -39,85 +43,19 @@ FP16_LIMIT_BITS = 0x477FF000
 BF16_LIMIT_BITS = 0x7F7F8000
 """The smallest fp32 that rounds to infinity in bfloat16."""
 
-Value = Any
-"""A value of the IR; llvmlite is not annotated."""
+
+def _ordered(block: Block, bits: Value) -> Value:
+    """Bits of fp32 to i32 in the same order, or back; scalars or vectors."""
+    build = block.build
+    one, last = (I32(1), I32(31)) if bits.type == I32 else (all_lanes(I32, 1), all_lanes(I32, 31))
+    return build.xor(bits, build.lshr(build.ashr(bits, last), one))
 
 
-class Block:
-    """One block's work: vectors and scalars, and memory at byte offsets from the block's source and target.
-
-    Attributes:
-        build: The builder, at the place where code is added.
-        weight: The kernel's last argument, fp32.
-    """
-
-    def __init__(self, build: Any, source: Value, target: Value, weight: Value) -> None:
-        self.build = build
-        self.weight = weight
-        self._source = source
-        self._target = target
-
-    def load(self, kind: Any, offset: int) -> Value:
-        """Read a value of this type from the source."""
-        return self.build.load(self._at(self._source, offset), typ=kind, align=1)
-
-    def load_target(self, kind: Any, offset: int) -> Value:
-        """Read a value of this type from the target."""
-        return self.build.load(self._at(self._target, offset), typ=kind, align=1)
-
-    def store(self, value: Value, offset: int) -> None:
-        """Write to the target."""
-        self.build.store(value, self._at(self._target, offset), align=1)
-
-    def _at(self, base: Value, offset: int) -> Value:
-        return self.build.gep(base, [I64(offset)], source_etype=I8)
-
-    def splat(self, value: Value) -> Value:
-        """A scalar in all lanes."""
-        undefined = ir.Constant(vector(value.type), ir.Undefined)
-        first = self.build.insert_element(undefined, value, I32(0))
-        return self.build.shuffle_vector(first, undefined, all_lanes(I32, 0))
-
-    def at_least_floor(self, value: Value) -> Value:
-        """The larger of an fp32 scalar and 2**-100."""
-        floor = F32(MIN_PEAK)
-        return self.build.select(self.build.fcmp_ordered(">", value, floor), value, floor)
-
-    def extreme(self, vectors: list[Value], sign: str, intrinsic: str) -> Value:
-        """The largest (``>``, ``smax``) or smallest (``<``, ``smin``) i32 of all lanes of all vectors."""
-        while len(vectors) > 1:
-            rest = vectors[len(vectors) // 2 * 2 :]
-            pairs = zip(vectors[::2], vectors[1::2], strict=False)
-            vectors = [self.build.select(self.build.icmp_signed(sign, a, b), a, b) for a, b in pairs] + rest
-        name = f"llvm.vector.reduce.{intrinsic}.v{LANES}i32"
-        module = self.build.module
-        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(I32, [vector(I32)]), name)
-        return self.build.call(function, vectors)
-
-    def magnitudes(self, num_values: int) -> list[Value]:
-        """The bits of the magnitudes of the fp32 values in the source."""
-        mask = all_lanes(I32, MAGNITUDE_BITS)
-        return [self.build.and_(self.load(vector(I32), 4 * i), mask) for i in range(0, num_values, LANES)]
-
-    def ordered(self, bits: Value) -> Value:
-        """Bits of fp32 to i32 in the same order, or back; scalars or vectors."""
-        one, last = (I32(1), I32(31)) if bits.type == I32 else (all_lanes(I32, 1), all_lanes(I32, 31))
-        return self.build.xor(bits, self.build.lshr(self.build.ashr(bits, last), one))
-
-    def codes(self, values: Value, factor: Value) -> Value:
-        """``round_half_even(values * factor)`` in the low bits of i32 lanes; magnitudes below 2**22."""
-        rounded = self.build.fadd(self.build.fmul(values, factor), all_lanes(F32, ROUNDER))
-        return self.build.bitcast(rounded, vector(I32))
-
-
-def vector(kind: Any) -> Any:
-    """The type of `LANES` values."""
-    return ir.VectorType(kind, LANES)
-
-
-def all_lanes(kind: Any, value: float) -> Value:
-    """One constant in all lanes."""
-    return ir.Constant(vector(kind), [value] * LANES)
+def _codes(block: Block, values: Value, factor: Value) -> Value:
+    """``round_half_even(values * factor)`` in the low bits of i32 lanes; magnitudes below 2**22."""
+    build = block.build
+    rounded = build.fadd(build.fmul(values, factor), all_lanes(F32, ROUNDER))
+    return build.bitcast(rounded, vector(I32))
 
 
 @dataclass(frozen=True)
@@ -154,14 +92,14 @@ def encode_block(width: Width, block: Block) -> Value:
     """Quantise a block; returns whether it is refused."""
     build = block.build
     if width.affine:
-        ordered = [block.ordered(block.load(vector(I32), 4 * i)) for i in range(0, width.values, LANES)]
+        ordered = [_ordered(block, block.load(vector(I32), 4 * i)) for i in range(0, width.values, LANES)]
         low_bits, high_bits = block.extreme(ordered, "<", "smin"), block.extreme(ordered, ">", "smax")
-        low, high = (build.bitcast(block.ordered(bits), F32) for bits in (low_bits, high_bits))
+        low, high = (build.bitcast(_ordered(block, bits), F32) for bits in (low_bits, high_bits))
         low = build.fadd(low, F32(0.0))  # Of zeros of both signs this makes +0.
         peak = build.fsub(high, low)
         refused = build.or_(
             build.icmp_signed(">", high_bits, I32(MAX_PEAK_BITS)),
-            build.icmp_signed("<", low_bits, I32(~MAX_PEAK_BITS)),  # `ordered` of the bits of -2**120
+            build.icmp_signed("<", low_bits, I32(~MAX_PEAK_BITS)),  # `_ordered` of the bits of -2**120
         )
         block.store(low, 4)
         lows = block.splat(low)
@@ -177,7 +115,7 @@ def encode_block(width: Width, block: Block) -> Value:
 
     def codes(first: int) -> Value:
         values = block.load(vector(F32), 4 * first)
-        return block.codes(values if lows is None else build.fsub(values, lows), factor)
+        return _codes(block, values if lows is None else build.fsub(values, lows), factor)
 
     if width.bits == 8:
         for i in range(0, width.values, LANES):
@@ -209,7 +147,7 @@ def decode_block(width: Width, weighted: bool, block: Block) -> None:
         if lows is not None:
             decoded = build.fadd(decoded, lows)
         if weighted:
-            decoded = build.fadd(block.load_target(vector(F32), 4 * first), decoded)
+            decoded = build.fadd(block.target.load(vector(F32), 4 * first), decoded)
         block.store(decoded, 4 * first)
 
     if width.bits == 8:
@@ -262,7 +200,7 @@ def decode_dense(name: str, weighted: bool, block: Block) -> None:
             bits = build.zext(block.load(vector(I16), 2 * i), vector(I32))
             decoded = build.bitcast(build.shl(bits, all_lanes(I32, 16)), vector(F32))
         if weighted:
-            decoded = build.fadd(block.load_target(vector(F32), 4 * i), build.fmul(decoded, weights))
+            decoded = build.fadd(block.target.load(vector(F32), 4 * i), build.fmul(decoded, weights))
         block.store(decoded, 4 * i)
 
 
@@ -279,18 +217,9 @@ def validate_dense(name: str, block: Block) -> Value:
     return build.icmp_signed(">=", block.extreme(magnitudes, ">", "smax"), I32(infinity))
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """How a kernel moves through its source and target, and what it does with one block of each."""
-
-    source_bytes: int
-    target_bytes: int
-    emit: Callable[[Block], Value | None]
-
-
 def kernels() -> dict[str, Kernel]:
     """All kernels by their names: ``<operation>_<codec>``."""
-    found = {}
+    found = {**topk.kernels(), **lowrank.kernels()}
     for bits, values in ((8, 256), (4, 128)):
         for affine in (False, True):
             width = Width(bits, values, affine)
@@ -308,30 +237,3 @@ def kernels() -> dict[str, Kernel]:
         if name != "fp32":  # Of which decoding is a copy.
             found[f"decode_{name}"] = Kernel(encoded, raw, partial(decode_dense, name, False))
     return found
-
-
-def module_of(name: str, kernel: Kernel) -> str:
-    """The text of a module that defines the kernel."""
-    module = ir.Module(name)
-    function = ir.Function(module, ir.FunctionType(I32, [POINTER, POINTER, I64, F32]), name)
-    source, target, count, weight = function.args
-    entry, loop, done = (function.append_basic_block(label) for label in ("entry", "loop", "done"))
-    build = ir.IRBuilder(entry)
-    build.cbranch(build.icmp_signed(">", count, I64(0)), loop, done)
-    build.position_at_end(loop)
-    index, refused = build.phi(I64), build.phi(I32)
-    source_block = build.gep(source, [build.mul(index, I64(kernel.source_bytes))], source_etype=I8)
-    target_block = build.gep(target, [build.mul(index, I64(kernel.target_bytes))], source_etype=I8)
-    found = kernel.emit(Block(build, source_block, target_block, weight))
-    after = refused if found is None else build.or_(refused, build.zext(found, I32))
-    following = build.add(index, I64(1))
-    build.cbranch(build.icmp_signed("<", following, count), loop, done)
-    for phi, start, value in ((index, I64(0), following), (refused, I32(0), after)):
-        phi.add_incoming(start, entry)
-        phi.add_incoming(value, loop)
-    build.position_at_end(done)
-    result = build.phi(I32)
-    result.add_incoming(I32(0), entry)
-    result.add_incoming(after, loop)
-    build.ret(result)
-    return str(module)

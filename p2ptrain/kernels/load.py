@@ -27,7 +27,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 BUILD_SECONDS = 30.0
-"""How long the building process, which takes half a second of an idle CPU, may last."""
+"""How long the building process, which takes a second of an idle CPU, may last."""
 MAX_IMAGE_BYTES = 1 << 20
 
 _Function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_float)
@@ -57,7 +57,7 @@ class Kernel:
 def load_kernels() -> Mapping[str, Kernel]:
     """All kernels by their names, ``<operation>_<codec>``; nothing where there can be none (a log line says why).
 
-    Takes milliseconds, and half a second the first time on an installation: keep it off an event loop.
+    Takes milliseconds, and a second the first time on an installation: keep it off an event loop.
     """
     try:
         path = image_path()
@@ -68,7 +68,7 @@ def load_kernels() -> Mapping[str, Kernel]:
         _keep(image, path)
         return found
     except (OSError, ValueError, subprocess.SubprocessError, PackageNotFoundError) as error:
-        logger.warning("codecs stay with torch, which is slower: %s", error)
+        logger.warning("codecs stay without kernels, which is slower: %s", error)
         return {}
 
 
@@ -81,9 +81,8 @@ def image_path() -> Path:
     if sys.platform != "linux" or platform.machine() != "x86_64":
         raise OSError(f"no kernels for {sys.platform} on {platform.machine()}")
     digest = hashlib.sha256(f"{version('llvmlite')} {_cpu()}".encode())
-    folder = Path(__file__).parent
-    for name in ("build.py", "code.py", "link.py", "load.py"):
-        digest.update((folder / name).read_bytes())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
     return Path(importlib.util.cache_from_source(__file__)).with_name(f"kernels-{digest.hexdigest()[:16]}.bin")
 
 

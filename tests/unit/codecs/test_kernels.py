@@ -1,4 +1,4 @@
-"""With kernels, codecs compute the bits that they compute with torch, refuse what they refuse, and stay in bounds."""
+"""With kernels, codecs compute the bits that they compute without, refuse the same, and stay in bounds."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
 from p2ptrain.codecs.blockwise import BlockwiseCodec, HalfByteCodes
 from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.powersgd import PowerSgdCodec
 from p2ptrain.kernels import Kernel, load_kernels
 from p2ptrain.kernels.build import build_image, target_machine
-from p2ptrain.kernels.load import unpack
+from p2ptrain.kernels.code import kernels as all_kernels
+from p2ptrain.kernels.load import pack, unpack
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are kernels for x86-64 only")
 
-every_codec = pytest.mark.parametrize("name", codec_names())
-LONGEST = 2000
+NAMES = [name for name in codec_names() if isinstance(get_codec(name), KernelCodec)]
+every_codec = pytest.mark.parametrize("name", NAMES)
+every_encoder = pytest.mark.parametrize("name", [name for name in NAMES if f"encode_{name}" in all_kernels()])
 KINDS = ("gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments")
 
 
@@ -33,14 +36,26 @@ def kernels() -> Mapping[str, Kernel]:
     return found
 
 
+def fresh(name: str) -> KernelCodec:
+    """A codec of its own for the test, without kernels."""
+    codec = type(get_codec(name))()
+    assert isinstance(codec, KernelCodec)
+    assert not codec.kernels
+    return codec
+
+
 def pair(name: str, kernels: Mapping[str, Kernel]) -> tuple[KernelCodec, KernelCodec]:
-    """The codec with torch alone, and with kernels."""
-    kind = type(get_codec(name))
-    plain, native = kind(), kind()
+    """The codec without kernels, and with them."""
+    plain, native = fresh(name), fresh(name)
     native.kernels = warm.kernels_of(native, kernels)
-    assert {"encode", "accumulate"} <= native.kernels.keys()
-    assert not plain.kernels
+    assert "accumulate" in native.kernels
     return plain, native
+
+
+def longest(name: str) -> int:
+    """So many values that there are whole blocks of the kernels, and a shorter one."""
+    size = get_codec(name).block_size
+    return 2000 if size <= 256 else max(9000, size + size // 8)
 
 
 def values_of(kind: str, length: int, generator: np.random.Generator) -> np.ndarray:
@@ -62,12 +77,12 @@ def values_of(kind: str, length: int, generator: np.random.Generator) -> np.ndar
 
 
 @st.composite
-def vectors(draw: st.DrawFn) -> torch.Tensor:
+def vectors(draw: st.DrawFn, longest: int) -> torch.Tensor:
     """Runs of values of all kinds, at times with one that is not finite or too large."""
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     with np.errstate(all="ignore"):
         runs = [
-            values_of(draw(st.sampled_from(KINDS)), draw(st.integers(0, LONGEST // 4)), generator)
+            values_of(draw(st.sampled_from(KINDS)), draw(st.integers(0, longest // 4)), generator)
             for _ in range(draw(st.integers(0, 4)))
         ]
     vector = np.concatenate([*runs, np.empty(0, dtype=np.float32)])
@@ -89,13 +104,14 @@ def encoded_or_refusal(codec: KernelCodec, vector: torch.Tensor) -> bytes | str:
         return str(error)
 
 
-@every_codec
+@every_encoder
 @settings(deadline=None, max_examples=60)
-@given(vector=vectors())
+@given(data=st.data())
 def test_kernels_encode_the_same_bytes_and_refuse_the_same_values(
-    name: str, kernels: Mapping[str, Kernel], vector: torch.Tensor
+    name: str, kernels: Mapping[str, Kernel], data: st.DataObject
 ) -> None:
     plain, native = pair(name, kernels)
+    vector = data.draw(vectors(longest(name)))
     before = vector.clone()
     assert encoded_or_refusal(native, vector) == encoded_or_refusal(plain, vector)
     assert same_bits(vector, before)
@@ -112,22 +128,26 @@ def received(codec: KernelCodec, generator: np.random.Generator, num_values: int
             data[end - len(codes) : end] = codes
             if length % 2 and isinstance(codec, HalfByteCodes):
                 data[end - 1] &= 15  # The unused half of a byte.
+    elif isinstance(codec, PowerSgdCodec):
+        factor_bytes = 4 + 256
+        for start in range(0, codec.encoded_bytes(num_values // codec.block_size * codec.block_size), factor_bytes):
+            data[start + 4 : start + factor_bytes] = generator.bytes(256)
     return bytes(data)
 
 
 @every_codec
 @settings(deadline=None, max_examples=40)
 @given(
-    num_values=st.integers(0, LONGEST),
+    fraction=st.floats(0, 1),
     seed=st.integers(0, 2**32),
     weight=st.sampled_from([1.0, -1.0, 0.0, -0.0, 1 / 3, 2.0**-130, 1e30]),
     shift=st.integers(0, 7),
 )
 def test_kernels_decode_and_accumulate_the_same_bits_from_any_buffer(
-    name: str, kernels: Mapping[str, Kernel], num_values: int, seed: int, weight: float, shift: int
+    name: str, kernels: Mapping[str, Kernel], fraction: float, seed: int, weight: float, shift: int
 ) -> None:
     plain, native = pair(name, kernels)
-    generator = np.random.default_rng(seed)
+    generator, num_values = np.random.default_rng(seed), round(fraction * longest(name))
     data = received(plain, generator, num_values)
     unaligned = memoryview(bytes(shift) + data)[shift:]
     assert unaligned.readonly
@@ -145,7 +165,7 @@ def test_kernels_decode_and_accumulate_the_same_bits_from_any_buffer(
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", [1, 127, 128, 256, 257, 640, 1000])
+@pytest.mark.parametrize("num_values", [1, 127, 128, 256, 257, 640, 1000, 4096, 8500, 65_536, 71_000])
 def test_kernels_write_nothing_outside_of_their_target(
     name: str, kernels: Mapping[str, Kernel], num_values: int
 ) -> None:
@@ -182,9 +202,10 @@ def test_kernels_refuse_received_values_that_are_not_finite(
 @every_codec
 def test_encoding_into_read_only_memory_is_the_callers_mistake(name: str, kernels: Mapping[str, Kernel]) -> None:
     for codec in pair(name, kernels):
-        data = bytes(codec.encoded_bytes(512))
+        num_values = 2 * codec.kernel_values
+        data = bytes(codec.encoded_bytes(num_values))
         with pytest.raises(ValueError, match="read-only"):
-            codec.encode_into(torch.ones(512), memoryview(data))
+            codec.encode_into(torch.ones(num_values), memoryview(data))
         assert not any(data)
 
 
@@ -192,7 +213,7 @@ def test_kernels_that_compute_something_else_are_not_used(
     kernels: Mapping[str, Kernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wrong = {**kernels, "accumulate_int8": kernels["decode_int8"]}
-    codecs = {name: type(get_codec(name))() for name in codec_names()}
+    codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
     monkeypatch.setattr(warm, "load_kernels", lambda: wrong)
     assert not warm.warm_up()
@@ -209,7 +230,7 @@ def test_warming_up_gives_every_codec_its_kernels_and_is_done_once(
         calls.append("load")
         return kernels
 
-    codecs = {name: type(get_codec(name))() for name in codec_names()}
+    codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
     monkeypatch.setattr(warm, "load_kernels", load)
     assert warm.warm_up()
@@ -217,12 +238,23 @@ def test_warming_up_gives_every_codec_its_kernels_and_is_done_once(
     assert len(calls) == 1
 
 
-def test_without_kernels_codecs_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    codecs = {name: type(get_codec(name))() for name in codec_names()}
+def test_without_kernels_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
     monkeypatch.setattr(warm, "load_kernels", dict)
     assert not warm.warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
+
+
+@every_codec
+def test_kernels_that_compute_something_else_are_noticed(name: str, kernels: Mapping[str, Kernel]) -> None:
+    codec = fresh(name)
+    own = warm.kernels_of(codec, kernels)
+    assert warm.agree(codec, own)
+    for operation in own.keys() - {"validate"}:
+        # That write nothing, and refuse nothing (xor eax, eax; ret) or everything (mov eax, 1; ret).
+        for code in (b"\x31\xc0\xc3", b"\xb8\x01\x00\x00\x00\xc3"):
+            assert not warm.agree(codec, {**own, **unpack(pack({operation: 0}, code))})
 
 
 @pytest.mark.parametrize(("cpu", "flag"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512vl")])
@@ -230,8 +262,8 @@ def test_kernels_for_other_cpus_compute_the_same_bits(cpu: str, flag: str) -> No
     if flag not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this CPU has no {flag}")
     found = unpack(build_image(target_machine(cpu)))
-    for name in codec_names():
-        codec = type(get_codec(name))()
+    for name in NAMES:
+        codec = fresh(name)
         kernels = warm.kernels_of(codec, found)
         assert kernels
         assert warm.agree(codec, kernels), name

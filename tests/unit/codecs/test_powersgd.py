@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import struct
-import sys
 
 import pytest
 import torch
@@ -13,9 +12,11 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.codecs import powersgd as powersgd_module
-from p2ptrain.codecs.powersgd import MIN_TILE, RANK, SIDE
+from p2ptrain.codecs.powersgd import MIN_TILE, RANK, SIDE, PowerSgdCodec
+from p2ptrain.codecs.warm import kernels_of
+from p2ptrain.kernels import load_kernels
 
-POWERSGD, INT8 = get_codec("powersgd"), get_codec("int8")
+POWERSGD, INT8 = PowerSgdCodec(), get_codec("int8")
 TILE = SIDE * SIDE
 FACTOR_BYTES = RANK * (SIDE + 4)
 
@@ -133,8 +134,14 @@ def test_zeros_come_back_as_zeros() -> None:
     assert not round_trip(vector)[TILE:].any()
 
 
-def test_decoding_adds_the_products_of_rounded_factors_one_by_one() -> None:
+@pytest.mark.parametrize("native", [False, True], ids=["plain", "kernels"])
+def test_decoding_adds_the_products_of_rounded_factors_one_by_one(native: bool) -> None:
     """Against single fp32 operations done here: no other order, no fused multiply-add."""
+    codec = PowerSgdCodec()
+    if native:
+        codec.kernels = kernels_of(codec, load_kernels())
+        if not codec.kernels:
+            pytest.skip("this machine has no kernels")
     encoded = POWERSGD.encode(gaussian(TILE))
     left, right = torch.empty(RANK * SIDE), torch.empty(RANK * SIDE)
     INT8.decode_into(encoded[:FACTOR_BYTES], left)
@@ -146,27 +153,13 @@ def test_decoding_adds_the_products_of_rounded_factors_one_by_one() -> None:
         expected = expected + torch.outer(left[rank], right[rank])
         fused = (fused.double() + torch.outer(left[rank].double(), right[rank].double())).float()
     out = torch.empty(TILE)
-    POWERSGD.decode_into(encoded, out)
+    codec.decode_into(encoded, out)
     assert torch.equal(out, expected.flatten())
     assert not torch.equal(out, fused.flatten())
-
-
-def test_without_numba_the_same_bits_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = gaussian(2 * TILE + 5000)
-    encoded, decoded = POWERSGD.encode(vector), round_trip(vector)
-    total = gaussian(len(vector), seed=1)
-    expected = total.clone()
-    POWERSGD.accumulate_into(encoded, 0.3, expected)
-    monkeypatch.setitem(sys.modules, "p2ptrain.codecs.lowrank_kernels", None)
-    monkeypatch.delattr("p2ptrain.codecs.lowrank_kernels")
-    powersgd_module._products.cache_clear()
-    try:
-        assert isinstance(powersgd_module._products(), powersgd_module._PlainProducts)
-        assert torch.equal(round_trip(vector), decoded)
-        POWERSGD.accumulate_into(encoded, 0.3, total)
-        assert torch.equal(total, expected)
-    finally:
-        powersgd_module._products.cache_clear()
+    start = gaussian(TILE, seed=1)
+    total = start.clone()
+    codec.accumulate_into(encoded, 0.3, total)
+    assert torch.equal(total, start + expected.flatten() * torch.tensor(0.3))
 
 
 @pytest.mark.parametrize("num_values", [100, 5000, TILE, TILE + 100])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -13,12 +12,23 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import CodecError, get_codec, topk_kernels, topk_rows
-from p2ptrain.codecs import topk as topk_module
-from p2ptrain.codecs.topk_rows import row_bytes
+from p2ptrain.codecs import CodecError
+from p2ptrain.codecs.topk import TopKCodec
+from p2ptrain.codecs.warm import kernels_of
+from p2ptrain.kernels import load_kernels
 
-TOPK = get_codec("topk")
+TOPK = TopKCodec()
 CHUNK = TOPK.block_size
+
+
+@pytest.fixture(scope="module")
+def native() -> TopKCodec:
+    """The codec with kernels; `TOPK` has none."""
+    codec = TopKCodec()
+    codec.kernels = kernels_of(codec, load_kernels())
+    if not codec.kernels:
+        pytest.skip("this machine has no kernels")
+    return codec
 
 
 def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
@@ -160,57 +170,77 @@ special = {
 
 
 @pytest.mark.parametrize("name", special)
-def test_compiled_and_plain_code_give_the_same_bytes_and_bits(name: str) -> None:
-    values = special[name]().numpy().reshape(-1, CHUNK)
-    shape = (len(values), row_bytes(CHUNK))
-    compiled, plain = np.full(shape, 1, np.uint8), np.full(shape, 2, np.uint8)
-    assert topk_kernels.encode(values.view(np.int32), compiled)
-    assert topk_rows.encode(values.view(np.int32), plain)
-    assert compiled.tobytes() == plain.tobytes()
-    assert topk_kernels.check(compiled) == topk_rows.check(plain, CHUNK) == topk_rows.WELL_FORMED
-    outs = [np.full(values.shape, 7, np.float32) for _ in range(2)]
-    assert topk_kernels.decode(compiled, outs[0])
-    assert topk_rows.decode(plain, outs[1])
-    assert outs[0].tobytes() == outs[1].tobytes()
-    assert topk_kernels.add(compiled, np.float32(-0.3), outs[0])
-    assert topk_rows.add(plain, np.float32(-0.3), outs[1])
-    assert outs[0].tobytes() == outs[1].tobytes()
+def test_kernels_and_plain_code_give_the_same_bytes_and_bits(name: str, native: TopKCodec) -> None:
+    vector = torch.cat([special[name](), gaussian(100)])
+    encoded = TOPK.encode(vector)
+    assert native.encode(vector) == encoded
+    outs = [torch.full_like(vector, 7) for _ in range(2)]
+    for codec, out in zip((TOPK, native), outs, strict=True):
+        codec.validate(encoded, len(vector))
+        codec.decode_into(encoded, out)
+    assert torch.equal(*(out.view(torch.int32) for out in outs))
+    for codec, out in zip((TOPK, native), outs, strict=True):
+        codec.accumulate_into(encoded, -0.3, out)
+    assert torch.equal(*(out.view(torch.int32) for out in outs))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 1.01 * 2.0**120, -3e38])
 @pytest.mark.parametrize("where", [0, 255, 256, 4095, 4096, 4999])
-def test_values_that_do_not_fit_are_refused(bad: float, where: int) -> None:
+def test_values_that_do_not_fit_are_refused(bad: float, where: int, native: TopKCodec) -> None:
     vector = gaussian(5000)
     vector[where] = bad
-    with pytest.raises(CodecError, match=r"2\*\*120"):
-        TOPK.encode(vector)
+    for codec in (TOPK, native):
+        with pytest.raises(CodecError, match=r"2\*\*120"):
+            codec.encode(vector)
 
 
-def test_both_find_the_same_faults_in_random_bytes() -> None:
+def test_chunks_full_of_values_that_do_not_fit_are_refused(native: TopKCodec) -> None:
+    for bits in (-1, 2**31 - 1, 0x7B800001, 0x7F800000):
+        vector = torch.full((3 * CHUNK,), bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
+        for codec in (TOPK, native):
+            with pytest.raises(CodecError, match=r"2\*\*120"):
+                codec.encode(vector)
+
+
+def refusal(codec: TopKCodec, operation: str, data: bytes, num_values: int) -> str | None:
+    try:
+        if operation == "validate":
+            codec.validate(data, num_values)
+        else:
+            codec.decode_into(data, torch.zeros(num_values))
+    except CodecError as error:
+        return str(error)
+    return None
+
+
+def test_both_find_the_same_faults_in_random_bytes(native: TopKCodec) -> None:
     generator = np.random.default_rng(0)
     faults = set()
-    for trial in range(300):
-        data = np.frombuffer(TOPK.encode(gaussian(CHUNK, seed=trial)), np.uint8).reshape(1, -1).copy()
+    for trial in range(400):
+        data = TOPK.encode(gaussian(2 * CHUNK, seed=trial))
         for _ in range(trial % 3):
-            data[0, generator.integers(data.shape[1])] ^= 1 << generator.integers(8)
-        fault = topk_rows.check(data, CHUNK)
-        assert topk_kernels.check(data) == fault
-        out = np.zeros((1, CHUNK), np.float32)
-        assert topk_kernels.decode(data, out) == topk_rows.decode(data, out)
-        faults.add(fault)
-    assert {topk_rows.WELL_FORMED, topk_rows.BAD_INDEX, topk_rows.BAD_LEVEL} <= faults
+            # Bytes of levels at times, which are few, and of the field of buckets.
+            at = generator.integers([len(data), 20, 4, 84][trial % 4])
+            data[at] ^= 1 << generator.integers(8)
+        found = [refusal(codec, "validate", bytes(data), 2 * CHUNK) for codec in (TOPK, native)]
+        assert found[0] == found[1]
+        decoded = [refusal(codec, "decode", bytes(data), 2 * CHUNK) for codec in (TOPK, native)]
+        assert decoded[0] == decoded[1]
+        faults.add(found[0])
+    assert len(faults) == 3  # Nothing wrong, levels, indices.
 
 
 @pytest.mark.parametrize("num_values", [CHUNK, 130])
-def test_any_bytes_decode_without_touching_other_memory(num_values: int) -> None:
+def test_any_bytes_decode_without_touching_other_memory(num_values: int, native: TopKCodec) -> None:
     generator = np.random.default_rng(1)
-    for _ in range(200):
+    for trial in range(200):
+        codec = (TOPK, native)[trial % 2]
         data = generator.bytes(TOPK.encoded_bytes(num_values))
         around = torch.full((num_values + 256,), 5.0)
         with pytest.raises(CodecError):
-            TOPK.validate(data, num_values)
+            codec.validate(data, num_values)
         with contextlib.suppress(CodecError):
-            TOPK.decode_into(data, around[128:-128])
+            codec.decode_into(data, around[128:-128])
         assert bool((around[:128] == 5).all())
         assert bool((around[-128:] == 5).all())
 
@@ -240,24 +270,10 @@ def faulty(num_values: int, at: int, change: int) -> bytearray:
         (100, 7, 0x10, "unused"),
     ],
 )
-def test_malformed_bytes_are_refused(num_values: int, at: int, change: int, reason: str) -> None:
-    with pytest.raises(CodecError, match=reason):
-        TOPK.validate(faulty(num_values, at, change), num_values)
-
-
-def test_without_numba_the_same_bytes_are_written_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = gaussian(3 * CHUNK + 100)
-    encoded, decoded = TOPK.encode(vector), round_trip(vector)
-    monkeypatch.setitem(sys.modules, "p2ptrain.codecs.topk_kernels", None)
-    monkeypatch.delattr("p2ptrain.codecs.topk_kernels")
-    topk_module._whole_rows.cache_clear()
-    try:
-        assert topk_module._whole_rows() is topk_rows
-        assert TOPK.encode(vector) == encoded
-        assert torch.equal(round_trip(vector), decoded)
-        TOPK.validate(encoded, len(vector))
-    finally:
-        topk_module._whole_rows.cache_clear()
+def test_malformed_bytes_are_refused(num_values: int, at: int, change: int, reason: str, native: TopKCodec) -> None:
+    for codec in (TOPK, native):
+        with pytest.raises(CodecError, match=reason):
+            codec.validate(faulty(num_values, at, change), num_values)
 
 
 def test_gathered_contributions_add_up_to_the_same_bits_for_all_who_keep_the_order() -> None:
