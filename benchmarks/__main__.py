@@ -2,6 +2,8 @@
 
 python -m benchmarks --json results/all.json
 python -m benchmarks --only download
+
+Of the comparison with hivemind's averaging this measures rounds alone; ``make bench-averaging`` measures all of it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from benchmarks.harness import format_table, machine
 
 BENCHMARKS: dict[str, list[str]] = {
     "codecs": ["benchmarks.bench_codecs"],
-    "round": ["benchmarks.bench_round", "--peers", "2"],
-    "round4": ["benchmarks.bench_round", "--peers", "4", "--codecs", "int8"],
+    "averaging": ["benchmarks.bench_averaging", "--only", "rounds"],
     "overhead": ["benchmarks.bench_overhead"],
     "download": ["benchmarks.bench_download"],
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
@@ -83,14 +84,9 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
             (f"{name}: int8 {operation}, of the speed of a copy", f"{ratios[f'int8 {operation}']:.2f}", "")
             for operation in ("encode", "decode")
         ]
-    if name.startswith("round"):
-        ours, theirs = found["p2ptrain int8"], found["hivemind"]
-        rows = [
-            (f"{name}: {what}, of hivemind's", f"{ours[field]['median'] / theirs[field]['median']:.2f}", "")
-            for what, field in (("time of a round", "seconds"), ("CPU time", "cpu_seconds"))
-        ]
-        memory = ours["peak_pss_bytes"] / theirs["peak_pss_bytes"]
-        return [*rows, (f"{name}: peak memory, of hivemind's", f"{memory:.2f}", "")]
+    if name == "averaging":
+        compared = [one for section in found.values() for one in section["findings"] if one["against"] == "hivemind"]
+        return [(f"{name}: {one['what']}, of hivemind's", f"{one['value']:.2f}", "") for one in compared]
     if name == "overhead":
         return [
             (f"{name}: {what}, of plain torch", f"{found[field]['median']:.3f}", _percent(found[field]["spread"]))

@@ -71,7 +71,7 @@ def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) 
         with ExitStack() as stack:
             alone = start(stack, kind)
             turn(alone, every)
-            memory[kind] = memory_of_round(alone, lambda workers=alone: turn(workers, 2 * every))[1]  # type: ignore[misc]
+            memory[kind] = memory_of_round(alone, lambda workers=alone: turn(workers, 2 * every)).peak  # type: ignore[misc]
     seen: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
         running = {kind: start(stack, kind) for kind in KINDS}

@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,18 @@ class Measured:
             return 0.0
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return (high - low) / 2 / self.median
+
+    def quantile(self, share: float) -> float:
+        """The value that this share of the values does not exceed, interpolated."""
+        ordered = sorted(self.values)
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    def __str__(self) -> str:
+        """Median and spread, for a table."""
+        return f"{self.median:.3f} ±{100 * self.spread:.0f} %"
 
     def to_json(self) -> dict[str, Any]:
         """Median, spread and all values."""
@@ -145,21 +158,31 @@ def pss_bytes(processes: Iterable[psutil.Process]) -> int:
 
 
 class PeakMemory:
-    """Samples the summed PSS of process trees from a thread; ``with PeakMemory(pids) as peak: ...; peak.bytes``.
+    """Samples the PSS of process trees from a thread; ``with PeakMemory(pids) as peak: ...; peak.bytes``.
 
-    Sampling makes the kernel walk page tables, so do not time what runs meanwhile.
+    Sampling makes the kernel walk page tables, so do not time what runs meanwhile. What the trees start meanwhile does
+    not count.
+
+    Attributes:
+        bytes: The most that all trees had at one time.
+        each: By tree: the most that it had.
+        now: By tree: the last sample.
     """
 
     def __init__(self, pids: Sequence[int], interval_seconds: float = 0.05) -> None:
         self.bytes = 0
-        self._pids = tuple(pids)
+        self.each = [0] * len(pids)
+        self.now = [0] * len(pids)
+        self._trees = [process_trees([pid]) for pid in pids]
         self._interval_seconds = interval_seconds
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
 
     def _sample(self) -> None:
         while True:
-            self.bytes = max(self.bytes, pss_bytes(process_trees(self._pids)))
+            self.now = [pss_bytes(tree) for tree in self._trees]
+            self.each = [max(pair) for pair in zip(self.each, self.now, strict=True)]
+            self.bytes = max(self.bytes, sum(self.now))
             if self._done.wait(self._interval_seconds):
                 return
 
@@ -172,6 +195,26 @@ class PeakMemory:
     ) -> None:
         self._done.set()
         self._thread.join()
+
+
+def exit_on_sigterm() -> None:
+    """Have SIGTERM end this process as an exception does, so that contexts end what they started; once is enough."""
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold back SIGTERM and SIGINT while something is cleaned up."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_processes(processes: Sequence[psutil.Process], grace_seconds: float = 5.0) -> None:

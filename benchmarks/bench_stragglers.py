@@ -1,0 +1,211 @@
+"""What one slow or stopped peer of four costs the others, p2ptrain against hivemind.
+
+A peer is slowed to a tenth by stopping and continuing all its processes (SIGSTOP, SIGCONT) ten times a second, as a
+CPU quota does, and stopped for good by SIGSTOP once it knows its group. Counted is until the last of the others has its
+result: for p2ptrain from before matchmaking, in which the peer is slow already; for hivemind from when the group has
+been found at full speed. p2ptrain's grace period is its default; hivemind may wait as long for a peer's next chunk.
+Part of `benchmarks.bench_averaging`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from benchmarks.findings import Finding, Section
+from benchmarks.harness import Measured, process_trees, session_processes
+from benchmarks.swarms import AveragingSwarm, HivemindSwarm, P2PTrainSwarm, Setup
+
+PEERS = 4
+CODEC = "int8"
+GRACE_SECONDS = 3.0
+SPEED = 0.1
+PERIOD_SECONDS = 0.1
+SETTLE_SECONDS = 1.0
+GOAL = 1.2
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One round beside a straggler.
+
+    Attributes:
+        seconds: Until the others had their result; infinite when one of them never had.
+        note: What became of a round that failed for one of the others; else empty.
+        share: Of the time that the straggler was let run.
+    """
+
+    seconds: float
+    note: str = ""
+    share: float = 1.0
+
+
+def processes_of(swarm: AveragingSwarm, index: int) -> list[psutil.Process]:
+    """All processes of one peer, daemons and forked ones included."""
+    pid = swarm.all[index].process.pid
+    return [*{*process_trees([pid]), *session_processes([pid])}]
+
+
+def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+@contextlib.contextmanager
+def slowed(processes: Sequence[psutil.Process]) -> Iterator[list[float]]:
+    """Let these processes run for a tenth of the time, while this context lasts; gives each turn's share, as it was."""
+    over = threading.Event()
+    shares: list[float] = []
+
+    def drive() -> None:
+        while not over.is_set():
+            stopped_at = time.monotonic()
+            _signal(processes, signal.SIGSTOP)
+            over.wait(PERIOD_SECONDS * (1 - SPEED))
+            continued_at = time.monotonic()
+            _signal(processes, signal.SIGCONT)
+            over.wait(PERIOD_SECONDS * SPEED)
+            now = time.monotonic()
+            if not over.is_set():  # The last turn is cut short.
+                shares.append((now - continued_at) / (now - stopped_at))
+
+    driver = threading.Thread(target=drive, name="duty-cycle", daemon=True)
+    driver.start()
+    try:
+        yield shares
+    finally:
+        over.set()
+        driver.join()
+        _signal(processes, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
+    """Stop these processes, while this context lasts."""
+    try:
+        _signal(processes, signal.SIGSTOP)
+        yield
+    finally:
+        _signal(processes, signal.SIGCONT)
+
+
+def _others(swarm: AveragingSwarm, victim: int, started: float) -> Taken:
+    """Hear all peers but one."""
+    answers = [swarm.outcome(index) for index in range(len(swarm.all)) if index != victim]
+    failures = [answer["failed"] for answer in answers if "failed" in answer]
+    if failures:
+        return Taken(float("inf"), failures[0])
+    return Taken(max(answer["finished"] for answer in answers) - started)
+
+
+def normal_round(swarm: AveragingSwarm, victim: int) -> Taken:
+    """With all peers at full speed."""
+    started = swarm.go()
+    taken = _others(swarm, victim, started)
+    swarm.outcome(victim)
+    return taken
+
+
+def slow_round(swarm: AveragingSwarm, victim: int) -> Taken:
+    """With one peer at a tenth of its speed."""
+    with slowed(processes_of(swarm, victim)) as shares:
+        started = swarm.go()
+        taken = _others(swarm, victim, started)
+    swarm.outcome(victim)
+    return replace(taken, share=statistics.fmean(shares or [SPEED]))
+
+
+def stopped_round(swarm: AveragingSwarm, victim: int) -> Taken:
+    """With one peer that stops for good once its group stands."""
+    processes = processes_of(swarm, victim)
+    started = swarm.go()
+    swarm.wait_until_standing(victim)
+    with stopped(processes):
+        return replace(_others(swarm, victim, started), share=0.0)
+
+
+KINDS: dict[str, Callable[[AveragingSwarm, int], Taken]] = {
+    "normal": normal_round,
+    "slow": slow_round,
+    "stopped": stopped_round,
+}
+
+
+def measure(make: Callable[[], AveragingSwarm], turns: int) -> dict[str, list[Taken]]:
+    """Rounds of all kinds in turn. After a failure, and after a stopped peer, another swarm goes on."""
+    found: dict[str, list[Taken]] = {kind: [] for kind in KINDS}
+    for _ in range(turns):
+        left = list(KINDS)
+        while left:
+            with make() as swarm:
+                _fresh(swarm)
+                normal_round(swarm, PEERS - 1)
+                while left:
+                    kind = left.pop(0)
+                    time.sleep(SETTLE_SECONDS)
+                    try:
+                        _fresh(swarm)
+                        found[kind].append(KINDS[kind](swarm, PEERS - 1))
+                    except RuntimeError as error:
+                        found[kind].append(Taken(float("inf"), str(error)))
+                        break
+    return found
+
+
+def _fresh(swarm: AveragingSwarm) -> None:
+    """Let no round suffer from the one before."""
+    if isinstance(swarm, P2PTrainSwarm):
+        swarm.anew()
+    swarm.prepare()
+
+
+def compare(num_values: int, turns: int, log: str | None, hivemind_python: str) -> Section:
+    """Both contenders, one after the other; each is compared with itself at full speed."""
+    setup = Setup(PEERS, num_values, CODEC, GRACE_SECONDS, log=log, hivemind_python=hivemind_python)
+    section = Section(
+        f"The others' round beside a straggler, {PEERS} x {num_values / 1e6:g}M {CODEC}",
+        ("", "one peer is", "its speed", "others' round (s)", "worst (s)", "of normal + grace", "failed"),
+        notes=[
+            f"Slow: a peer's processes run {SPEED:.0%} of the time (SIGSTOP and SIGCONT every {PERIOD_SECONDS} s). "
+            f"Grace: {GRACE_SECONDS:g} s. hivemind's matchmaking is not counted."
+        ],
+    )
+    contenders: dict[str, Callable[[], AveragingSwarm]] = {
+        "p2ptrain": lambda: P2PTrainSwarm(setup),
+        "hivemind": lambda: HivemindSwarm(setup),
+    }
+    for name, make in contenders.items():
+        found = measure(make, turns)
+        normal = _seconds(found["normal"]).median
+        for kind, rounds in found.items():
+            failures = [taken.note for taken in rounds if taken.note]
+            seconds = _seconds(rounds)
+            ratio = seconds.median / (normal + GRACE_SECONDS)
+            share = statistics.fmean(taken.share for taken in rounds)
+            section.rows.append(
+                (name, kind, f"{share:.2f}", f"{seconds.median:.2f}", f"{max(seconds.values):.2f}",
+                 f"{ratio:.2f}" if kind != "normal" else "", f"{len(failures)} of {len(rounds)}")
+            )  # fmt: skip
+            section.results[f"{name} {kind}"] = {
+                "seconds": [taken.seconds if not taken.note else None for taken in rounds],
+                "speed": [taken.share for taken in rounds],
+                "failures": failures,
+            }
+            if kind != "normal" and name == "p2ptrain":
+                what = f"the others' round beside a {kind} peer"
+                section.findings.append(Finding(what, ratio, "normal + grace", GOAL))
+            section.notes += [f"{name}, {kind}: {failure}" for failure in sorted(set(failures))]
+    return section
+
+
+def _seconds(rounds: Sequence[Taken]) -> Measured:
+    """Those of rounds that did not fail; infinite when all did."""
+    return Measured(tuple(taken.seconds for taken in rounds if not taken.note) or (float("inf"),))
