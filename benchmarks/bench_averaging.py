@@ -108,9 +108,10 @@ def stragglers(options: argparse.Namespace) -> Section:
 
 
 def profile(options: argparse.Namespace) -> Section:
-    """Where p2ptrain's CPU time goes, 2 peers, the first size's values, int8."""
+    """Where p2ptrain's CPU time goes, for the first size."""
     peers, num_values = (options.sizes or [size(SIZES[0])])[0]
-    return bench_profile.profile(Setup(peers, num_values, "int8", log=options.log), PROFILE_ROUNDS)
+    setups = [Setup(peers, num_values, codec, log=options.log) for codec in options.codecs]
+    return bench_profile.profile(setups, PROFILE_ROUNDS)
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Section | None]] = {

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.bench_round import describe
 from benchmarks.findings import Section
 from benchmarks.harness import Measured, process_trees
 from benchmarks.swarms import P2PTrainSwarm, Setup
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SETTLE_SECONDS = 0.2
+PARTS = ("event loop", "compute thread", "other threads", "daemon")
 
 Parts = dict[tuple[str, str], float]
 """CPU seconds, by (part of a peer, ``user`` or ``system``)."""
@@ -33,7 +36,7 @@ def cpu_of_threads(pid: int) -> dict[int, tuple[float, float]]:
 
 
 def part_of(thread: str) -> str:
-    """What a thread of a peer's own process is for."""
+    """What a thread of a peer's own process is for; one of `PARTS`."""
     if thread == "MainThread":
         return "event loop"
     return "compute thread" if thread.startswith("compute-") else "other threads"
@@ -52,27 +55,33 @@ def parts(swarm: P2PTrainSwarm) -> Parts:
     return total
 
 
-def profile(setup: Setup, rounds: int) -> Section:
-    """CPU milliseconds of one peer in one round, averaged over all."""
+def profile(setups: Sequence[Setup], rounds: int) -> Section:
+    """CPU milliseconds of one peer in one round, averaged over all peers and rounds, for each setup."""
+    section = Section(
+        "CPU time of a p2ptrain peer in a round",
+        ("peers x values, precision", "part", "user (ms)", "system (ms)", "share"),
+    )
+    for setup in setups:
+        each, seconds = measure(setup, rounds)
+        size, total = describe(setup), sum(each.values())
+        section.results[size] = {"round_seconds": seconds.to_json()}
+        for part in PARTS:
+            user, system = each.get((part, "user"), 0.0), each.get((part, "system"), 0.0)
+            section.rows.append((size, part, f"{user:.0f}", f"{system:.0f}", f"{(user + system) / total:.0%}"))
+            section.results[size][part] = {"user_ms": user, "system_ms": system}
+        section.notes.append(f"{size}: {total:.0f} ms of CPU; a round takes {seconds} s")
+    return section
+
+
+def measure(setup: Setup, rounds: int) -> tuple[Parts, Measured]:
+    """CPU milliseconds of one peer in one round by part, and the rounds' seconds."""
+    seconds: list[float] = []
     with P2PTrainSwarm(setup) as swarm:
         swarm.round()
-        before, seconds = parts(swarm), []
+        before = parts(swarm)
         for _ in range(rounds):
             time.sleep(SETTLE_SECONDS)
             seconds.append(swarm.round().seconds)
-        used = {key: value - before.get(key, 0.0) for key, value in parts(swarm).items()}
-    section = Section(
-        f"CPU time of a p2ptrain peer in a round, {setup.peers} x {setup.num_values / 1e6:g}M {setup.codec}; a round "
-        f"takes {Measured(tuple(seconds))} s",
-        ("part", "user (ms)", "system (ms)", "ms", "share"),
-    )
-    each = {key: 1000 * value / rounds / setup.peers for key, value in used.items()}
-    total = sum(each.values())
-    for part in ("event loop", "compute thread", "other threads", "daemon"):
-        user, system = each.get((part, "user"), 0.0), each.get((part, "system"), 0.0)
-        share = f"{(user + system) / total:.0%}"
-        section.rows.append((part, f"{user:.0f}", f"{system:.0f}", f"{user + system:.0f}", share))
-        section.results[part] = {"user_ms": user, "system_ms": system}
-    section.rows.append(("all", "", "", f"{total:.0f}", ""))
-    section.results["round_seconds"] = Measured(tuple(seconds)).to_json()
-    return section
+        after = parts(swarm)
+    each = {key: 1000 * (value - before.get(key, 0.0)) / rounds / setup.peers for key, value in after.items()}
+    return each, Measured(tuple(seconds))

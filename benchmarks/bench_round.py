@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.findings import Finding, Section, faster
-from benchmarks.harness import Measured
+from benchmarks.harness import Measured, pss_bytes
 from benchmarks.swarms import AveragingSwarm, Check, HivemindSwarm, P2PTrainSwarm, Round, Setup
 from benchmarks.workers import RoundMemory, memory_of_round
 from p2ptrain.codecs import get_codec
@@ -34,18 +34,29 @@ MEMORY_BEYOND_RESULT = 64_000_000
 
 @dataclass(frozen=True)
 class Contender:
-    """What one contender showed: one value for each timed round; CPU seconds are a peer's, with all its processes."""
+    """What one contender showed.
+
+    Attributes:
+        seconds: Of each timed round.
+        cpu_seconds: Of each timed round: a peer's, with all its processes.
+        memory: Around a round that is not the first: at rest a peer keeps what its rounds leave behind.
+        begin_pss_bytes: Of all processes before the first round, the vectors included.
+        first: How good the first mean was.
+        versions: Of what the yardstick ran on.
+    """
 
     seconds: Measured
     cpu_seconds: Measured
     memory: RoundMemory
+    begin_pss_bytes: int
     first: Check
     versions: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         timed = {"seconds": self.seconds.to_json(), "cpu_seconds": self.cpu_seconds.to_json()}
-        return {**timed, "memory_bytes": asdict(self.memory), **asdict(self.first), "versions": self.versions}
+        memory = {"begin": self.begin_pss_bytes, **asdict(self.memory)}
+        return {**timed, "memory_bytes": memory, **asdict(self.first), "versions": self.versions}
 
 
 def measure(setup: Setup, rounds: int) -> dict[str, Contender]:
@@ -55,13 +66,14 @@ def measure(setup: Setup, rounds: int) -> dict[str, Contender]:
         RuntimeError: A peer failed or took too long.
     """
     first: dict[str, Check] = {}
-    memory: dict[str, RoundMemory] = {}
+    memory: dict[str, tuple[RoundMemory, int]] = {}
     for contender in CONTENDERS:
         with contender(setup) as alone:
+            begin = pss_bytes(alone.processes())
             alone.round()
             first[alone.name] = alone.check()
             alone.round()
-            memory[alone.name] = memory_of_round(alone, alone.round)
+            memory[alone.name] = memory_of_round(alone, alone.round), begin
     timed: dict[str, list[Round]] = {contender.name: [] for contender in CONTENDERS}
     with contextlib.ExitStack() as running:
         swarms: list[AveragingSwarm] = [running.enter_context(contender(setup)) for contender in CONTENDERS]
@@ -75,7 +87,7 @@ def measure(setup: Setup, rounds: int) -> dict[str, Contender]:
         swarm.name: Contender(
             Measured(tuple(one.seconds for one in timed[swarm.name])),
             Measured(tuple(one.cpu_seconds / setup.peers for one in timed[swarm.name])),
-            memory[swarm.name],
+            *memory[swarm.name],
             first[swarm.name],
             swarm.versions,
         )
@@ -87,8 +99,8 @@ def compare(setups: Sequence[Setup], rounds: int) -> Section:
     """All sizes and precisions, one after another."""
     section = Section(
         "A round on loopback, without matchmaking",
-        ("peers x values, precision", "", "round (s)", "CPU s a peer", "above rest (MB)", "PSS at peak (MB)", "error",
-         "bit-identical"),
+        ("peers x values, precision", "", "round (s)", "CPU s a peer", "above rest (MB)",
+         "PSS begin, peak (MB)", "error", "bit-identical"),
     )  # fmt: skip
     for setup in setups:
         size = describe(setup)
@@ -96,8 +108,8 @@ def compare(setups: Sequence[Setup], rounds: int) -> Section:
         for name, one in found.items():
             section.rows.append(
                 (size, name, one.seconds, one.cpu_seconds, f"{one.memory.above_rest / 1e6:.0f}",
-                 f"{one.memory.peak / 1e6:.0f}", f"{100 * one.first.relative_error:.3f} %",
-                 "yes" if one.first.replicas_equal else "no")
+                 f"{one.begin_pss_bytes / 1e6:.0f}, {one.memory.peak / 1e6:.0f}",
+                 f"{100 * one.first.relative_error:.3f} %", "yes" if one.first.replicas_equal else "no")
             )  # fmt: skip
         section.findings += findings(setup, found["p2ptrain"], found["hivemind"])
         section.results[size] = {name: one.to_json() for name, one in found.items()}
