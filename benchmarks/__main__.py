@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import format_table, machine
+from benchmarks.harness import exit_on_signals, format_table, machine
 
 BENCHMARKS: dict[str, list[str]] = {
     "codecs": ["benchmarks.bench_codecs"],
@@ -37,7 +36,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="run this one; repeatable")
     parser.add_argument("--json", metavar="FILE", help="also write all results here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends what it started
+    exit_on_signals()  # so that `run` ends what it started
     results: dict[str, Any] = {}
     failed: list[str] = []
     for name in options.only or BENCHMARKS:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks import bench_links, bench_matchmaking, bench_profile, bench_round, bench_stragglers
 from benchmarks.findings import Section, goal_table
-from benchmarks.harness import exit_on_sigterm, machine
+from benchmarks.harness import exit_on_signals, machine
 from benchmarks.plot import PlotError, plot, require_matplotlib
 from benchmarks.swarms import Setup
 
@@ -132,7 +132,7 @@ def interpreter_note(options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and report; 1 when a part failed, though the others ran."""
     options = parse(arguments)
-    exit_on_sigterm()
+    exit_on_signals()
     parts = {name: SECTIONS[name] for name in options.only or SECTIONS}
     if options.profile:
         parts["profile"] = profile
@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         if section is not None:
             found[name] = section
+            failed.update({f"{name} {what}": why for what, why in section.failures.items()})
             sys.stdout.write(f"{section}\n")
         sys.stdout.write(f"({name} took {time.monotonic() - started:.0f} s)\n\n")
         sys.stdout.flush()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from benchmarks.findings import Finding, Section, faster
-from benchmarks.harness import Measured
+from benchmarks.harness import Measured, progress
 from benchmarks.namespaces import LimitedNetwork, why_unavailable
 from benchmarks.swarms import HivemindSwarm, P2PTrainSwarm, Setup
 from benchmarks.workers import Workers
@@ -87,9 +87,13 @@ def compare(
             "hivemind": lambda: theirs.round().seconds,
         }
         for rate in rates:
+            progress(f"rounds over links of {_name(rate)}")
             settings = network.limit(rate)
-            seconds, sent = _in_turn(network, contenders, rounds)
-            _add_rate(section, rate, payload, seconds, sent)
+            try:
+                _add_rate(section, rate, payload, *_in_turn(network, contenders, rounds))
+            except RuntimeError as error:
+                section.failures[_name(rate)] = str(error)
+                break
             section.notes.append(f"{_name(rate)}: tbf burst {settings['burst']} bytes, limit {settings['limit']} bytes")
     return section
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.findings import Finding, Section
-from benchmarks.harness import Measured
+from benchmarks.harness import Measured, progress
 from benchmarks.swarms import AveragingSwarm, HivemindSwarm, Match, P2PTrainSwarm, Setup
 
 NUM_VALUES = 1024
@@ -43,6 +43,7 @@ def compare(sizes: Sequence[int], times: int, hivemind_times: int, log: str | No
         setup = Setup(peers, NUM_VALUES, "int8", GRACE_SECONDS, 2, log=log, hivemind_python=hivemind_python)
         of: dict[str, tuple[Measured, float]] = {}
         for swarm, count in ((P2PTrainSwarm(setup), times), (HivemindSwarm(setup), hivemind_times)):
+            progress(f"matchmaking of {peers} peers, {swarm.name}")
             matches = measure(swarm, count)
             seconds = Measured(tuple(match.seconds for match in matches))
             full = sum(set(match.members) == {peers} for match in matches) / len(matches)

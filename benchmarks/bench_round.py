@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.findings import Finding, Section, faster
-from benchmarks.harness import Measured, pss_bytes
+from benchmarks.harness import Measured, progress, pss_bytes
 from benchmarks.swarms import AveragingSwarm, Check, HivemindSwarm, P2PTrainSwarm, Round, Setup
 from benchmarks.workers import RoundMemory, memory_of_round
 from p2ptrain.codecs import get_codec
@@ -104,7 +104,12 @@ def compare(setups: Sequence[Setup], rounds: int) -> Section:
     )  # fmt: skip
     for setup in setups:
         size = describe(setup)
-        found = measure(setup, rounds)
+        progress(f"rounds of {size}")
+        try:
+            found = measure(setup, rounds)
+        except RuntimeError as error:
+            section.failures[size] = str(error)
+            continue
         for name, one in found.items():
             section.rows.append(
                 (size, name, one.seconds, one.cpu_seconds, f"{one.memory.above_rest / 1e6:.0f}",
@@ -113,6 +118,7 @@ def compare(setups: Sequence[Setup], rounds: int) -> Section:
             )  # fmt: skip
         section.findings += findings(setup, found["p2ptrain"], found["hivemind"])
         section.results[size] = {name: one.to_json() for name, one in found.items()}
+        section.notes = [", ".join(f"{name} {version}" for name, version in found["hivemind"].versions.items())]
     return section
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import psutil
 
 from benchmarks.findings import Finding, Section
-from benchmarks.harness import Measured, process_trees, session_processes
+from benchmarks.harness import Measured, process_trees, progress, session_processes
 from benchmarks.swarms import AveragingSwarm, HivemindSwarm, P2PTrainSwarm, Setup
 
 PEERS = 4
@@ -145,18 +145,17 @@ def measure(make: Callable[[], AveragingSwarm], turns: int) -> dict[str, list[Ta
     for _ in range(turns):
         left = list(KINDS)
         while left:
-            with make() as swarm:
-                _fresh(swarm)
-                normal_round(swarm, PEERS - 1)
-                while left:
-                    kind = left.pop(0)
-                    time.sleep(SETTLE_SECONDS)
-                    try:
+            try:
+                with make() as swarm:
+                    _fresh(swarm)
+                    normal_round(swarm, PEERS - 1)
+                    while left:
+                        time.sleep(SETTLE_SECONDS)
                         _fresh(swarm)
-                        found[kind].append(KINDS[kind](swarm, PEERS - 1))
-                    except RuntimeError as error:
-                        found[kind].append(Taken(float("inf"), str(error)))
-                        break
+                        found[left[0]].append(KINDS[left[0]](swarm, PEERS - 1))
+                        left.pop(0)
+            except RuntimeError as error:
+                found[left.pop(0)].append(Taken(float("inf"), str(error)))
     return found
 
 
@@ -183,6 +182,7 @@ def compare(num_values: int, turns: int, log: str | None, hivemind_python: str) 
         "hivemind": lambda: HivemindSwarm(setup),
     }
     for name, make in contenders.items():
+        progress(f"rounds beside stragglers, {name}")
         found = measure(make, turns)
         normal = _seconds(found["normal"]).median
         for kind, rounds in found.items():

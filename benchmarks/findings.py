@@ -66,6 +66,7 @@ class Section:
         findings: Its ratios.
         results: All values, for JSON.
         notes: What a reader must know to judge it.
+        failures: By what could not be measured: why.
     """
 
     title: str
@@ -74,10 +75,12 @@ class Section:
     findings: list[Finding] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The table, for a screen."""
-        notes = "".join(f"\n{note}" for note in self.notes)
+        failures = [f"{what} failed: {why}" for what, why in self.failures.items()]
+        notes = "".join(f"\n{note}" for note in (*self.notes, *failures))
         table = f"\n\n{format_table(self.headers, self.rows)}" if self.rows else ""
         return f"{self.title}{table}\n{notes}"
 

@@ -118,6 +118,12 @@ def report(
         sys.stdout.write(f"\nwritten to {path}\n")
 
 
+def progress(what: str) -> None:
+    """Say on the error output what is being measured now; the table comes when all of it has been."""
+    sys.stderr.write(f"... {what}\n")
+    sys.stderr.flush()
+
+
 def process_trees(pids: Iterable[int]) -> list[psutil.Process]:
     """The living processes among ``pids`` and all their descendants."""
     found: list[psutil.Process] = []
@@ -197,20 +203,26 @@ class PeakMemory:
         self._thread.join()
 
 
-def exit_on_sigterm() -> None:
-    """Have SIGTERM end this process as an exception does, so that contexts end what they started; once is enough."""
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this process as an exception does, so that contexts end what they started.
 
-    def leave(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sys.exit(143)
+    Once is enough: while they do, more such signals are ignored.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
 
-    signal.signal(signal.SIGTERM, leave)
+    def leave(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in numbers:
+        signal.signal(each, leave)
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back SIGTERM and SIGINT while something is cleaned up."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    """Hold back the signals that end this process while something is cleaned up."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     try:
         yield
     finally:

@@ -13,11 +13,11 @@ import os
 import shutil
 import subprocess
 from types import TracebackType
-from typing import Any
 
 from benchmarks.harness import undisturbed
 from benchmarks.swarms import Place
 
+COMMAND_SECONDS = 20.0
 BURST_SECONDS = 0.002
 """What may leave at once, in seconds of the rate: above a timer's slack, far below a round."""
 LEAST_BURST_BYTES = 8_192
@@ -36,9 +36,8 @@ def why_unavailable() -> str:
     try:
         with LimitedNetwork(1) as network:
             network.limit(100e6)
-    except (OSError, subprocess.SubprocessError) as error:
-        output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
-        return f"rate-limited network namespaces cannot be made here: {output[:200]}"
+    except RuntimeError as error:
+        return f"rate-limited network namespaces cannot be made here: {error}"
     return ""
 
 
@@ -124,10 +123,19 @@ class LimitedNetwork:
     ) -> None:
         with undisturbed():
             for namespace in reversed(self._namespaces):
-                with contextlib.suppress(subprocess.SubprocessError):
+                with contextlib.suppress(RuntimeError):
                     _run("ip", "netns", "delete", namespace)
             self._namespaces.clear()
 
 
-def _run(*arguments: str) -> Any:
-    return subprocess.run(arguments, text=True, capture_output=True, check=True, timeout=20).stdout
+def _run(*arguments: str) -> str:
+    """What a command printed.
+
+    Raises:
+        RuntimeError: It failed; says what it said.
+    """
+    try:
+        return subprocess.run(arguments, text=True, capture_output=True, check=True, timeout=COMMAND_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        raise RuntimeError(f"{' '.join(arguments)}: {said[:200]}") from error

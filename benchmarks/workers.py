@@ -19,6 +19,8 @@ import psutil
 
 from benchmarks.harness import PeakMemory, end_processes, process_trees, session_processes, undisturbed
 
+ENDED = "a process of the benchmark ended early; run with --log FILE to see why"
+
 
 class Worker:
     """The parent's end of one process that runs a module of this package.
@@ -46,10 +48,17 @@ class Worker:
         self._buffer = b""
 
     def tell(self, command: str) -> None:
-        """Send one command line."""
+        """Send one command line.
+
+        Raises:
+            RuntimeError: The process ended.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(command.encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise RuntimeError(ENDED) from error
 
     def hear(self, timeout_seconds: float) -> dict[str, Any]:
         """The next answer.
@@ -75,7 +84,7 @@ class Worker:
                     if chunk:
                         continue
                 if self.process.poll() is not None:
-                    raise RuntimeError("a process of the benchmark ended early; run with --log FILE to see why")
+                    raise RuntimeError(ENDED)
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"a process of the benchmark did not answer within {timeout_seconds:.0f} s")
 
