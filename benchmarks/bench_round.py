@@ -23,6 +23,8 @@ from p2ptrain.codecs import get_codec
 
 SETTLE_SECONDS = 0.5
 """Between rounds, so that what the contender before still does afterwards does not slow the next."""
+ROUNDS_BEFORE_MEMORY = 4
+"""What a peer keeps from earlier rounds has mostly gathered by then."""
 CONTENDERS: tuple[type[P2PTrainSwarm] | type[HivemindSwarm], ...] = (P2PTrainSwarm, HivemindSwarm)
 FASTER = {"fp32": 2.2, "int8": 4.5}
 CPU_SHARE = {"fp32": 0.5, "int8": 0.3}
@@ -72,7 +74,9 @@ def measure(setup: Setup, rounds: int) -> dict[str, Contender]:
             begin = pss_bytes(alone.processes())
             alone.round()
             first[alone.name] = alone.check()
-            alone.round()
+            for _ in range(ROUNDS_BEFORE_MEMORY - 1):
+                alone.round()
+            time.sleep(SETTLE_SECONDS)
             memory[alone.name] = memory_of_round(alone, alone.round), begin
     timed: dict[str, list[Round]] = {contender.name: [] for contender in CONTENDERS}
     with contextlib.ExitStack() as running:

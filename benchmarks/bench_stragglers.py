@@ -10,14 +10,13 @@ Part of `benchmarks.bench_averaging`.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import psutil
 
 from benchmarks.findings import Finding, Section
 from benchmarks.harness import Measured, process_trees, progress, session_processes
@@ -39,42 +38,57 @@ class Taken:
     Attributes:
         seconds: Until the others had their result; infinite when one of them never had.
         note: What became of a round that failed for one of the others; else empty.
-        share: Of the time that the straggler was let run.
+        share: Of the time that the straggler was let run; None when that is not known.
     """
 
     seconds: float
     note: str = ""
-    share: float = 1.0
-
-
-def processes_of(swarm: AveragingSwarm, index: int) -> list[psutil.Process]:
-    """All processes of one peer, daemons and forked ones included."""
-    pid = swarm.all[index].process.pid
-    return [*{*process_trees([pid]), *session_processes([pid])}]
-
-
-def _signal(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
+    share: float | None = None
 
 
 @contextlib.contextmanager
-def slowed(processes: Sequence[psutil.Process]) -> Iterator[list[float]]:
+def handles_of(swarm: AveragingSwarm, index: int) -> Iterator[list[int]]:
+    """A handle of every process of one peer, daemons and forked ones included; they are continued at the end.
+
+    Through a handle a signal reaches that process or none, and at once: looking a process up each time would take
+    longer than the time that a slow peer may run.
+    """
+    pid = swarm.all[index].process.pid
+    processes = {*process_trees([pid]), *session_processes([pid])}
+    with contextlib.ExitStack() as opened:
+        handles: list[int] = []
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                handles.append(os.pidfd_open(process.pid))
+                opened.callback(os.close, handles[-1])
+        try:
+            yield handles
+        finally:
+            _signal(handles, signal.SIGCONT)
+
+
+def _signal(handles: Sequence[int], number: signal.Signals) -> None:
+    for handle in handles:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, number)
+
+
+@contextlib.contextmanager
+def slowed(handles: Sequence[int]) -> Iterator[list[float]]:
     """Let these processes run for a tenth of the time, while this context lasts; gives each turn's share, as it was."""
     over = threading.Event()
     shares: list[float] = []
 
     def drive() -> None:
         while not over.is_set():
+            _signal(handles, signal.SIGSTOP)
             stopped_at = time.monotonic()
-            _signal(processes, signal.SIGSTOP)
             over.wait(PERIOD_SECONDS * (1 - SPEED))
             continued_at = time.monotonic()
-            _signal(processes, signal.SIGCONT)
+            _signal(handles, signal.SIGCONT)
             over.wait(PERIOD_SECONDS * SPEED)
-            now = time.monotonic()
             if not over.is_set():  # The last turn is cut short.
+                now = time.monotonic()
                 shares.append((now - continued_at) / (now - stopped_at))
 
     driver = threading.Thread(target=drive, name="duty-cycle", daemon=True)
@@ -84,17 +98,6 @@ def slowed(processes: Sequence[psutil.Process]) -> Iterator[list[float]]:
     finally:
         over.set()
         driver.join()
-        _signal(processes, signal.SIGCONT)
-
-
-@contextlib.contextmanager
-def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stop these processes, while this context lasts."""
-    try:
-        _signal(processes, signal.SIGSTOP)
-        yield
-    finally:
-        _signal(processes, signal.SIGCONT)
 
 
 def _others(swarm: AveragingSwarm, victim: int, started: float) -> Taken:
@@ -111,12 +114,12 @@ def normal_round(swarm: AveragingSwarm, victim: int) -> Taken:
     started = swarm.go()
     taken = _others(swarm, victim, started)
     swarm.outcome(victim)
-    return taken
+    return replace(taken, share=1.0)
 
 
 def slow_round(swarm: AveragingSwarm, victim: int) -> Taken:
     """With one peer at a tenth of its speed."""
-    with slowed(processes_of(swarm, victim)) as shares:
+    with handles_of(swarm, victim) as handles, slowed(handles) as shares:
         started = swarm.go()
         taken = _others(swarm, victim, started)
     swarm.outcome(victim)
@@ -125,10 +128,10 @@ def slow_round(swarm: AveragingSwarm, victim: int) -> Taken:
 
 def stopped_round(swarm: AveragingSwarm, victim: int) -> Taken:
     """With one peer that stops for good once its group stands."""
-    processes = processes_of(swarm, victim)
-    started = swarm.go()
-    swarm.wait_until_standing(victim)
-    with stopped(processes):
+    with handles_of(swarm, victim) as handles:
+        started = swarm.go()
+        swarm.wait_until_standing(victim)
+        _signal(handles, signal.SIGSTOP)
         return replace(_others(swarm, victim, started), share=0.0)
 
 
@@ -189,9 +192,9 @@ def compare(num_values: int, turns: int, log: str | None, hivemind_python: str) 
             failures = [taken.note for taken in rounds if taken.note]
             seconds = _seconds(rounds)
             ratio = seconds.median / (normal + GRACE_SECONDS)
-            share = statistics.fmean(taken.share for taken in rounds)
+            shares = [taken.share for taken in rounds if taken.share is not None]
             section.rows.append(
-                (name, kind, f"{share:.2f}", f"{seconds.median:.2f}", f"{max(seconds.values):.2f}",
+                (name, kind, f"{statistics.fmean(shares):.2f}" if shares else "", f"{seconds.median:.2f}", f"{max(seconds.values):.2f}",
                  f"{ratio:.2f}" if kind != "normal" else "", f"{len(failures)} of {len(rounds)}")
             )  # fmt: skip
             section.results[f"{name} {kind}"] = {

@@ -172,27 +172,30 @@ class PeakMemory:
     Attributes:
         bytes: The most that all trees had at one time.
         each: By tree: the most that it had.
-        now: By tree: the last sample.
+        rest: By tree: what it had when sampling began.
     """
 
     def __init__(self, pids: Sequence[int], interval_seconds: float = 0.05) -> None:
         self.bytes = 0
         self.each = [0] * len(pids)
-        self.now = [0] * len(pids)
         self._trees = [process_trees([pid]) for pid in pids]
         self._interval_seconds = interval_seconds
+        self.rest = [0] * len(pids)
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval_seconds):
+            self._sample()
 
     def _sample(self) -> None:
-        while True:
-            self.now = [pss_bytes(tree) for tree in self._trees]
-            self.each = [max(pair) for pair in zip(self.each, self.now, strict=True)]
-            self.bytes = max(self.bytes, sum(self.now))
-            if self._done.wait(self._interval_seconds):
-                return
+        now = [pss_bytes(tree) for tree in self._trees]
+        self.each = [max(pair) for pair in zip(self.each, now, strict=True)]
+        self.bytes = max(self.bytes, sum(now))
 
     def __enter__(self) -> PeakMemory:
+        self._sample()
+        self.rest = list(self.each)
         self._thread.start()
         return self
 

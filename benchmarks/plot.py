@@ -80,11 +80,17 @@ def _draw(axis: Any, title: str, shown: Sequence[Finding]) -> None:
     places = range(len(shown))
     axis.barh(places, values, color=[COLOURS[one.is_met] for one in shown], height=0.7)
     for place, one, value in zip(places, shown, values, strict=True):
-        if one.goal is not None:
-            axis.plot([1.0 if bound else one.goal], [place], "|", color="black", markersize=14, markeredgewidth=2)
+        mark = 0.0 if one.goal is None else 1.0 if bound else one.goal
+        if mark:
+            axis.plot([mark], [place], "|", color="black", markersize=14, markeredgewidth=2)
         sign = "" if not bound else " (≥ 1)" if one.at_least else " (≤ 1)"
         axis.annotate(
-            f"{value:.2f}{sign}", (value, place), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8
+            f"{value:.2f}{sign}",
+            (max(value, mark), place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
         )
     axis.set_yticks(places, [one.what for one in shown], fontsize=8)
     axis.invert_yaxis()

@@ -175,8 +175,6 @@ class RoundMemory:
 def memory_of_round(workers: Workers, one_round: Callable[[], object]) -> RoundMemory:
     """Sample the memory of all processes before and during ``one_round``."""
     with PeakMemory(workers.pids, interval_seconds=0.01) as peak:
-        time.sleep(0.2)
-        rest = peak.now
         one_round()
-    grown = max(most - before for most, before in zip(peak.each, rest, strict=True))
-    return RoundMemory(sum(rest), peak.bytes, grown)
+    grown = max(most - before for most, before in zip(peak.each, peak.rest, strict=True))
+    return RoundMemory(sum(peak.rest), peak.bytes, grown)
