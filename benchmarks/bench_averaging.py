@@ -2,7 +2,7 @@
 
     make bench-averaging ARGS="--full --json results/averaging.json --plot results/averaging.svg"
 
-By default it takes about ten minutes on two cores; ``--full`` measures all sizes. Rate-limited links need root.
+By default it takes about ten minutes on two idle cores; ``--full`` measures all sizes. Rate-limited links need root.
 hivemind's 8-bit decoder is patched when it runs, because NumPy 2.4 breaks it (`benchmarks.hivemind_peer`).
 """
 
