@@ -2,13 +2,14 @@
 
 python -m benchmarks --json results/all.json
 python -m benchmarks --only download
+
+Of the comparison with hivemind's averaging this measures rounds alone; ``make bench-averaging`` measures all of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -16,12 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import format_table, machine
+from benchmarks.harness import exit_on_signals, format_table, machine
 
 BENCHMARKS: dict[str, list[str]] = {
     "codecs": ["benchmarks.bench_codecs"],
-    "round": ["benchmarks.bench_round", "--peers", "2"],
-    "round4": ["benchmarks.bench_round", "--peers", "4", "--codecs", "int8"],
+    "averaging": ["benchmarks.bench_averaging", "--only", "rounds"],
     "overhead": ["benchmarks.bench_overhead"],
     "download": ["benchmarks.bench_download"],
     "transport": ["benchmarks.bench_transport"],
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", choices=list(BENCHMARKS), help="run this one; repeatable")
     parser.add_argument("--json", metavar="FILE", help="also write all results here")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` ends what it started
+    exit_on_signals()  # so that `run` ends what it started
     results: dict[str, Any] = {}
     failed: list[str] = []
     for name in options.only or BENCHMARKS:
@@ -87,14 +87,9 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
             (f"{name}: int8 {operation}, of the speed of a copy", f"{ratios[f'int8 {operation}']:.2f}", "")
             for operation in ("encode", "decode")
         ]
-    if name.startswith("round"):
-        ours, theirs = found["p2ptrain int8"], found["hivemind"]
-        rows = [
-            (f"{name}: {what}, of hivemind's", f"{ours[field]['median'] / theirs[field]['median']:.2f}", "")
-            for what, field in (("time of a round", "seconds"), ("CPU time", "cpu_seconds"))
-        ]
-        memory = ours["peak_pss_bytes"] / theirs["peak_pss_bytes"]
-        return [*rows, (f"{name}: peak memory, of hivemind's", f"{memory:.2f}", "")]
+    if name == "averaging":
+        compared = [one for section in found.values() for one in section["findings"] if one["against"] == "hivemind"]
+        return [(f"{name}: {one['what']}, of hivemind's", f"{one['value']:.2f}", "") for one in compared]
     if name == "overhead":
         return [
             (f"{name}: {what}, of plain torch", f"{found[field]['median']:.3f}", _percent(found[field]["spread"]))

@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
-import sys
 import time
 from collections.abc import Sequence
 
 import torch
 import uvloop
 
-from benchmarks.harness import Measured, report
+from benchmarks.harness import Measured, exit_on_signals, report
 from benchmarks.peers import SWARM, LoopbackPeer, hear, loopback_peer, say
 from benchmarks.workers import Workers
 from p2ptrain.averaging.head import genesis
@@ -115,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         torch.set_num_threads(1)
         uvloop.run(serve(options.worker, options.values))
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measure` ends what it started
+    exit_on_signals()  # so that `measure` ends what it started
     seconds = measure(options.values, options.turns, options.log)
     ratio = Measured(
         tuple(raw / ours for raw, ours in zip(seconds["raw"].values, seconds["download"].values, strict=True))

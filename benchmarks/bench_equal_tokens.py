@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_convergence import Worker
-from benchmarks.harness import Measured, report
+from benchmarks.harness import Measured, exit_on_signals, report
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run_swarm` ends what it started
+    exit_on_signals()  # so that `run_swarm` ends what it started
     found = [compare(seed, options.rounds, options.peers) for seed in options.seeds]
     ratio = Measured(tuple(one.ratio for one in found))
     rows: list[tuple[object, ...]] = [

@@ -9,7 +9,6 @@ loop train the manifest's default model on the same batches, in two processes th
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from benchmarks.harness import Measured, cpu_seconds, report
+from benchmarks.harness import Measured, cpu_seconds, exit_on_signals, report
 from benchmarks.peers import say
 from benchmarks.workers import Workers, memory_of_round
 from p2ptrain.manifest import Manifest
@@ -71,7 +70,7 @@ def measure(every: int, rounds: int, turns: int, threads: int, log: str | None) 
         with ExitStack() as stack:
             alone = start(stack, kind)
             turn(alone, every)
-            memory[kind] = memory_of_round(alone, lambda workers=alone: turn(workers, 2 * every))[1]  # type: ignore[misc]
+            memory[kind] = memory_of_round(alone, lambda workers=alone: turn(workers, 2 * every)).peak  # type: ignore[misc]
     seen: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
         running = {kind: start(stack, kind) for kind in KINDS}
@@ -182,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.worker is not None:
         serve(options.worker, options.every, options.threads)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `measure` ends what it started
+    exit_on_signals()  # so that `measure` ends what it started
     found = measure(options.every, options.rounds, options.turns, options.threads, options.log)
     title = f"A lone peer against plain torch, {found['parameters']:,} parameters, a round every {options.every} steps"
     report(title, ("", *KINDS, "ratio", "spread"), table(found), found, options.json)

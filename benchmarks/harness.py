@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +41,18 @@ class Measured:
             return 0.0
         low, _, high = statistics.quantiles(self.values, n=4, method="inclusive")
         return (high - low) / 2 / self.median
+
+    def quantile(self, share: float) -> float:
+        """The value that this share of the values does not exceed, interpolated."""
+        ordered = sorted(self.values)
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    def __str__(self) -> str:
+        """Median and spread, for a table."""
+        return f"{self.median:.3f} ±{100 * self.spread:.0f} %"
 
     def to_json(self) -> dict[str, Any]:
         """Median, spread and all values."""
@@ -105,6 +118,12 @@ def report(
         sys.stdout.write(f"\nwritten to {path}\n")
 
 
+def progress(what: str) -> None:
+    """Say on the error output what is being measured now; the table comes when all of it has been."""
+    sys.stderr.write(f"... {what}\n")
+    sys.stderr.flush()
+
+
 def process_trees(pids: Iterable[int]) -> list[psutil.Process]:
     """The living processes among ``pids`` and all their descendants."""
     found: list[psutil.Process] = []
@@ -145,25 +164,38 @@ def pss_bytes(processes: Iterable[psutil.Process]) -> int:
 
 
 class PeakMemory:
-    """Samples the summed PSS of process trees from a thread; ``with PeakMemory(pids) as peak: ...; peak.bytes``.
+    """Samples the PSS of process trees from a thread; ``with PeakMemory(pids) as peak: ...; peak.bytes``.
 
-    Sampling makes the kernel walk page tables, so do not time what runs meanwhile.
+    Sampling makes the kernel walk page tables, so do not time what runs meanwhile. What the trees start meanwhile does
+    not count.
+
+    Attributes:
+        bytes: The most that all trees had at one time.
+        each: By tree: the most that it had.
+        rest: By tree: what it had when sampling began.
     """
 
     def __init__(self, pids: Sequence[int], interval_seconds: float = 0.05) -> None:
         self.bytes = 0
-        self._pids = tuple(pids)
+        self.each = [0] * len(pids)
+        self._trees = [process_trees([pid]) for pid in pids]
         self._interval_seconds = interval_seconds
+        self.rest = [0] * len(pids)
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="peak-memory", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peak-memory", daemon=True)
+
+    def _run(self) -> None:
+        while not self._done.wait(self._interval_seconds):
+            self._sample()
 
     def _sample(self) -> None:
-        while True:
-            self.bytes = max(self.bytes, pss_bytes(process_trees(self._pids)))
-            if self._done.wait(self._interval_seconds):
-                return
+        now = [pss_bytes(tree) for tree in self._trees]
+        self.each = [max(pair) for pair in zip(self.each, now, strict=True)]
+        self.bytes = max(self.bytes, sum(now))
 
     def __enter__(self) -> PeakMemory:
+        self._sample()
+        self.rest = list(self.each)
         self._thread.start()
         return self
 
@@ -172,6 +204,32 @@ class PeakMemory:
     ) -> None:
         self._done.set()
         self._thread.join()
+
+
+def exit_on_signals() -> None:
+    """Have SIGTERM and SIGHUP end this process as an exception does, so that contexts end what they started.
+
+    Once is enough: while they do, more such signals are ignored.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+
+    def leave(number: int, _: object) -> None:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for each in numbers:
+        signal.signal(each, leave)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold back the signals that end this process while something is cleaned up."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_processes(processes: Sequence[psutil.Process], grace_seconds: float = 5.0) -> None:

@@ -40,11 +40,11 @@ class LoopbackPeer:
 
 
 @asynccontextmanager
-async def loopback_peer() -> AsyncIterator[LoopbackPeer]:
-    """Start a peer, and end it with this context."""
+async def loopback_peer(listen: str = "/ip4/127.0.0.1/tcp/0") -> AsyncIterator[LoopbackPeer]:
+    """Start a peer, and end it with this context; in a network namespace, ``listen`` is another address."""
     runtime = real_runtime()
     with Identity.ephemeral(tempfile.gettempdir()) as identity:
-        transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(listen,)))
         rpc = Rpc(transport, runtime, SWARM)
         try:
             yield LoopbackPeer(identity, transport, runtime, rpc)

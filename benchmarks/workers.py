@@ -10,21 +10,34 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 import psutil
 
-from benchmarks.harness import PeakMemory, end_processes, process_trees, session_processes
+from benchmarks.harness import PeakMemory, end_processes, process_trees, session_processes, undisturbed
+
+ENDED = "a process of the benchmark ended early; run with --log FILE to see why"
 
 
 class Worker:
-    """The parent's end of one process that runs a module of this package."""
+    """The parent's end of one process that runs a module of this package.
 
-    def __init__(self, module: str, arguments: Sequence[str], log: IO[bytes], folder: str) -> None:
+    Args:
+        command: The interpreter, and what stands before it.
+        module: What it runs.
+        arguments: For the module.
+        log: Where its error output goes.
+        folder: For its temporary files.
+    """
+
+    def __init__(
+        self, command: Sequence[str], module: str, arguments: Sequence[str], log: IO[bytes], folder: str
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*command, "-m", module, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -35,10 +48,17 @@ class Worker:
         self._buffer = b""
 
     def tell(self, command: str) -> None:
-        """Send one command line."""
+        """Send one command line.
+
+        Raises:
+            RuntimeError: The process ended.
+        """
         assert self.process.stdin is not None
-        self.process.stdin.write(command.encode() + b"\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(command.encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError as error:
+            raise RuntimeError(ENDED) from error
 
     def hear(self, timeout_seconds: float) -> dict[str, Any]:
         """The next answer.
@@ -64,7 +84,7 @@ class Worker:
                     if chunk:
                         continue
                 if self.process.poll() is not None:
-                    raise RuntimeError("a process of the benchmark ended early; run with --log FILE to see why")
+                    raise RuntimeError(ENDED)
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"a process of the benchmark did not answer within {timeout_seconds:.0f} s")
 
@@ -89,9 +109,9 @@ class Workers:
         """Of the processes started here, not of what they started."""
         return [worker.process.pid for worker in self.all]
 
-    def start(self, *arguments: str) -> Worker:
-        """Start one more."""
-        worker = Worker(self._module, arguments, self._log, self._folder.name)
+    def start(self, *arguments: str, command: Sequence[str] = (sys.executable,)) -> Worker:
+        """Start one more; ``command`` is the interpreter, and what stands before it."""
+        worker = Worker(command, self._module, arguments, self._log, self._folder.name)
         self.all.append(worker)
         return worker
 
@@ -125,21 +145,36 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.processes()
-        end_processes([*{*self._seen, *session_processes(self.pids)}])
-        for worker in self.all:
-            worker.process.wait()
-            for pipe in (worker.process.stdin, worker.process.stdout):
-                if pipe is not None:
-                    pipe.close()
-        self._log.close()
-        self._folder.cleanup()
+        with undisturbed():
+            self.processes()
+            end_processes([*{*self._seen, *session_processes(self.pids)}])
+            for worker in self.all:
+                worker.process.wait()
+                for pipe in (worker.process.stdin, worker.process.stdout):
+                    if pipe is not None:
+                        pipe.close()
+            self._log.close()
+            self._folder.cleanup()
 
 
-def memory_of_round(workers: Workers, one_round: Callable[[], object]) -> tuple[int, int]:
-    """PSS of all processes in bytes before ``one_round``, and the most while it runs."""
-    with PeakMemory(workers.pids, interval_seconds=0.02) as peak:
-        time.sleep(0.2)
-        idle = peak.bytes
+@dataclass(frozen=True)
+class RoundMemory:
+    """PSS in bytes around one round; see `memory_of_round`.
+
+    Attributes:
+        rest: All processes before it.
+        peak: All processes, the most at one time.
+        above_rest: Of the worker's processes that grew most: by how much.
+    """
+
+    rest: int
+    peak: int
+    above_rest: int
+
+
+def memory_of_round(workers: Workers, one_round: Callable[[], object]) -> RoundMemory:
+    """Sample the memory of all processes before and during ``one_round``."""
+    with PeakMemory(workers.pids, interval_seconds=0.01) as peak:
         one_round()
-    return idle, peak.bytes
+    grown = max(most - before for most, before in zip(peak.each, peak.rest, strict=True))
+    return RoundMemory(sum(peak.rest), peak.bytes, grown)

@@ -134,7 +134,6 @@ class Averager:
         self._running: dict[bytes, Butterfly] = {}
         self._arrived = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
-        self._attempt: Attempt | None = None
         rpc.serve_channel("butterfly", self._serve_butterfly)
 
     @property
@@ -244,7 +243,6 @@ class Averager:
         )  # fmt: skip
         self._settlements.remember(attempt)
         self._running[roster.group_id] = butterfly
-        self._attempt = attempt
         self._arrived.set()
         self._arrived = asyncio.Event()
         return butterfly

@@ -60,8 +60,11 @@ class History:
         rpc.serve_channel("history.result", self._serve_result)
 
     def add(self, result: Result) -> None:
-        """Keep a result that this peer applied."""
-        self._results[result.certificate.body.lineage] = result
+        """Keep a result that this peer applied; the attempt that gave it need not keep the means any more."""
+        body = result.certificate.body
+        self._results[body.lineage] = result
+        if (attempt := self.find_attempt(body.body_hash)) is not None:
+            attempt.means = []
         while len(self._results) > 1 and (
             len(self._results) > self._max_rounds or sum(r.num_bytes for r in self._results.values()) > self._max_bytes
         ):
@@ -97,7 +100,7 @@ class History:
             if result.certificate.body.body_hash == wanted:
                 means = result.means
         if means is None and type(wanted) is bytes and (attempt := self.find_attempt(wanted)) is not None:
-            means = attempt.means
+            means = attempt.means or None
         if means is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         for mean in means:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -196,6 +197,8 @@ async def _train(peer: Peer, config: PeerConfig, run_dir: Path, signals: StopSig
     started = time.monotonic()
     bridge = Bridge(asyncio.get_running_loop())
     trainer = await build_trainer(peer, config, run_dir, bridge)
+    gc.collect()
+    gc.freeze()  # What is loaded now stays. Searching it for garbage stops the event loop for a tenth of a second.
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     thread = threading.Thread(target=_run_trainer, args=(trainer, asyncio.get_running_loop(), done), name="train")
     thread.start()
