@@ -265,6 +265,7 @@ class Averager:
                     self._durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
                 for peer in error.suspects:
+                    self.matchmaker.lost(peer)
                     if isinstance(error, LateError):
                         self._membership.suspect(peer, str(error))
                         if error.as_owners:  # How slowly it sends was measured.

@@ -157,6 +157,10 @@ class Matchmaker:
         failed = self._leaders.told() if current else {}
         return {"head": self.head.without_proof().to_dict(), "leader": following, "failed": failed}
 
+    def lost(self, peer: str) -> None:
+        """Note that a peer did not do its part in a group: it is not asked to lead until it shows itself again."""
+        self._leaders.lost(peer)
+
     # --- following -----------------------------------------------------------------------------------------------
 
     def group_broke(self) -> None:

@@ -46,7 +46,7 @@ async def average(started: list[AveragingPeer], count: int, slow: AveragingPeer 
     for _ in range(count):
         if slow is not None and (task is None or task.done()):
             task = asyncio.create_task(slow.try_round())
-        await asyncio.gather(*(each.round() for each in started if each is not slow))
+        await asyncio.gather(*(each.round_until_committed() for each in started if each is not slow))
         if task is not None:
             await asyncio.wait({task}, timeout=COMPUTE_SECONDS)
     if task is not None:

@@ -69,6 +69,11 @@ class AveragingPeer:
             return False
         return True
 
+    async def round_until_committed(self) -> None:
+        """As `round`, again and again until it is committed; `seconds` then tells of all of it but the matchmaking."""
+        while not await self.try_round():
+            pass
+
     def mean(self) -> torch.Tensor:
         """The last round's mean, decoded."""
         result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
