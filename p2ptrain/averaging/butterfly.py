@@ -175,7 +175,9 @@ class Butterfly:
         for codec in (own, *smaller_codecs(own, self.attempt.bounds[-1])):
             if codec.name == name:
                 return codec.part(low, high)
-        raise ProtocolError(peer, f"encodes its part in a way that is not allowed beside {own.name}")
+        self.refused[peer] = f"encodes its part in a way that is not allowed beside {own.name}"
+        self._part_changed.set()
+        raise ProtocolError(peer, self.refused[peer])
 
     async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
         loop, arrived = asyncio.get_running_loop(), 0

@@ -66,7 +66,7 @@ def make_roster(
         settlements.remember(attempt)
 
         async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
-            await butterfly.serve(channel, {"codec": butterfly.part_codec.name})
+            await butterfly.serve(channel, request)
 
         rpc.serve_channel("butterfly", serve)
         result.append(RosterMember(member, attempt, butterfly, history, settlements))

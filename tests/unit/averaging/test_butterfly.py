@@ -96,7 +96,7 @@ def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(phase: str) -
             async def serve(channel, request):  # type: ignore[no-untyped-def]
                 sending = channel.send
                 channel.send = lambda message: asyncio.sleep(60) if phase in message else sending(message)
-                await send(channel, {"codec": silent.butterfly.part_codec.name})
+                await send(channel, request)
 
             silent.member.rpc.serve_channel("butterfly", serve)
             other = asyncio.create_task(silent.butterfly.run())
@@ -215,6 +215,22 @@ def test_an_update_beyond_the_limit_of_values_is_this_peer_s_own_fault(place: st
             assert all(isinstance(failure, UnencodableError) for failure in failures), failures
 
     simulate(main, seed=11)
+
+
+@pytest.mark.parametrize(("part_codec", "is_allowed"), [("int4", True), ("topk", True), ("fp16", False)])
+def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(part_codec: str, is_allowed: bool) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
+            odd, owner = roster[0], roster[2]
+            odd.butterfly.part_codec = get_codec(part_codec)
+            await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            assert network.loop.time() < SPEC.grace_seconds
+            await stop(roster, linger=True)
+            assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
+            assert list(owner.butterfly.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
+
+    simulate(main, seed=8)
 
 
 def test_an_update_beyond_the_codec_is_this_peer_s_own_fault() -> None:
