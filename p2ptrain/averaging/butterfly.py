@@ -4,6 +4,7 @@ Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and ope
 
 ====================  ==================================================================================
 i → j                 the group's id, then i's encoded part of j's share
+j → i                 a word that the part is there (what was written may still be on its way for long)
 j → i                 the set of members whose part j holds completely (its *mask*)
 j → i                 a word that the mean comes, and the encoded mean of j's share
 j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
@@ -26,6 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,7 @@ class Butterfly:
         """How this member's own parts are encoded."""
         self._began = asyncio.get_running_loop().time()
         self._mask_closed_at: float | None = None
+        self._arrived_at: dict[int, float] = {}
         self._index = attempt.roster.index_of(rpc.peer_id)
         own = vector[attempt.bounds[self._index] : attempt.bounds[self._index + 1]]
         codec = attempt.codec_of(self._index)
@@ -153,6 +156,7 @@ class Butterfly:
         if size:
             check = self._share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
             part = await self._receive_part(channel, check, size)
+            await channel.send({"have": size})
             if not self._own_mask.done():
                 self._share.add(sender, part, check)
                 self._part_changed.set()
@@ -216,6 +220,10 @@ class Butterfly:
                     sent = RangeCheck(parts, self._spec)
                     part = await send_encoded(channel, self._runtime, parts, self._vector[low:high], sent)
                     self.sent_parts[index] = part
+                    if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+                        return
+                    self._arrived_at[index] = loop.time()
+                    self._agreed.set()
                     reply = await channel.receive(deadline - loop.time())
                     if self._notes_that_it_gave_up(index, reply):
                         return
@@ -324,14 +332,13 @@ class Butterfly:
         while any(owner not in self._masks for owner in owners):
             self._fail_if_lost([attempt.roster.members[i] for i in owners if i not in self._masks])
             self._agreed.clear()
-            until, closed = deadline, self._mask_closed_at
-            if closed is not None:
-                until = min(deadline, self._patience_ends(self._began, closed))
+            missing = [owner for owner in owners if owner not in self._masks]
+            if self._index in self._masks:
                 in_time = self._masks[self._index] | self._share.refused.keys()
-                late = [i for i in owners if i not in self._masks and i not in in_time]
+                late = [owner for owner in missing if owner not in in_time]
                 if late:  # Who was late with its part will not be in time with its share's mean.
                     raise LateError("scatter: a part did not come in time", self._peers(late), as_owners=False)
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout_at(min(deadline, *(self._mask_is_due(owner) for owner in missing))):
                 await self._agreed.wait()
         agreed = frozenset.intersection(*(self._masks[owner] for owner in owners))
         if not agreed:
@@ -345,6 +352,19 @@ class Butterfly:
                 raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
         self._enter("gather")
         attempt.changed.set()
+
+    def _mask_is_due(self, owner: int) -> float:
+        """Until when another owner's mask may take.
+
+        It needs this member's part, which should be there soon after a quorum of the owners has its own, and closes
+        about when this member's mask does.
+        """
+        closed, arrivals = self._mask_closed_at, sorted(self._arrived_at.values())
+        others = sum(self.attempt.size(i) > 0 for i in range(len(self.attempt.means)) if i != self._index)
+        needed = quorum_of_others(others, self._spec.quorum)
+        if closed is None or len(arrivals) < needed:
+            return math.inf
+        return self._patience_ends(self._began, max(closed, self._arrived_at.get(owner, arrivals[needed - 1])))
 
     async def _reduce_own_share(self) -> None:
         """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""

@@ -23,12 +23,14 @@ SPEC = AveragingSpec(codec="int8", grace_seconds=1.0)
 Scenario = Callable[[SimulatedNetwork, list[AveragingPeer]], Awaitable[None]]
 
 
-def run(speeds: list[float], scenario: Scenario, seed: int = 1, spec: AveragingSpec = SPEC) -> None:
-    """Averagers whose links have these shares of `RATE`, in a scenario."""
+def run(
+    speeds: list[float], scenario: Scenario, seed: int = 1, spec: AveragingSpec = SPEC, down: float | None = None
+) -> None:
+    """Averagers whose links have these shares of `RATE`, in a scenario; downlinks have ``down`` instead if given."""
 
     async def main(network: SimulatedNetwork) -> None:
         peers = [
-            network.add_peer(f"p{i}", up_bytes_per_second=RATE * speed, down_bytes_per_second=RATE * speed)
+            network.add_peer(f"p{i}", up_bytes_per_second=RATE * speed, down_bytes_per_second=RATE * (down or speed))
             for i, speed in enumerate(speeds)
         ]
         started = await start_averagers(network, peers, spec, NUM_VALUES)
@@ -154,3 +156,16 @@ def test_members_that_reach_only_one_other_get_the_same_certified_mean() -> None
             assert torch.equal(client.mean(), hub.mean())
 
     run([1.0] * 4, scenario)
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp32"])
+def test_who_sends_slowly_does_not_blame_the_other_for_waiting(codec: str) -> None:
+    """The other's mask can only come when this peer's part is there, however long ago the other's part came."""
+
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await average(started, 3)
+        for each in started:
+            assert [outcome.attempts for outcome in each.outcomes] == [1, 1, 1]
+            assert all(len(o.result.certificate.body.contributors) == 2 for o in each.outcomes)
+
+    run([0.15, 1.0], scenario, spec=SPEC.model_copy(update={"codec": codec}), down=1.0)
