@@ -201,8 +201,8 @@ class Averager:
         return RoundOutcome(
             result=Result(certificate, [mean if mean is not None else b"" for mean in butterfly.attempt.means]),
             contributed=contributed,
-            sent_parts=butterfly.sent_parts,
-            part_codec=butterfly.part_codec,
+            sent_parts=butterfly.exchange.sent_parts,
+            part_codec=butterfly.exchange.part_codec,
             own_index=own_index,
             own_mean_exact=butterfly.own_mean_exact,
             own_mean_scale=feedback_scale(self._spec, tokens, indices.index(own_index)) if contributed else 0.0,
@@ -291,7 +291,7 @@ class Averager:
 
     def _judge(self, butterfly: Butterfly, certificate: Certificate | None) -> None:
         """Remember with whom a round came to its end, and who sent what had to be refused."""
-        for peer, reason in butterfly.refused.items():
+        for peer, reason in butterfly.exchange.refused.items():
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body
