@@ -49,6 +49,7 @@ class Place:
         participates: Whether it trains: a leader then waits for itself too.
         following: The group for which it handed in a ticket, and to whom.
         closing: The group that should be formed with what this peer has.
+        running: The attempt that this peer is in: which group, who put it together, and its members.
     """
 
     head: Head
@@ -57,6 +58,7 @@ class Place:
     participates: bool = False
     following: tuple[Key, str] | None = None
     closing: Key | None = None
+    running: tuple[Key, str, tuple[str, ...]] | None = None
 
     @property
     def key(self) -> Key:
@@ -66,6 +68,15 @@ class Place:
     def is_of(self, key: Key) -> bool:
         """Whether a group is one of the round in progress."""
         return key[:3] == (self.head.round, self.head.lineage, self.head.present)
+
+    def passed_over(self, key: Key, peer: str) -> list[str]:
+        """Who leads no more for a peer that hands in another ticket for a group: its attempt broke, perhaps only there.
+
+        This peer may be in that attempt still. It must not send the other back to the leader of what broke.
+        """
+        if self.running is None or self.running[0] != key or peer not in self.running[2]:
+            return []
+        return [self.running[1]]
 
     def close(self, key: Key) -> None:
         """Close the round in progress with what this peer has, if it is this one."""
@@ -219,7 +230,7 @@ class Conductor:
         if self._place.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
             return {"kind": "redirect", "peer": ticket.peer}  # Tickets crossed: see `settle_on`.
         if hops < MAX_HOPS:
-            best = self._leaders.candidates(key, tried)[0]
+            best = self._leaders.candidates(key, [*tried, *self._place.passed_over(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
                 return {"kind": "redirect", "peer": best}
         rally = self.rally(head, key)

@@ -118,6 +118,7 @@ class Matchmaker:
     def move(self, head: Head) -> None:
         """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
         self._place.head = head
+        self._place.running = None
         for peer in head.members:
             here = self.cells.includes(self._place.key, peer)
             if here and peer != self._rpc.peer_id and self._membership.is_news(peer):
@@ -165,6 +166,7 @@ class Matchmaker:
 
     def group_broke(self) -> None:
         """Note that the group found last came to nothing: another peer leads the next attempt."""
+        self._place.running = None
         if self._last_leader is not None:
             self._leaders.failed(*self._last_leader)
 
@@ -189,7 +191,9 @@ class Matchmaker:
                 self._place.following = self._last_leader = (key, leader)
                 answer = await self._hand_in(leader, ticket, excluded, hops, remaining)
                 if answer is not None and answer["kind"] != "redirect":
-                    return self._accept(answer, ticket, leader)
+                    roster = self._accept(answer, ticket, leader)
+                    self._place.running = (key, leader, roster.members)
+                    return roster
                 hops += answer is not None
                 target = self._next_leader(key, answer, tried) if answer and hops <= MAX_HOPS else ""
                 worse = not target or self._leaders.order(key, target) > self._leaders.order(key, leader)

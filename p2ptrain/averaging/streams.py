@@ -115,7 +115,9 @@ class ServedStreams:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_SECONDS):
                     await self._serve_everybody()
-        elif self._exchange.given_up.done() and self._served:
+        if not self._exchange.given_up.done():
+            self._exchange.given_up.set_result([])  # Who is not through yet hears that it is over, and nobody's fault.
+        if self._served:
             await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
         self._exchange.own_mask.cancel()
         self._exchange.own_mean.cancel()
@@ -169,7 +171,8 @@ class OpenedStreams:
                     return
                 await self._fetch_signatures(channel, index, deadline)
         except (PeerError, DeadlineError, TimeoutError) as error:
-            exchange.lost[peer] = str(error) or "did not answer in time"
+            if index not in exchange.gave_up:
+                exchange.lost[peer] = str(error) or "did not answer in time"
         except CodecError as error:
             exchange.unencodable = str(error)
         exchange.changed()
@@ -179,7 +182,12 @@ class OpenedStreams:
         exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
         part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
         check = RangeCheck(part_codec, exchange.spec)
-        exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
+        try:
+            exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
+        except PeerError:
+            with contextlib.suppress(PeerError, DeadlineError):  # Perhaps it has said why it ended the stream.
+                self._notes_that_it_gave_up(index, await channel.receive(0.0))
+            raise
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
         exchange.arrived_at[index] = loop.time()
