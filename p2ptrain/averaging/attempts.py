@@ -144,7 +144,7 @@ class Attempts:
                 if isinstance(error, LateError):
                     durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
-                self._blame(error)
+                self._blame(error, butterfly.exchange.cut_short)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
                 certificate = await self._settlements.settle(attempt)
@@ -163,13 +163,15 @@ class Attempts:
             task.add_done_callback(self._background.discard)
         return certificate, failure
 
-    def _blame(self, error: AttemptFailedError) -> None:
+    def _blame(self, error: AttemptFailedError, cut_short: set[str]) -> None:
         for peer in error.suspects:
             self._matchmaker.lost(peer)
             if isinstance(error, LateError):
                 self._membership.suspect(peer, str(error))
                 if error.as_owners:  # How slowly it sends was measured.
                     self.speeds.was_late(peer)
+            elif peer in cut_short:
+                self._membership.suspect(peer, str(error))
             else:
                 self._membership.broke_with(peer, str(error), self._matchmaker.last_leader)
 

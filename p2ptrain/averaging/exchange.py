@@ -45,6 +45,7 @@ class Exchange:
         given_up: Whom this member blames, once it has given up.
         gave_up: By member that gave up: whom it blames.
         lost: By member: why the stream to it broke.
+        cut_short: Those that ended the stream while this member's part was still on its way: perhaps it took too long.
         unencodable: Why this member's own part cannot be encoded; empty while it can.
         refused: By other member: why its part was refused. The round goes on without it.
         refused_by: By owner, this member included: why this member's own part was refused.
@@ -87,6 +88,7 @@ class Exchange:
         self.given_up: asyncio.Future[list[int]] = loop.create_future()
         self.gave_up: dict[int, frozenset[int]] = {}
         self.lost: dict[str, str] = {}
+        self.cut_short: set[str] = set()
         self.unencodable = ""
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}

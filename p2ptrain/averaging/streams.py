@@ -14,7 +14,7 @@ from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
-from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
+from p2ptrain.errors import DeadlineError, PeerError, PeerLostError, ProtocolError
 from p2ptrain.network.channel import Channel
 
 OPEN_TIMEOUT_SECONDS = 10.0
@@ -173,6 +173,8 @@ class OpenedStreams:
         except (PeerError, DeadlineError, TimeoutError) as error:
             if index not in exchange.gave_up:
                 exchange.lost[peer] = str(error) or "did not answer in time"
+                if isinstance(error, PeerLostError) and index not in exchange.arrived_at:
+                    exchange.cut_short.add(peer)
         except CodecError as error:
             exchange.unencodable = str(error)
         exchange.changed()
