@@ -78,9 +78,13 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: 
 
 @contextlib.asynccontextmanager
 async def loopback_transport(directory: Path, **settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
-    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then."""
+    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then.
+
+    Streams between two of them go through the daemons unless ``settings`` say otherwise.
+    """
+    settings = {"listen": LOOPBACK, "local_shortcut": False, **settings}
     with Identity.ephemeral(directory) as identity:
-        transport = await Libp2pTransport.start(identity, Libp2pSettings(**{"listen": LOOPBACK, **settings}))
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
         try:
             yield identity, transport
         finally:
