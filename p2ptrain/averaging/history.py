@@ -140,19 +140,10 @@ class History:
             PeerError, DeadlineError: It failed.
             ProtocolError: It sent bytes with other hashes, or the body does not fit this model.
         """
-        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
-            raise ProtocolError(peer, "offers a result of another size than this model")
-        if body.codec != f"{self._codec.name}/{self._codec.version}":
-            raise ProtocolError(peer, f"offers a result in codec {body.codec}")
-        try:
-            codecs = [self._codec.part(low, high) for low, high in pairwise(body.bounds)]
-        except ValueError as error:
-            raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
+        codecs = self.codecs_of(peer, body, num_values)
         means: Means = []
         request = {"body": body.body_hash}
-        total = sum(
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
-        )
+        total = self.num_bytes_of(peer, body, num_values)
         async with self._rpc.open(
             peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
         ) as channel:
@@ -165,6 +156,28 @@ class History:
             await channel.receive(timeout_seconds)
         await self._runtime.compute(self._check_means, peer, body, means, codecs)
         return means
+
+    def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Codec]:
+        """How the shares of a result are encoded that a peer offers.
+
+        Raises:
+            ProtocolError: The body does not fit this model.
+        """
+        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
+            raise ProtocolError(peer, "offers a result of another size than this model")
+        if body.codec != f"{self._codec.name}/{self._codec.version}":
+            raise ProtocolError(peer, f"offers a result in codec {body.codec}")
+        try:
+            return [self._codec.part(low, high) for low, high in pairwise(body.bounds)]
+        except ValueError as error:
+            raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
+
+    def num_bytes_of(self, peer: str, body: Body, num_values: int) -> int:
+        """Size of the encoded means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
+        codecs = self.codecs_of(peer, body, num_values)
+        return sum(
+            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+        )
 
     def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Codec]) -> None:
         for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):
