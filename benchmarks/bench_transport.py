@@ -33,8 +33,9 @@ from typing import Protocol
 
 import uvloop
 
+from benchmarks.answers import hear, say
 from benchmarks.harness import Measured, cpu_seconds, report
-from benchmarks.peers import LoopbackPeer, hear, loopback_peer, say
+from benchmarks.peers import LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.direct_tls import Certificate

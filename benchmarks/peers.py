@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from benchmarks.answers import hear, say
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.rpc import Rpc
@@ -61,15 +60,3 @@ async def loopback_peer(
             await rpc.close()
             await transport.close()
             runtime.close()
-
-
-async def hear() -> str:
-    """The next command of the parent, without its line end; empty when there is none any more."""
-    line: str = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    return line.strip()
-
-
-def say(**answer: object) -> None:
-    """One line for the parent; see `benchmarks.workers.Worker.hear`."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()

@@ -17,32 +17,16 @@ import uvloop
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import real_runtime
-from tests.support.daemons import eventually, loopback_transport, peer_process
+from tests.support.daemons import RPC_SERVER, eventually, loopback_transport, peer_process
 from tests.support.rpc_scenario import run_scenario, serve_scenario
 
 SWARM = b"\x07" * 32
 
-SERVER = """
-import asyncio, json, sys
-from pathlib import Path
-from p2ptrain.network.rpc import Rpc
-from p2ptrain.runtime import real_runtime
-from tests.support.daemons import loopback_transport
-
+HANG = """
 async def hang(peer, request):
     await asyncio.sleep(3600)
-
-async def main():
-    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
-        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
-        rpc.serve("hang", hang)
-        await rpc.start()
-        sys.stdout.write(json.dumps({"addresses": await transport.addresses()}) + "\\n")
-        sys.stdout.flush()
-        await asyncio.sleep(3600)
-
-asyncio.run(main())
 """
+SERVER = RPC_SERVER.format(handler=HANG, serve="serve")
 
 
 @asynccontextmanager
