@@ -7,7 +7,7 @@ are slow. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps. `
 from __future__ import annotations
 
 from p2ptrain.codecs.base import Codec, CodecError
-from p2ptrain.codecs.registry import codec_names, get_codec, smaller_codecs
+from p2ptrain.codecs.registry import codec_at, codec_names, get_codec, smaller_codecs
 from p2ptrain.codecs.warm import warm_up
 
-__all__ = ["Codec", "CodecError", "codec_names", "get_codec", "smaller_codecs", "warm_up"]
+__all__ = ["Codec", "CodecError", "codec_at", "codec_names", "get_codec", "smaller_codecs", "warm_up"]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.history import Result
@@ -182,12 +182,15 @@ class Follower:
     async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None) -> None:
         for certificate in chain:
             body = certificate.body
-            if (body.tokens_before, body.samples_before) != (self._state.head.tokens, self._state.head.samples):
+            head = self._state.head
+            if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
+            if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
+                raise IntegrityError("a certificate is of another tree than its lineage has")
             means = await self._averager.history.fetch_means(
                 holder, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
             )
-            contributed = self._is_contributor(body)
+            contributed = self._averager.counted(body)
             if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
                 await self._runtime.compute(self._feedback.reset)
             await self._apply(Result(certificate, means), work, contributed)
@@ -221,10 +224,6 @@ class Follower:
         if self._drop_stale and self._state.head.round == 0:
             return 0
         return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
-
-    def _is_contributor(self, body: Body) -> bool:
-        """Whether this peer's work is in a result that it did not see completed: then it must not count again."""
-        return any(body.members[index] == self._rpc.peer_id for index, *_ in body.contributors)
 
     def others_hold_another_state(self) -> bool:
         """Whether peers announce another digest than this one has, at the same lineage."""
@@ -305,7 +304,7 @@ class Follower:
             # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
             may_count = self._averager.gave_up_on == self._state.head.lineage
             return None if may_count or self._drop_stale else 1.0
-        if any(self._is_contributor(certificate.body) for certificate in missed):
+        if any(self._averager.counted(certificate.body) for certificate in missed):
             return None
         return float(self._late_decay ** len(missed))
 

@@ -120,7 +120,7 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
             class Evil(type(evil.attempt.codec)):  # type: ignore[misc]
                 def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
                     encode_into(self, vector, out)
-                    if torch.equal(vector, evil.butterfly._vector[:20]):
+                    if torch.equal(vector, evil.butterfly.exchange.vector[:20]):
                         out[:4] = b"\xff" * 4
 
                 def validate(self, data, num_values):  # type: ignore[no-untyped-def]
@@ -129,11 +129,11 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                 def largest(self, data, num_values):  # type: ignore[no-untyped-def]
                     return 0.0
 
-            evil.butterfly.part_codec = Evil()
+            evil.butterfly.exchange.part_codec = Evil()
             results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
             await stop(roster, linger=True)
-            assert list(roster[1].butterfly.refused) == [evil.member.rpc.peer_id]
+            assert list(roster[1].butterfly.exchange.refused) == [evil.member.rpc.peer_id]
             assert isinstance(results[0], AttemptFailedError)
             for certificate in results[1:]:
                 assert isinstance(certificate, Certificate)
@@ -157,12 +157,12 @@ def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(rule: str) 
             assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2]
             assert float(decoded(roster[0]).abs().max()) < 10
             for each in roster[:3]:
-                assert list(each.butterfly.refused) == [loud_id]
-                assert "times the group's median" in each.butterfly.refused[loud_id]
+                assert list(each.butterfly.exchange.refused) == [loud_id]
+                assert "times the group's median" in each.butterfly.exchange.refused[loud_id]
                 assert each.member.rpc.refusals[loud_id, "out of proportion"] == 1
                 assert each.butterfly.refusal == ""
             # It takes part otherwise, reduces its share without itself, and knows why.
-            assert sorted(roster[3].butterfly.refused_by) == [0, 1, 2, 3]
+            assert sorted(roster[3].butterfly.exchange.refused_by) == [0, 1, 2, 3]
             assert "times the group's median" in roster[3].butterfly.refusal
 
     simulate(main, seed=8)
@@ -172,7 +172,7 @@ def test_one_owner_s_word_is_not_enough_to_drop_a_contribution() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 4) as swarm:
             roster = make_roster(swarm, make_vectors(4), [10] * 4)
-            share = roster[0].butterfly._share
+            share = roster[0].butterfly.exchange.share
 
             def slander() -> frozenset[int]:
                 share.refused[2] = "smells"
@@ -182,7 +182,7 @@ def test_one_owner_s_word_is_not_enough_to_drop_a_contribution() -> None:
             await asyncio.gather(*(each.butterfly.run() for each in roster))
             await stop(roster, linger=True)
             assert roster[2].attempt.contributors == (0, 1, 3)
-            assert roster[2].butterfly.refused_by == {0: "smells"}
+            assert roster[2].butterfly.exchange.refused_by == {0: "smells"}
             assert roster[2].butterfly.refusal == ""
 
     simulate(main, seed=9)
@@ -223,12 +223,12 @@ def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(part_codec
         async with members(network, 3) as swarm:
             roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
             odd, owner = roster[0], roster[2]
-            odd.butterfly.part_codec = get_codec(part_codec)
+            odd.butterfly.exchange.part_codec = get_codec(part_codec)
             await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds
             await stop(roster, linger=True)
             assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
-            assert list(owner.butterfly.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
+            assert list(owner.butterfly.exchange.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
 
     simulate(main, seed=8)
 

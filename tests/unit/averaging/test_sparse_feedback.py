@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.averaging.feedback import ErrorFeedback
+from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
 from p2ptrain.codecs import Codec, get_codec
 
 WORKERS = 4
@@ -60,8 +60,9 @@ def average(codec: Codec, vectors: list[torch.Tensor], feedbacks: list[ErrorFeed
         means.append(codec.encode(exact))
         codec.decode_into(means[owner], mean[low:high])
     for worker, feedback in enumerate(feedbacks or []):
+        exact, mean_of_share, scale = exacts[worker], means[worker], float(WORKERS)
         feedback.update(
-            vectors[worker], bounds, sent[worker], codec, worker, exacts[worker], means[worker], float(WORKERS)
+            [Encoded(vectors[worker], bounds, sent[worker], codec, 1.0, worker, exact, mean_of_share, codec, scale)]
         )
     return mean
 

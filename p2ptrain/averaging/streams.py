@@ -1,0 +1,236 @@
+"""What one member sends and receives in one attempt, stream by stream, in the order of `p2ptrain.averaging.butterfly`.
+
+Nothing is decided here but whether a message is well-formed: what came is left in the `Exchange`, where the state
+machine finds it; what is owed is sent once the state machine has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+from p2ptrain.averaging.exchange import Exchange
+from p2ptrain.averaging.pieces import receive_checked, send_encoded
+from p2ptrain.averaging.reduction import PartCheck, RangeCheck
+from p2ptrain.codecs import Codec, CodecError, smaller_codecs
+from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
+from p2ptrain.network.channel import Channel
+
+OPEN_TIMEOUT_SECONDS = 10.0
+LINGER_SECONDS = 2.0
+FORWARD_SECONDS = 0.5
+MAX_REFUSAL_LENGTH = 120
+
+
+class ServedStreams:
+    """The streams that others open: their parts come in, this owner's mean goes out."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._served: dict[int, asyncio.Task[Any]] = {}
+        self._stream_came = asyncio.Event()
+
+    async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
+        """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
+        exchange = self._exchange
+        sender = exchange.attempt.roster.index_of(channel.remote)
+        if sender in (-1, exchange.index) or sender in self._served:
+            raise ProtocolError(channel.remote, "is not expected on this roster")
+        task = asyncio.current_task()
+        assert task is not None
+        self._served[sender] = task
+        self._stream_came.set()
+        work = asyncio.create_task(self._serve_member(channel, sender, request), name=f"serve-{sender}")
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not exchange.given_up.cancelled():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                await channel.send({"gave up": exchange.given_up.result()})
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
+        exchange, attempt = self._exchange, self._exchange.attempt
+        size = attempt.size(exchange.index)
+        if size:
+            check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
+            part = await self._receive_part(channel, check, size)
+            await channel.send({"have": size})
+            if not exchange.own_mask.done():
+                exchange.share.add(sender, part, check)
+                exchange.part_changed.set()
+            mask = await asyncio.shield(exchange.own_mask)
+            refusal = exchange.share.refused.get(sender, "")
+            await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
+            mean = await asyncio.shield(exchange.own_mean)
+            await channel.send({"mean": size})  # So that it can say in its place that it gave up.
+            await mean.send(channel)
+        await exchange.own_proof.wait()
+        assert attempt.body is not None
+        await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[exchange.rpc.peer_id]})
+        await exchange.certified.wait()
+        await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
+        if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
+            await channel.send({"proofs": [[peer, proof] for peer, proof in sorted(attempt.proofs.items())]})
+
+    def _codec_of_part(self, peer: str, name: Any) -> Codec:
+        attempt, index = self._exchange.attempt, self._exchange.index
+        own, low, high = attempt.codec, *attempt.bounds[index : index + 2]
+        for codec in (own, *smaller_codecs(own, attempt.bounds[-1])):
+            if codec.name == name:
+                return codec.part(low, high)
+        reason = f"encodes its part in a way that is not allowed beside {own.name}"
+        self._exchange.refuse(peer, reason)
+        raise ProtocolError(peer, reason)
+
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
+        exchange, loop, arrived = self._exchange, asyncio.get_running_loop(), 0
+        began = loop.time()
+
+        def watch(filled: int) -> None:
+            nonlocal arrived
+            arrived = filled
+
+        try:
+            part, _ = await receive_checked(
+                channel, exchange.runtime, check.codec, size, exchange.spec.round_seconds, check, hashed=False,
+                on_progress=watch,
+            )  # fmt: skip
+        except ProtocolError as error:
+            exchange.refuse(channel.remote, str(error))
+            raise
+        finally:
+            exchange.on_part(channel.remote, arrived, loop.time() - began)
+        return part
+
+    async def stop(self, linger: bool) -> None:
+        """End the streams; with ``linger``, first let the others fetch mean and signature for a bounded time."""
+        if linger:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._serve_everybody()
+        elif self._exchange.given_up.done() and self._served:
+            await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
+        self._exchange.own_mask.cancel()
+        self._exchange.own_mean.cancel()
+        self._exchange.given_up.cancel()
+        for task in self._served.values():
+            task.cancel()
+
+    async def _serve_everybody(self) -> None:
+        """Wait until all others came and went; who owns nothing may be done before a stream of another is there."""
+        members, lost = self._exchange.attempt.roster.members, self._exchange.lost
+        others = [i for i, peer in enumerate(members) if i != self._exchange.index and peer not in lost]
+        while any(i not in self._served for i in others):
+            self._stream_came.clear()
+            await self._stream_came.wait()
+        if self._served:
+            await asyncio.wait(list(self._served.values()))
+
+
+class OpenedStreams:
+    """The streams that this member opens: its parts go out, means and signatures come back."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, deadline: float) -> None:
+        """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
+        own, size = self._exchange.index, len(self._exchange.attempt.roster.tickets)
+        order = [*range(own + 1, size), *range(own)]
+        self._tasks = [asyncio.create_task(self._talk_to(i, deadline), name=f"exchange-{i}") for i in order]
+
+    async def stop(self) -> None:
+        """End the streams; the vector is not read any more when this returns."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _talk_to(self, index: int, deadline: float) -> None:
+        """The stream to member ``index``, and how it ends."""
+        exchange, attempt = self._exchange, self._exchange.attempt
+        peer, size = attempt.roster.members[index], attempt.size(index)
+        try:
+            header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
+            header |= {"credential": attempt.credential} if attempt.credential else {}
+            part_codec = exchange.part_codec.part(attempt.bounds[index], attempt.bounds[index + 1])
+            total = part_codec.encoded_bytes(size) + attempt.codec_of(index).encoded_bytes(size)
+            async with exchange.rpc.open(
+                peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total
+            ) as channel:
+                if size and not await self._bring_part(channel, index, part_codec, deadline):
+                    return
+                await self._fetch_signatures(channel, index, deadline)
+        except (PeerError, DeadlineError, TimeoutError) as error:
+            exchange.lost[peer] = str(error) or "did not answer in time"
+        except CodecError as error:
+            exchange.unencodable = str(error)
+        exchange.changed()
+
+    async def _bring_part(self, channel: Channel, index: int, part_codec: Codec, deadline: float) -> bool:
+        """Send the own part of an owner's share, and receive its mask and its mean; False when it gave up."""
+        exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
+        part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+        check = RangeCheck(part_codec, exchange.spec)
+        exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
+        if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+            return False
+        exchange.arrived_at[index] = loop.time()
+        exchange.agreed.set()
+        reply = await channel.receive(deadline - loop.time())
+        if self._notes_that_it_gave_up(index, reply):
+            return False
+        exchange.masks[index] = self._check_mask(channel.remote, reply.get("mask"))
+        if reply.get("refused"):
+            exchange.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
+        exchange.agreed.set()
+        if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+            return False
+        codec = attempt.codec_of(index)
+        mean, digest = await receive_checked(
+            channel, exchange.runtime, codec, len(part), deadline - loop.time(), RangeCheck(codec, exchange.spec)
+        )
+        attempt.add_mean(index, mean, digest)
+        return True
+
+    async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
+        """Receive a member's signature of the body; and those that it passes on, should they be needed."""
+        attempt, signer, loop = self._exchange.attempt, self._exchange.signer, asyncio.get_running_loop()
+        reply = await channel.receive(deadline - loop.time())
+        if self._notes_that_it_gave_up(index, reply):
+            return
+        while attempt.body is None:
+            attempt.changed.clear()
+            async with asyncio.timeout_at(deadline):
+                await attempt.changed.wait()
+        if reply.get("body") == attempt.body.body_hash:
+            attempt.add_proof(channel.remote, reply.get("proof"), signer)
+        if attempt.certificate() is None:
+            self._add_proofs((await channel.receive(deadline - loop.time())).get("proofs"))
+
+    def _notes_that_it_gave_up(self, index: int, reply: dict[str, Any]) -> bool:
+        blamed = reply.get("gave up")
+        if not isinstance(blamed, list):
+            return False
+        self._exchange.note_gave_up(index, blamed)
+        return True
+
+    def _add_proofs(self, proofs: Any) -> None:
+        """Take in signatures that another member passes on; those that are none are left out."""
+        attempt = self._exchange.attempt
+        for entry in proofs[: len(attempt.roster.tickets)] if isinstance(proofs, list) else []:
+            if isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is str:
+                attempt.add_proof(entry[0], entry[1], self._exchange.signer)
+
+    def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:
+        size = len(self._exchange.attempt.roster.tickets)
+        if not isinstance(mask, list) or not all(type(i) is int and 0 <= i < size for i in mask):
+            raise ProtocolError(peer, "sent a malformed list of contributors")
+        return frozenset(mask)
