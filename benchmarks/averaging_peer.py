@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import uvloop
 
-from benchmarks.peers import SWARM, LoopbackPeer, hear, loopback_peer, say
+from benchmarks.answers import hear, say
+from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.head import Head, genesis

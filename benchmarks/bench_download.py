@@ -17,8 +17,9 @@ from collections.abc import Sequence
 import torch
 import uvloop
 
+from benchmarks.answers import hear, say
 from benchmarks.harness import Measured, exit_on_signals, report
-from benchmarks.peers import SWARM, LoopbackPeer, hear, loopback_peer, say
+from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.averaging.head import genesis
 from p2ptrain.network.transport import Stream

@@ -51,6 +51,9 @@ SWEEP = (
 """(shape, how much of it is occupied, group size)."""
 SWEEP_RATES = (0.0, 0.01, 0.02, 0.03, 0.05, 0.1)
 Make = Callable[[np.random.Generator], Mixer]
+Rows = list[dict[str, Any]]
+Table = tuple[str, tuple[str, ...], list[tuple[object, ...]]]
+"""Title, headers, rows."""
 
 
 def runs(make: Make, failure_rate: float, restarts: int, seed: int, **options: Any) -> list[Mixed]:
@@ -214,39 +217,48 @@ def trees(count: int, restarts: int) -> Iterator[dict[str, Any]]:
                 yield {"way": f"{name}, {way}", "peers": count, "failure_rate": rate, "spread": spread, **means, **lost}
 
 
-def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list[tuple[object, ...]]]]:
-    """(title, headers, rows) for each part of the results."""
+def tables(results: dict[str, Any]) -> list[Table]:
+    """The parts of the results, for people."""
+    return [
+        _against_paper_table(results["against_paper"]),
+        (
+            "Random groups: what is left of the variance after a sub-round, against (r - 1) / N + r / N**2",
+            ("peers", "groups", "formula", "measured, of it"),
+            [
+                (row["peers"], row["groups"], f"{row['formula']:.5f}", f"{row['ratio']:.4f}")
+                for row in results["contraction"]
+            ],
+        ),
+        _sweep_table(results["sweep"]),
+        _kept_shapes_table(results["kept_shapes"]),
+        _work_table(results["work"]),
+        _trees_table(results["trees"]),
+    ]
 
+
+def _against_paper_table(rows: Rows) -> Table:
     def span(measured: dict[str, Any]) -> str:
         values = measured["values"]
         return f"{np.mean(values):.2f} ({min(values):.1f} to {max(values):.1f})"
 
     ours = ("algorithm 1", "fixed 32x32", "fixed", "random")
-    yield (
+    return (
         "Moshpit: sub-rounds until the variance is below 1e-9, groups of 32; in brackets means of 10 restarts",
         ("peers, failure rate", "published grid", "the same", "published random", "the same", *ours),
         [
             (
                 f"{row['peers']}, {row['failure_rate']:g}",
-                *(
-                    x
-                    for name in ("grid", "random")
-                    for x in (row[f"published {name}"] or "", span(row[f"paper {name}"]))
-                ),
+                row["published grid"] or "", span(row["paper grid"]),
+                row["published random"] or "", span(row["paper random"]),
                 *(f"{row[name]:.1f}" for name in ours),
             )
-            for row in results["against_paper"]
+            for row in rows
         ],
-    )
-    yield (
-        "Random groups: what is left of the variance after a sub-round, against (r - 1) / N + r / N**2",
-        ("peers", "groups", "formula", "measured, of it"),
-        [
-            (row["peers"], row["groups"], f"{row['formula']:.5f}", f"{row['ratio']:.4f}")
-            for row in results["contraction"]
-        ],
-    )
-    yield (
+    )  # fmt: skip
+
+
+def _sweep_table(rows: Rows) -> Table:
+    return (
         "Sub-rounds with fixed coordinates / random groups by failure rate; q is the ratio of their group sizes",
         ("grid", "peers", "groups of", *map(str, SWEEP_RATES), "q", "even at", "rule", "regret"),
         [
@@ -255,10 +267,13 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list
                 *("/".join(f"{number:.1f}" for number in row["sub_rounds"][str(rate)]) for rate in SWEEP_RATES),
                 f"{row['q']:.2f}", f"{row['even_at']:.3f}", f"{row['limit']:.3f}", f"{row['regret']:.1f}",
             )
-            for row in results["sweep"]
+            for row in rows
         ],
     )  # fmt: skip
-    yield (
+
+
+def _kept_shapes_table(rows: Rows) -> Table:
+    return (
         "Sub-rounds with fixed coordinates in a shape that was kept / in a new one, by failure rate",
         ("32x32 occupied", "peers", "new", "0", "0.01"),
         [
@@ -266,11 +281,14 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list
                 f"{row['fill']:.0%}", row["peers"], "x".join(map(str, row["new_shape"])),
                 *(f"{row[f'kept {rate}']:.1f}/{row[f'new {rate}']:.1f}" for rate in (0.0, 0.01)),
             )
-            for row in results["kept_shapes"]
+            for row in rows
         ],
     )  # fmt: skip
+
+
+def _work_table(rows: Rows) -> Table:
     whats = ("sub_rounds", "joined", "keys", "sent")
-    yield (
+    return (
         "Work of a peer until all agree, p = 0.01: sub-rounds / groups joined / directory keys / vectors sent",
         ("peers", "groups of", "grid", "fixed", "random", "tree"),
         [
@@ -278,11 +296,14 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list
                 row["peers"], row["group_size"], "x".join(map(str, row["shape"])),
                 *(" / ".join(f"{row[f'{name} {what}']:.1f}" for what in whats) for name in ("fixed", "random", "tree")),
             )
-            for row in results["work"]
+            for row in rows
         ],
     )  # fmt: skip
-    yield (
-        f"A tree with delegates against mixing: {results['trees'][0]['peers']} peers, groups of {GROUP_SIZE}",
+
+
+def _trees_table(rows: Rows) -> Table:
+    return (
+        f"A tree with delegates against mixing: {rows[0]['peers']} peers, groups of {GROUP_SIZE}",
         ("failure rate, way", "sub-rounds", "vectors sent", "most", "spread left", "off the mean", "missed", "lost"),
         [
             (
@@ -290,7 +311,7 @@ def tables(results: dict[str, Any]) -> Iterator[tuple[str, tuple[str, ...], list
                 f"{row['most_sent']:.1f}",
                 f"{row['spread']:.1e}", f"{row['offset']:.1e}", f"{row['missed']:.2%}", f"{row['lost']:.3%}",
             )
-            for row in results["trees"]
+            for row in rows
         ],
     )  # fmt: skip
 

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import torch
 
+from benchmarks.answers import say
 from benchmarks.harness import Measured, cpu_seconds, exit_on_signals, report
-from benchmarks.peers import say
 from benchmarks.workers import Workers, memory_of_round
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import build_model, num_parameters

@@ -1,9 +1,9 @@
 """The yardstick's process: a DHT and a ``hivemind.averaging.DecentralizedAverager`` with one fp32 vector.
 
-It may run in a virtual environment of its own, so it imports hivemind, torch, NumPy and `benchmarks.vectors` alone.
-What is timed excludes matchmaking: ``form`` calls ``step(wait=False, require_trigger=True)``, which finds the group and
-then waits at stage ``AWAITING_TRIGGER``; ``go`` calls ``allow_allreduce()`` and answers once the mean is there.
-`benchmarks.swarms.HivemindSwarm` is the other end.
+It may run in a virtual environment of its own, so it imports hivemind, torch, NumPy and, of this project,
+`benchmarks.vectors` and `benchmarks.answers` alone. What is timed excludes matchmaking: ``form`` calls
+``step(wait=False, require_trigger=True)``, which finds the group and then waits at stage ``AWAITING_TRIGGER``; ``go``
+calls ``allow_allreduce()`` and answers once the mean is there. `benchmarks.swarms.HivemindSwarm` is the other end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hivemind.averaging.control import AveragingStage
 from hivemind.compression import NoCompression, Uniform8BitQuantization, quantization
 from hivemind.p2p import P2P
 
+from benchmarks.answers import say
 from benchmarks.vectors import initial_vector, quality
 
 CODECS = {"fp32": NoCompression, "int8": Uniform8BitQuantization}
@@ -134,17 +135,11 @@ def main() -> None:
     patch_decoder()
     peer = Peer(json.loads(sys.argv[1]))
     commands: dict[str, Callable[..., dict[str, Any]]] = {"form": peer.form, "go": peer.go, "check": peer.check}
-    say(peer.hello())
+    say(**peer.hello())
     for line in sys.stdin:
         arguments = json.loads(line)
-        say(commands[arguments.pop("do")](**arguments))
+        say(**commands[arguments.pop("do")](**arguments))
     peer.close()
-
-
-def say(answer: dict[str, Any]) -> None:
-    """One line for the parent."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from benchmarks.answers import hear, say
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.rpc import Rpc
@@ -40,11 +39,20 @@ class LoopbackPeer:
 
 
 @asynccontextmanager
-async def loopback_peer(listen: str = "/ip4/127.0.0.1/tcp/0") -> AsyncIterator[LoopbackPeer]:
-    """Start a peer, and end it with this context; in a network namespace, ``listen`` is another address."""
+async def loopback_peer(
+    listen: str = "/ip4/127.0.0.1/tcp/0", *, local_shortcut: bool = False
+) -> AsyncIterator[LoopbackPeer]:
+    """Start a peer, and end it with this context.
+
+    Args:
+        listen: Where; in a network namespace, another address.
+        local_shortcut: Whether streams to others of this process may leave the network out, and what is measured.
+    """
     runtime = real_runtime()
     with Identity.ephemeral(tempfile.gettempdir()) as identity:
-        transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(listen,)))
+        transport = await Libp2pTransport.start(
+            identity, Libp2pSettings(listen=(listen,), local_shortcut=local_shortcut)
+        )
         rpc = Rpc(transport, runtime, SWARM)
         try:
             yield LoopbackPeer(identity, transport, runtime, rpc)
@@ -52,15 +60,3 @@ async def loopback_peer(listen: str = "/ip4/127.0.0.1/tcp/0") -> AsyncIterator[L
             await rpc.close()
             await transport.close()
             runtime.close()
-
-
-async def hear() -> str:
-    """The next command of the parent, without its line end; empty when there is none any more."""
-    line: str = await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    return line.strip()
-
-
-def say(**answer: object) -> None:
-    """One line for the parent; see `benchmarks.workers.Worker.hear`."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()

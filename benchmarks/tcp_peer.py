@@ -13,6 +13,8 @@ import threading
 import time
 from typing import Any
 
+from benchmarks.answers import say
+
 DEADLINE_SECONDS = 120.0
 PIECE_BYTES = 1 << 16
 
@@ -83,21 +85,15 @@ def main() -> None:
     """Answer commands on stdin until it closes."""
     options = json.loads(sys.argv[1])
     peer = Peer(options["address"], options["port"])
-    say({"listening": True})
+    say(listening=True)
     for line in sys.stdin:
         arguments = json.loads(line)
         if arguments.pop("do") == "meet":
             peer.meet(**arguments)
-            say({"met": True})
+            say(met=True)
         else:
-            say(peer.exchange(**arguments))
+            say(**peer.exchange(**arguments))
     peer.close()
-
-
-def say(answer: dict[str, Any]) -> None:
-    """One line for the parent."""
-    sys.stdout.write(json.dumps(answer) + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -143,9 +143,7 @@ class History:
         codecs = self.codecs_of(peer, body, num_values)
         means: Means = []
         request = {"body": body.body_hash}
-        total = sum(
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
-        )
+        total = self.num_bytes_of(peer, body, num_values)
         async with self._rpc.open(
             peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
         ) as channel:
@@ -182,6 +180,13 @@ class History:
             return [codec.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
+
+    def num_bytes_of(self, peer: str, body: Body, num_values: int) -> int:
+        """Size of the encoded means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
+        codecs = self.codecs_of(peer, body, num_values)
+        return sum(
+            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+        )
 
     async def check_means(self, peer: str, body: Body, means: Means) -> None:
         """Check the means that a peer sent of a result which fits this model.

@@ -44,14 +44,14 @@ class Check:
     required: bool = True
 
 
-def all_checks(run_dir: Path, port: int) -> list[Check]:
+def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
     """Run every check. Takes some seconds: torch is imported and the daemon started."""
     return [
         check_python(),
         check_torch(),
         check_daemon(find_daemon()),
         check_setpriv(),
-        *check_ports(port),
+        *check_ports(port, direct_port),
         check_clock(time.time()),
         check_disk(run_dir),
         check_memory(),
@@ -141,10 +141,15 @@ def check_setpriv() -> Check:
     return Check("setpriv", path is not None, path or "not found", fix, required=False)
 
 
-def check_ports(port: int) -> list[Check]:
-    """That this machine can listen at all, and at the port that ``seed`` takes by default."""
+def check_ports(port: int, direct_port: int) -> list[Check]:
+    """That this machine can listen at all, and at certain ports.
+
+    Args:
+        port: Of the daemon.
+        direct_port: For direct connections; 0 is any free one, which needs no check.
+    """
     loopback, wanted = _bind_error("127.0.0.1", 0), _bind_error("0.0.0.0", port)
-    return [
+    checks = [
         Check("listening", loopback is None, loopback or "TCP on loopback works", "allow this user to open TCP ports"),
         Check(
             "port",
@@ -154,6 +159,12 @@ def check_ports(port: int) -> list[Check]:
             required=False,
         ),
     ]
+    if direct_port:
+        same = f"{direct_port} is the daemon's port" if direct_port == port else None
+        error = same or _bind_error("0.0.0.0", direct_port)
+        fix = "choose another network.direct_port in the role file; 0 takes any free one"
+        checks.append(Check("direct port", error is None, error or f"{direct_port} is free", fix, required=False))
+    return checks
 
 
 def _bind_error(host: str, port: int) -> str | None:

@@ -21,6 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port", type=int, default=31337, metavar="N", help="the TCP port that 'seed' would use (default 31337)"
     )
+    parser.add_argument(
+        "--direct-port", type=int, default=0, metavar="N",
+        help="the TCP port for bulk data, 'network.direct_port' of a role file (default 0: any free one)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -30,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from p2ptrain.cli.checks import all_checks
 
-    checks = all_checks(arguments.run_dir, arguments.port)
+    checks = all_checks(arguments.run_dir, arguments.port, arguments.direct_port)
     failed = [check for check in checks if check.required and not check.passed]
     if arguments.json:
         print(json.dumps({"ok": not failed, "checks": [asdict(check) for check in checks]}, indent=2))

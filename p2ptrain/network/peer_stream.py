@@ -1,4 +1,4 @@
-"""One stream on one socket, to the daemon or straight to the peer, with its errors mapped to this package's."""
+"""One stream on one socket, to the daemon, to the peer or in memory, with its errors mapped to this package's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from p2ptrain.errors import PeerLostError
+from p2ptrain.network.local import LocalSocket
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream
 
@@ -25,7 +26,7 @@ class PeerStream(Stream):
     def __init__(
         self,
         remote: PeerId,
-        socket: SocketStream,
+        socket: SocketStream | LocalSocket,
         on_end: Callable[[PeerStream], None],
     ) -> None:
         self._remote = remote
@@ -36,6 +37,10 @@ class PeerStream(Stream):
     @property
     def remote(self) -> PeerId:
         return self._remote
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self._socket, LocalSocket)
 
     @property
     def num_arrived(self) -> int:

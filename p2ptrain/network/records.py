@@ -166,6 +166,7 @@ class PeerRecord:
         addresses: Multiaddrs at which it can be dialled.
         started_at: Wall-clock second at which it started.
         last_rounds: How its last rounds went, oldest first, at most 8.
+        direct_refusals: What it refused at its port for direct connections since it began to listen there.
         note: One line for people, at most 200 characters.
     """
 
@@ -189,6 +190,7 @@ class PeerRecord:
     addresses: tuple[str, ...]
     started_at: float
     last_rounds: tuple[RoundReport, ...]
+    direct_refusals: int = 0
     note: str = ""
 
     def to_payload(self) -> dict[str, Any]:
@@ -318,5 +320,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "addresses": _addresses,
     "started_at": _amount,
     "last_rounds": _reports,
+    "direct_refusals": _count,
     "note": _text(MAX_NOTE_CHARS),
 }

@@ -27,7 +27,7 @@ from p2ptrain.errors import DeadlineError, PeerUnreachableError
 from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import MAX_MESSAGE_BYTES, Kind, Message, frame, pack
-from p2ptrain.network.rates import RateLimit, Traffic
+from p2ptrain.network.rates import Meters, RateLimit, Traffic
 from p2ptrain.network.rpc_server import (
     OTHER_PROTOCOL,
     OTHER_SWARM,
@@ -70,12 +70,10 @@ class Rpc:
         self.runtime = runtime
         self._transport = transport
         self._swarm = swarm
-        self._limits = limits or RpcLimits()
+        self._limits = limits = limits or RpcLimits()
         self._protocol = protocol
-        self._traffic = Traffic(
-            RateLimit(self._limits.up_bytes_per_second), RateLimit(self._limits.down_bytes_per_second)
-        )
-        self._server = RpcServer(swarm, protocol, self._limits, self._traffic)
+        self._meters = Meters(Traffic(RateLimit(limits.up_bytes_per_second), RateLimit(limits.down_bytes_per_second)))
+        self._server = RpcServer(swarm, protocol, limits, self._meters)
         self._outbound: Counter[PeerId] = Counter()
 
     @property
@@ -90,13 +88,23 @@ class Rpc:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all frames written so far."""
-        return self._traffic.sent
+        """Bytes of all frames written so far; those to peers of this process are not among them."""
+        return self._meters.network.sent
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all frames read so far."""
-        return self._traffic.received
+        """Bytes of all frames read so far; those from peers of this process are not among them."""
+        return self._meters.network.received
+
+    @property
+    def local_bytes_sent(self) -> int:
+        """Bytes of all frames written to peers of this process."""
+        return self._meters.local.sent
+
+    @property
+    def local_bytes_received(self) -> int:
+        """Bytes of all frames read from peers of this process."""
+        return self._meters.local.received
 
     @property
     def refusals(self) -> Counter[tuple[PeerId, str]]:
@@ -239,5 +247,6 @@ class Rpc:
             if stream is not None:
                 stream.abort()
             raise
-        self._traffic.sent += len(opening)
-        return Channel(stream, self._limits.channel, self._traffic)
+        traffic = self._meters.of(stream)
+        traffic.sent += len(opening)
+        return Channel(stream, self._limits.channel, traffic)

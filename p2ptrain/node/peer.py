@@ -372,6 +372,7 @@ class Peer:
             addresses=self.reach.standing.addresses,
             started_at=status.started_at,
             last_rounds=tuple(sync.reports) if sync else (),
+            direct_refusals=self.transport.direct.refusals.total(),
             note=status.note or self._clock_note or self.reach.standing.note,
         )
 

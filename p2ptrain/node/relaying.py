@@ -51,9 +51,8 @@ async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIte
     with tempfile.TemporaryDirectory(prefix="p2ptrain-stranger-") as folder:
         identity = await asyncio.to_thread(Identity.ephemeral, folder)
         try:
-            transport = await Libp2pTransport.start(
-                identity, Libp2pSettings(**{"listen": (), "direct": "off", **settings})
-            )
+            bare = {"listen": (), "direct": "off", "local_shortcut": False}
+            transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
             try:
                 rpc = Rpc(transport, runtime, swarm)
                 yield transport, rpc

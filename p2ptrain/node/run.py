@@ -175,6 +175,7 @@ def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
             force_reachability=network.force_reachability,
             direct=network.direct if config.role == "trainer" else "off",  # a seed moves nothing in bulk
             direct_port=network.direct_port,
+            local_shortcut=network.local_shortcut,
         ),
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,

@@ -1,7 +1,12 @@
 """Catching up with the swarm: replay of missed rounds, download of the state, healing of what is damaged.
 
+A peer that is behind replays the rounds that it missed, or downloads the state where that is fewer bytes
+(`p2ptrain.training.catching_up`), from a peer ahead of it; if that one joined too lately to have the rounds, from one
+that has them.
+
 Work on top of the old state is carried to the new one wherever it can count once: not when it may be in that state
-already, and not when the state that it was computed at was wrong.
+already, and not when the state that it was computed at was wrong. Where all certificates between the two are known they
+say whether it counted, and what of it is left is the same however this peer catches up.
 """
 
 from __future__ import annotations
@@ -9,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import AttemptFailedError
@@ -29,6 +34,8 @@ from p2ptrain.errors import (
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.training.catching_up import between, choose_way
+from p2ptrain.training.digest import spec_of
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.transfer import download_state, fetch_head
 from p2ptrain.training.work import Work
@@ -40,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_SECONDS = 60.0
 DOWNLOAD_TIMEOUT_SECONDS = 600.0
+MAX_OTHERS_ASKED = 3
+"""For rounds that the peer to be followed does not have."""
 MAX_HEALINGS = 10
 """Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
 
@@ -68,6 +77,7 @@ class Follower:
         apply: Callable[[Result, Work | None, bool], Awaitable[None]],
         move: Callable[[Head], None],
         drop_stale: bool,
+        late_decay: float,
     ) -> None:
         """
         Args:
@@ -81,7 +91,9 @@ class Follower:
             feedback: Is reset with the state.
             apply: Applies a certified result to state and work; its flag says whether the work is in it.
             move: Takes note of a new head.
-            drop_stale: Whether work is dropped, not carried, when the state is replaced as a whole.
+            drop_stale: Whether work is dropped, not carried, when the state is replaced by one that no known
+                certificates lead to.
+            late_decay: What is kept of work for each round that it missed.
         """
         self._rpc = rpc
         self._runtime = runtime
@@ -94,6 +106,7 @@ class Follower:
         self._apply = apply
         self._move = move
         self._drop_stale = drop_stale
+        self._late_decay = late_decay
         self._failed_healings = 0
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
@@ -131,38 +144,86 @@ class Follower:
         best, source = self._state.head, None
         for record in self._membership.records():
             announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            usable = record.state in ACTIVE_STATES and not self._membership.is_suspect(record.peer)
-            if (
-                usable
-                and not self._membership.is_mistrusted(record.peer)
-                and announced.lineage != best.lineage
-                and announced.outranks(best)
-            ):
+            usable = record.state in ACTIVE_STATES and self._is_trusted(record.peer)
+            if usable and announced.lineage != best.lineage and announced.outranks(best):
                 best, source = announced, record.peer
         return source
 
     async def _catch_up(self, source: str, work: Work | None) -> None:
-        """Replay the rounds that ``source`` has beyond this peer's head, or download its state."""
-        certificates = await self._averager.history.certificates_after(source, self._state.head.lineage)
-        if not certificates:
+        """Replay the rounds between this peer's head and that of ``source``, or download its state."""
+        history, num_values = self._averager.history, self._state.layout.num_values
+        chain = await history.certificates_after(source, self._state.head.lineage)
+        holder = source
+        if not chain:
+            holder, chain = await self._chain_of_others(source)
+        if not chain:
             await self._download(source, work, keep_work=True)
             return
-        for certificate in certificates:
+        replay_bytes = sum(history.num_bytes_of(holder, each.body, num_values) for each in chain)
+        way = choose_way(len(chain), replay_bytes, self._state_bytes())
+        logger.info("catching up with peer %s: %s", holder[-8:], way.reason)
+        if way.is_download:
+            try:
+                await self._download(source, work, keep_work=True, chain=chain)
+                return
+            except FAILURES_TO_FOLLOW as error:
+                logger.info("could not download from peer %s: %s", source[-8:], error)
+        try:
+            await self._replay(holder, chain, work)
+        except FAILURES_TO_FOLLOW as error:
+            if holder == source and not isinstance(error, PeerRefusedError):
+                raise
+            # Its rounds are faster than this replay, or somebody failed for whom the source is not to blame.
+            logger.info("peer %s could not replay it all: %s", holder[-8:], error)
+            if not isinstance(error, PeerRefusedError):
+                self._membership.mistrust(holder)
+            await self._download(source, work, keep_work=True, chain=chain)
+
+    async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None) -> None:
+        for certificate in chain:
             body = certificate.body
             head = self._state.head
             if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
+            means = await self._averager.history.fetch_means(
+                holder, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
+            )
+            contributed = self._averager.counted(body)
+            if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
+                await self._runtime.compute(self._feedback.reset)
+            await self._apply(Result(certificate, means), work, contributed)
+            logger.info("replayed round %d from peer %s", body.round, holder[-8:])
+
+    async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
+        """Who else has the rounds that lead to where ``source`` is, and their certificates; none if nobody has."""
+        records = {record.peer: record for record in self._membership.records() if record.state in ACTIVE_STATES}
+        if source not in records:
+            return source, []
+        goal, start = records.pop(source).lineage, self._state.head.lineage
+        others = [peer for peer, record in records.items() if record.lineage == goal and self._is_trusted(peer)]
+
+        async def ask(peer: str) -> list[Certificate]:
             try:
-                means = await self._averager.history.fetch_means(
-                    source, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
-                )
-            except PeerRefusedError:  # Its rounds are faster than this replay.
-                await self._download(source, work, keep_work=True)
-                return
-            await self._apply(Result(certificate, means), work, self._averager.counted(body))
-            logger.info("replayed round %d from peer %s", body.round, source[-8:])
+                chain = await self._averager.history.certificates_after(peer, start)
+            except FAILURES_TO_FOLLOW as error:
+                logger.debug("peer %s tells no history: %s", peer[-8:], error)
+                return []
+            return chain if between(chain, start, goal) else []
+
+        asked = self._runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
+        chains = await asyncio.gather(*map(ask, asked))
+        return next(((peer, chain) for peer, chain in zip(asked, chains, strict=True) if chain), (source, []))
+
+    def _is_trusted(self, peer: str) -> bool:
+        return not self._membership.is_suspect(peer) and not self._membership.is_mistrusted(peer)
+
+    def _state_bytes(self) -> int:
+        """Size of a download; 0 before the first step of a torch optimizer, which has no state until then."""
+        if self._drop_stale and self._state.head.round == 0:
+            return 0
+        return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
         """Whether peers announce another digest than this one has, at the same lineage."""
@@ -199,9 +260,19 @@ class Follower:
             )
         raise AttemptFailedError("the state in memory is wrong and no peer could send a right one")
 
-    async def _download(self, source: str, work: Work | None, keep_work: bool) -> None:
-        """Fetch the whole state of ``source``'s lineage, from it and others that announce the same digest."""
-        head = await fetch_head(self._rpc, source, self._state.head.round + int(keep_work))
+    async def _download(
+        self, source: str, work: Work | None, keep_work: bool, chain: Sequence[Certificate] = ()
+    ) -> None:
+        """Fetch the whole state of ``source``'s lineage, from it and others that announce the same digest.
+
+        Args:
+            source: Whom to ask for its head.
+            work: The live model.
+            keep_work: Whether work may be carried to the new state.
+            chain: Certificates from this peer's lineage on, as far as they are known.
+        """
+        oldest = chain[-1].body.round + 1 if chain else self._state.head.round + int(keep_work)
+        head = await fetch_head(self._rpc, source, oldest)
         self._check_head(head)
         heals = not keep_work and head.lineage == self._state.head.lineage
         if not heals and not head.outranks(self._state.head):
@@ -215,15 +286,32 @@ class Follower:
             self._state.layout.fingerprint,
             DOWNLOAD_TIMEOUT_SECONDS,
         )
-        # Work of which an attempt was given up may be in that state already, in a round that this peer did not see end.
-        keep_work = keep_work and self._averager.gave_up_on != self._state.head.lineage
-        await whole(self._replace_and_move(downloaded.tensors, head, work, keep_work))
+        missed = between(chain, self._state.head.lineage, head.lineage)
+        if missed is None and chain:  # The source has moved on since.
+            later = await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)
+            missed = between([*chain, *later], self._state.head.lineage, head.lineage)
+        kept = self._kept(missed) if keep_work else None
+        await whole(self._replace_and_move(downloaded.tensors, head, work, kept, missed is not None))
         logger.info("downloaded the state of round %d from peer %s", head.round, source[-8:])
 
+    def _kept(self, missed: Sequence[Certificate] | None) -> float | None:
+        """The part of local work that is carried when a later state replaces this one; None to drop it.
+
+        Args:
+            missed: The certificates that lead to the later state; None if they are not known.
+        """
+        if missed is None:
+            # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
+            may_count = self._averager.gave_up_on == self._state.head.lineage
+            return None if may_count or self._drop_stale else 1.0
+        if any(self._averager.counted(certificate.body) for certificate in missed):
+            return None
+        return float(self._late_decay ** len(missed))
+
     async def _replace_and_move(
-        self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, keep_work: bool
+        self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, kept: float | None, follows: bool
     ) -> None:
-        await self._runtime.compute(self._replace, tensors, head, work, keep_work)
+        await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
         self._averager.history.clear()
         self.resyncs += 1
         self._move(head)
@@ -241,19 +329,32 @@ class Follower:
         if body.next_head(head.digest, head.certificate) != head:
             raise IntegrityError("a head does not follow from its certificate")
 
-    def _replace(self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, keep: bool) -> None:
+    def _replace(
+        self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, kept: float | None, follows: bool
+    ) -> None:
+        """Take over a downloaded state.
+
+        Args:
+            tensors: The state, as `SharedState.replace` takes it.
+            head: Its head.
+            work: The live model.
+            kept: The part of its work that is put on top; None for nothing.
+            follows: Whether the state is known to follow from this peer's, so that its residual is still due.
+        """
         import torch
 
         if not all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors):
             raise IntegrityError("the downloaded state has values that are not finite")
         carry = None
-        if work is not None and keep and work.tokens > 0 and not self._drop_stale:
+        if work is not None and kept is not None and work.tokens > 0:
             carry = torch.empty(self._state.layout.num_values, dtype=torch.float32)
             work.collect(carry)
+            carry.mul_(kept)
         self._state.replace(tensors, head)
         if self._state.tree().root != head.digest:
             raise IntegrityError("the downloaded state does not have its digest: a defect, please report it")
-        self._feedback.reset()
+        if kept is None or not follows:
+            self._feedback.reset()
         if work is not None:
             work.adopt(False, carry)
 

@@ -104,7 +104,7 @@ class Synchronizer:
         self._place: tuple[bytes, Place] | None = None
         self._follower = Follower(
             rpc, runtime, signer, swarm, membership, state, self.averager, self.feedback, self._apply, self._move,
-            drop_stale=manifest.training.every == 1,
+            drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
         )  # fmt: skip
         self._server = StateServer(rpc, state, runtime, offered_rounds=self._spec.history_rounds // 2)
         self.rounds_committed = 0

@@ -25,6 +25,29 @@ LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 ECHO = "/test/echo"
 
 
+RPC_SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import real_runtime
+from tests.support.daemons import loopback_transport
+
+{handler}
+
+async def main():
+    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
+        rpc.{serve}("hang", hang)
+        await rpc.start()
+        sys.stdout.write(json.dumps({{"addresses": await transport.addresses()}}) + "\\n")
+        sys.stdout.flush()
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+"""For `peer_process`: a peer of the swarm of 32 bytes 7 that serves ``hang``, when it is told how."""
+
+
 async def echo(stream: Stream) -> None:
     """Serves `ECHO`: sends every byte back."""
     while True:
@@ -78,9 +101,13 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: 
 
 @contextlib.asynccontextmanager
 async def loopback_transport(directory: Path, **settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
-    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then."""
+    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then.
+
+    Streams between two of them go through the daemons unless ``settings`` say otherwise.
+    """
+    settings = {"listen": LOOPBACK, "local_shortcut": False, **settings}
     with Identity.ephemeral(directory) as identity:
-        transport = await Libp2pTransport.start(identity, Libp2pSettings(**{"listen": LOOPBACK, **settings}))
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
         try:
             yield identity, transport
         finally:

@@ -13,14 +13,11 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.support.daemons import ROOT
+from tests.support.tellers import Teller
 
 WIRE = "45.10.0"
 RULES = """
@@ -161,49 +158,14 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
 
-class NatPeer:
-    """A process of `tests.support.nat_peer` on a host; a context manager.
-
-    Attributes:
-        events: What it said, oldest first; only grows.
-    """
+class NatPeer(Teller):
+    """A process of `tests.support.nat_peer` on a host; a context manager."""
 
     def __init__(self, host: Host, directory: Path, name: str, **options: Any) -> None:
         run_dir = directory / name
         run_dir.mkdir()
-        self.name = name
-        self.events: list[dict[str, Any]] = []
-        self._log = run_dir / "log"
         values = json.dumps({"name": name, "run_dir": str(run_dir), **options})
-        with self._log.open("ab") as log:
-            self.process = subprocess.Popen(
-                host.command(sys.executable, "-m", "tests.support.nat_peer", values),
-                cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )  # fmt: skip
-        self._reader = threading.Thread(target=self._follow, daemon=True)
-        self._reader.start()
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-
-    def wait_for(
-        self, event: str, condition: Callable[[dict[str, Any]], bool] = lambda event: True, since: int = 0,
-        timeout_seconds: float = 60.0,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The first event of this kind, number ``since`` or later, for which ``condition`` holds."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            over = not self._reader.is_alive()
-            for said in self.events[since:]:
-                if said["event"] == event and condition(said):
-                    return said
-            words = f"{self.events[-3:]}\n{self._log.read_text()[-1500:]}"
-            assert not over, f"{self.name} ended: {words}"
-            assert time.monotonic() < deadline, f"{self.name} said no such {event!r}: {words}"
-            time.sleep(0.05)
+        super().__init__(name, host.command(sys.executable, "-m", "tests.support.nat_peer", values), run_dir / "log")
 
     def wait_until_reached(self, how: str, since: int = 0) -> dict[str, Any]:
         """Its first standing, since event number ``since``, with this reachability."""
@@ -216,21 +178,9 @@ class NatPeer:
 
     def order(self, *order: Any) -> Any:
         """The result of an order: see `tests.support.nat_peer`."""
-        assert self.process.stdin is not None
         since = len(self.events)
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        self.tell(json.dumps(order))
         return self.wait_for("answer", since=since)["result"]
-
-    def kill(self) -> None:
-        """SIGKILL it; its daemon goes with it."""
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):
-                pipe.close()
 
     def __enter__(self) -> NatPeer:
         return self

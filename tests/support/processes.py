@@ -9,16 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.support.daemons import ROOT, is_alive, wait_until
-
-Event = dict[str, Any]
+from tests.support.tellers import PATIENCE_SECONDS, Event, Teller
 
 MANIFEST: dict[str, Any] = {
     "name": "test",
@@ -29,76 +27,26 @@ MANIFEST: dict[str, Any] = {
 }
 """A manifest with short deadlines, for workers."""
 
-PATIENCE_SECONDS = 60.0
-"""How long to wait for what should take a few seconds: other work may load the machine."""
-
 
 def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
     """`MANIFEST` with some values of its sections replaced."""
     return {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
 
 
-class Worker:
-    """One process of `tests.support.worker`.
+class Worker(Teller):
+    """One process of `tests.support.worker`; its name is the last part of its run directory.
 
     Args:
         run_dir: Where it keeps its key; its log lies beside it.
         options: `tests.support.worker.Options`.
         prefix: Put before its command line, such as ``ip netns exec …``; has to replace itself by the command.
-
-    Attributes:
-        name: The last part of its run directory.
-        events: What it said, oldest first; only grows.
     """
 
     def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
-        self.name = run_dir.name
         self.run_dir = run_dir
-        self.log = run_dir.with_suffix(".log")
-        self.events: list[Event] = []
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    *prefix,
-                    sys.executable,
-                    "-m",
-                    "tests.support.worker",
-                    json.dumps({"run_dir": str(run_dir), **options}),
-                ],
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
-        self._reader = threading.Thread(target=self._follow, daemon=True)
-        self._reader.start()
-
-    def _follow(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.events.append(json.loads(line))
-
-    def wait_for(
-        self, what: str, condition: Callable[[Event], bool] = lambda event: True, since: int = 0,
-        timeout_seconds: float = PATIENCE_SECONDS,
-    ) -> Event:  # fmt: skip
-        """The first event of kind ``what``, number ``since`` or later, for which ``condition`` holds."""
-        deadline = time.monotonic() + timeout_seconds
-        while True:
-            over = not self._reader.is_alive()
-            for event in self.events[since:]:
-                if event["event"] == what and condition(event):
-                    return event
-            assert not over, f"{self.name} ended with {self.process.wait()}: {self.last_words()}"
-            assert time.monotonic() < deadline, f"{self.name} said no such {what!r}: {self.last_words()}"
-            time.sleep(0.02)
-
-    def last_words(self) -> str:
-        """For a failure: its last events and the end of its log."""
-        brief = [{k: v for k, v in event.items() if k not in ("values", "samples")} for event in self.events[-3:]]
-        return f"{brief}\n{self.log.read_text()[-1500:]}"
+        values = json.dumps({"run_dir": str(run_dir), **options})
+        command = [*prefix, sys.executable, "-m", "tests.support.worker", values]
+        super().__init__(run_dir.name, command, run_dir.with_suffix(".log"))
 
     @property
     def link(self) -> str:
@@ -127,9 +75,7 @@ class Worker:
 
     def order(self, word: str) -> None:
         """Give it an order: see `tests.support.worker`."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
+        self.tell(word)
 
     def signal_all(self, number: signal.Signals) -> None:
         """Send a signal to it and its daemon, as when the whole machine sleeps and wakes."""
@@ -139,21 +85,6 @@ class Worker:
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
         self.process.send_signal(number)
-
-    def wait(self, timeout_seconds: float = PATIENCE_SECONDS) -> int:
-        """Its exit code, once it has ended and everything that it said is in ``events``."""
-        code = self.process.wait(timeout_seconds)
-        self._reader.join(timeout_seconds)
-        for pipe in (self.process.stdin, self.process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        return code
-
-    def kill(self) -> None:
-        """SIGKILL it; its daemon goes with it."""
-        self.process.kill()
-        self.wait()
 
     def end(self) -> None:
         """Have it leave in good order; kill it if it does not."""

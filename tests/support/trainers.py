@@ -80,7 +80,13 @@ class SimulatedTrainer:
     """One trainer on a simulated peer; `run` trains until it is cancelled or ``stop`` is set."""
 
     def __init__(
-        self, peer: SimulatedPeer, manifest: Manifest, ledger: Ledger, step_seconds: float = 0.5, seed: int = 0
+        self,
+        peer: SimulatedPeer,
+        manifest: Manifest,
+        ledger: Ledger,
+        step_seconds: float = 0.5,
+        seed: int = 0,
+        width: int = 12,
     ) -> None:
         self.peer = peer
         self.manifest = manifest
@@ -89,7 +95,7 @@ class SimulatedTrainer:
         self.random = random.Random(f"{seed}/{peer.name}/{peer.incarnation}")
         self.swarm = manifest.digest
         generator = torch.Generator().manual_seed(1)
-        self.module = torch.nn.Linear(12, 12)
+        self.module = torch.nn.Linear(width, width)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))

@@ -17,13 +17,8 @@ import pytest
 
 from p2ptrain.network.link import SwarmLink
 from tests.support.daemons import is_alive, wait_until
-from tests.support.processes import (
-    PATIENCE_SECONDS,
-    Swarmlet,
-    background_command,
-    nothing_left_behind,
-    run_command,
-)
+from tests.support.processes import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -15,33 +15,17 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
-from tests.support.daemons import ECHO, echo, loopback_transport, peer_process, run
+from tests.support.daemons import ECHO, RPC_SERVER, echo, loopback_transport, peer_process, run
 
 SWARM = b"\x07" * 32
 MUCH = 1 << 30
 
-SERVER = """
-import asyncio, json, sys
-from pathlib import Path
-from p2ptrain.network.rpc import Rpc
-from p2ptrain.runtime import real_runtime
-from tests.support.daemons import loopback_transport
-
+HANG = """
 async def hang(channel, request):
     await channel.send({"direct": True})
     await asyncio.sleep(3600)
-
-async def main():
-    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
-        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
-        rpc.serve_channel("hang", hang)
-        await rpc.start()
-        sys.stdout.write(json.dumps({"addresses": await transport.addresses()}) + "\\n")
-        sys.stdout.flush()
-        await asyncio.sleep(3600)
-
-asyncio.run(main())
 """
+SERVER = RPC_SERVER.format(handler=HANG, serve="serve_channel")
 
 
 @pytest.mark.parametrize("on_uvloop", [False, True])

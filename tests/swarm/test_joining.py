@@ -8,14 +8,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.network.link import SwarmLink
-from tests.support.processes import (
-    PATIENCE_SECONDS,
-    Swarmlet,
-    Worker,
-    check_states,
-    nothing_left_behind,
-    wait_for_agreement,
-)
+from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 

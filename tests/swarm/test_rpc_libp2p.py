@@ -1,4 +1,4 @@
-"""Requests and channels over real daemons on loopback; the same scenario runs on the simulated network."""
+"""Requests and channels over real daemons on loopback and past them; the same scenario as on the simulated network."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -16,38 +17,25 @@ import uvloop
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import real_runtime
-from tests.support.daemons import eventually, loopback_transport, peer_process
+from tests.support.daemons import RPC_SERVER, eventually, loopback_transport, peer_process
 from tests.support.rpc_scenario import run_scenario, serve_scenario
 
 SWARM = b"\x07" * 32
 
-SERVER = """
-import asyncio, json, sys
-from pathlib import Path
-from p2ptrain.network.rpc import Rpc
-from p2ptrain.runtime import real_runtime
-from tests.support.daemons import loopback_transport
-
+HANG = """
 async def hang(peer, request):
     await asyncio.sleep(3600)
-
-async def main():
-    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
-        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
-        rpc.serve("hang", hang)
-        await rpc.start()
-        sys.stdout.write(json.dumps({"addresses": await transport.addresses()}) + "\\n")
-        sys.stdout.flush()
-        await asyncio.sleep(3600)
-
-asyncio.run(main())
 """
+SERVER = RPC_SERVER.format(handler=HANG, serve="serve")
 
 
 @asynccontextmanager
-async def rpc_pair(directory: Path) -> AsyncIterator[tuple[Rpc, Rpc]]:
+async def rpc_pair(directory: Path, **settings: Any) -> AsyncIterator[tuple[Rpc, Rpc]]:
     """Two connected peers in this process, each with a daemon of its own."""
-    async with loopback_transport(directory) as (_, first), loopback_transport(directory) as (_, second):
+    async with (
+        loopback_transport(directory, **settings) as (_, first),
+        loopback_transport(directory, **settings) as (_, second),
+    ):
         runtime = real_runtime()
         caller, server = Rpc(first, runtime, SWARM), Rpc(second, runtime, SWARM)
         await first.connect(await second.addresses(), 10)
@@ -59,9 +47,12 @@ async def rpc_pair(directory: Path) -> AsyncIterator[tuple[Rpc, Rpc]]:
             runtime.close()
 
 
-def test_the_scenario_of_the_simulation_runs_over_real_daemons(tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_shortcut", [False, True])
+def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(
+    tmp_path: Path, local_shortcut: bool
+) -> None:
     async def main() -> None:
-        async with rpc_pair(tmp_path) as (caller, server):
+        async with rpc_pair(tmp_path, local_shortcut=local_shortcut) as (caller, server):
             ended: list[str] = []
             await serve_scenario(server, ended)
 
@@ -73,6 +64,10 @@ def test_the_scenario_of_the_simulation_runs_over_real_daemons(tmp_path: Path) -
 
             await run_scenario(caller, server, ended, until)
             await eventually(_only_this_task)
+            for rpc in (caller, server):
+                counts = (rpc.local_bytes_sent, rpc.local_bytes_received), (rpc.bytes_sent, rpc.bytes_received)
+                assert [all(count) for count in counts] == [local_shortcut, not local_shortcut]
+                assert [any(count) for count in counts] == [local_shortcut, not local_shortcut]
 
     async def _only_this_task() -> bool:
         return not [task for task in asyncio.all_tasks() if "Channel" in repr(task.get_coro())]

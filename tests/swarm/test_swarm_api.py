@@ -17,7 +17,8 @@ from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.sync import RoundResult
-from tests.support.processes import Event, Swarmlet, make_manifest, nothing_left_behind
+from tests.support.processes import Swarmlet, make_manifest, nothing_left_behind
+from tests.support.tellers import Event
 from tests.support.worker import loss_of, make_model, make_optimizer
 
 LOCAL_BATCH = 4

@@ -33,7 +33,7 @@ def test_something_required_that_is_missing_exits_with_7_and_its_fix(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = [checks.Check("a", True, "fine", ""), checks.Check("b", False, "gone", "buy one")]
-    monkeypatch.setattr(checks, "all_checks", lambda run_dir, port: found)
+    monkeypatch.setattr(checks, "all_checks", lambda *options: found)
     parser = Parser()
     add_arguments(parser)
     assert run(parser.parse_args([])) == 7
@@ -63,11 +63,16 @@ def test_a_daemon_that_says_nothing_is_given_up(tmp_path: Path, monkeypatch: pyt
 def test_a_port_in_use_is_found_and_another_one_named() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
         port = server.getsockname()[1]
-        taken = checks.check_ports(port)[1]
+        taken = checks.check_ports(port, 0)[1]
         assert not taken.passed
         assert not taken.required
         assert str(port) in taken.detail
-    assert checks.check_ports(port)[1].passed
+        taken = checks.check_ports(port + 1, port)[2]
+        assert (taken.name, taken.passed, taken.required) == ("direct port", False, False)
+        assert str(port) in taken.detail
+    assert all(check.passed for check in checks.check_ports(port, 0))
+    assert checks.check_ports(1, port)[2].passed
+    assert "daemon's" in checks.check_ports(port, port)[2].detail
 
 
 def test_an_absurd_clock_fails() -> None:

@@ -12,17 +12,10 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, get_codec
 from p2ptrain.codecs.blockwise import MAX_PEAK, MIN_PEAK, BlockwiseCodec
+from tests.support.codecs import round_trip
 
 INT8A, INT4A = get_codec("int8a"), get_codec("int4a")
 both = pytest.mark.parametrize("codec", [INT8A, INT4A], ids=["int8a", "int4a"])
-
-
-def round_trip(codec: Codec, vector: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(vector, torch.nan)
-    encoded = codec.encode(vector)
-    codec.validate(encoded, len(vector))
-    codec.decode_into(encoded, out)
-    return out
 
 
 def assert_within_bound(codec: Codec, vector: torch.Tensor) -> None:

@@ -15,22 +15,13 @@ from p2ptrain.codecs import Codec, CodecError, codec_names, get_codec
 from p2ptrain.codecs.blockwise import BlockwiseCodec
 from p2ptrain.codecs.norms import CHUNK_VALUES, SUM_COLUMNS, sum_of_squares
 from p2ptrain.errors import IncompatibleError
+from tests.support.codecs import decode, gaussian
 
 CODECS = [get_codec(name) for name in codec_names()]
 every_codec = pytest.mark.parametrize("codec", CODECS, ids=codec_names())
 CLOSE_WITHIN = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.02, "int8a": 0.02, "int4": 0.35, "int4a": 0.35}
 """What each value of a Gaussian vector stays within; the other codecs only promise a smaller error than input."""
 LENGTHS = [0, 1, 2, 255, 256, 257, 1000, 65_536, 65_537, 70_000]
-
-
-def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
-
-
-def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
-    out = torch.full((num_values,), torch.nan)
-    codec.decode_into(data, out)
-    return out
 
 
 def test_names_are_listed_from_exact_to_compact() -> None:

@@ -11,24 +11,11 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, get_codec
 from p2ptrain.codecs.mixed import MixedCodec, by_size
+from tests.support.codecs import decode, gaussian, round_trip
 
 INT8, FP16, FP32, TOPK = (get_codec(name) for name in ("int8", "fp16", "fp32", "topk"))
 SIZES = [1000, 16, 300, 16, 700, 8]
 NUM_VALUES = sum(SIZES)
-
-
-def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
-
-
-def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
-    out = torch.full((num_values,), torch.nan)
-    codec.decode_into(data, out)
-    return out
-
-
-def round_trip(codec: Codec, vector: torch.Tensor) -> torch.Tensor:
-    return decode(codec, codec.encode(vector), len(vector))
 
 
 def test_each_tensor_decodes_as_exactly_as_its_size_says() -> None:

@@ -15,26 +15,15 @@ from p2ptrain.codecs import powersgd as powersgd_module
 from p2ptrain.codecs.powersgd import MIN_TILE, RANK, SIDE, PowerSgdCodec
 from p2ptrain.codecs.warm import kernels_of
 from p2ptrain.kernels import load_kernels
+from tests.support.codecs import gaussian, round_trip
 
 POWERSGD, INT8 = PowerSgdCodec(), get_codec("int8")
 TILE = SIDE * SIDE
 FACTOR_BYTES = RANK * (SIDE + 4)
 
 
-def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def round_trip(vector: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(vector, torch.nan)
-    encoded = POWERSGD.encode(vector)
-    POWERSGD.validate(encoded, len(vector))
-    POWERSGD.decode_into(encoded, out)
-    return out
-
-
 def relative_error(vector: torch.Tensor) -> float:
-    return float((round_trip(vector).double() - vector.double()).norm() / vector.double().norm())
+    return float((round_trip(POWERSGD, vector).double() - vector.double()).norm() / vector.double().norm())
 
 
 def low_rank(rank: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +33,7 @@ def low_rank(rank: int, seed: int = 0) -> torch.Tensor:
 
 def assert_contraction(vector: torch.Tensor) -> None:
     """The last of the stated bounds, tile by tile."""
-    out = round_trip(vector).double()
+    out = round_trip(POWERSGD, vector).double()
     for start in range(0, len(vector), TILE):
         tile, decoded = vector[start : start + TILE].double(), out[start : start + TILE]
         rows = math.ceil(len(tile) / math.ceil(math.sqrt(len(tile))))
@@ -121,7 +110,7 @@ def test_where_the_iteration_finds_nothing_the_largest_row_is_sent(monkeypatch: 
     tile = gaussian(SIDE, SIDE)
     tile[:RANK] = 0.0
     largest = int(tile.norm(dim=1).argmax())
-    out = round_trip(torch.cat([tile.flatten(), low_rank(1)]))[:TILE].view(SIDE, SIDE)
+    out = round_trip(POWERSGD, torch.cat([tile.flatten(), low_rank(1)]))[:TILE].view(SIDE, SIDE)
     assert out.any(dim=1).nonzero().flatten().tolist() == [largest]
     assert torch.allclose(out[largest], tile[largest], atol=0.02)
     assert_contraction(tile.flatten())
@@ -129,9 +118,9 @@ def test_where_the_iteration_finds_nothing_the_largest_row_is_sent(monkeypatch: 
 
 def test_zeros_come_back_as_zeros() -> None:
     vector = torch.zeros(TILE + MIN_TILE + 10)
-    assert torch.equal(round_trip(vector), vector)
+    assert torch.equal(round_trip(POWERSGD, vector), vector)
     vector[:TILE] = low_rank(2)
-    assert not round_trip(vector)[TILE:].any()
+    assert not round_trip(POWERSGD, vector)[TILE:].any()
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["plain", "kernels"])

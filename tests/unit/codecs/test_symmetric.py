@@ -12,16 +12,11 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, get_codec
 from p2ptrain.codecs.blockwise import MAX_PEAK, MIN_PEAK, BlockwiseCodec
+from tests.support.codecs import round_trip
 
 INT8, INT4 = get_codec("int8"), get_codec("int4")
 BLOCK = INT8.block_size
 both = pytest.mark.parametrize("codec", [INT8, INT4], ids=["int8", "int4"])
-
-
-def round_trip(codec: Codec, vector: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(vector, torch.nan)
-    codec.decode_into(codec.encode(vector), out)
-    return out
 
 
 def assert_within_bound(codec: Codec, vector: torch.Tensor) -> None:

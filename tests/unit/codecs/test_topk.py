@@ -16,6 +16,7 @@ from p2ptrain.codecs import CodecError
 from p2ptrain.codecs.topk import TopKCodec
 from p2ptrain.codecs.warm import kernels_of
 from p2ptrain.kernels import load_kernels
+from tests.support.codecs import gaussian, round_trip
 
 TOPK = TopKCodec()
 CHUNK = TOPK.block_size
@@ -29,16 +30,6 @@ def native() -> TopKCodec:
     if not codec.kernels:
         pytest.skip("this machine has no kernels")
     return codec
-
-
-def gaussian(num_values: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_values, generator=torch.Generator().manual_seed(seed))
-
-
-def round_trip(vector: torch.Tensor) -> torch.Tensor:
-    out = torch.full_like(vector, torch.nan)
-    TOPK.decode_into(TOPK.encode(vector), out)
-    return out
 
 
 def reference_indices(chunk: list[float]) -> list[int]:
@@ -58,7 +49,7 @@ def least_squared_error(magnitudes: list[float]) -> float:
 
 
 def assert_within_bound(vector: torch.Tensor) -> None:
-    out = round_trip(vector).double()
+    out = round_trip(TOPK, vector).double()
     for start in range(0, len(vector), CHUNK):
         chunk, decoded = vector[start : start + CHUNK].double(), out[start : start + CHUNK]
         kept = reference_indices(chunk.tolist())
@@ -75,7 +66,7 @@ chunks = st.one_of(
     st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=1, max_size=200),
     st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, 1e-45, 3.0]), min_size=1, max_size=300),
     st.builds(
-        lambda n, seed, power: (gaussian(n, seed).sign() * gaussian(n, seed).abs() ** power).tolist(),
+        lambda n, seed, power: (gaussian(n, seed=seed).sign() * gaussian(n, seed=seed).abs() ** power).tolist(),
         st.integers(1, 5000), st.integers(0, 9), st.sampled_from([0.1, 1.0, 5.0]),
     ),
 )  # fmt: skip
@@ -87,7 +78,7 @@ def test_a_short_chunk_has_golden_bytes() -> None:
     vector[1], vector[64], vector[129] = 5.0, -1.0, -5.5
     # Levels 1 and 5.25; codes high, negative, negative and high.
     assert TOPK.encode(vector).hex() == "803fa840" + "15" + "36" + "011000"
-    assert round_trip(vector)[[1, 64, 129]].tolist() == [5.25, -1.0, -5.25]
+    assert round_trip(TOPK, vector)[[1, 64, 129]].tolist() == [5.25, -1.0, -5.25]
     assert TOPK.encode(torch.tensor([-3.0])).hex() == "40404040" + "01" + "01" + "00"
 
 
@@ -104,7 +95,7 @@ def test_a_chunk_takes_84_bytes_195_times_fewer_than_fp32() -> None:
 @example([2.0**120] * 4097)
 def test_the_largest_magnitudes_are_kept_and_the_first_of_equals(values: list[float]) -> None:
     vector = torch.tensor(values)
-    out = round_trip(vector)
+    out = round_trip(TOPK, vector)
     for start in range(0, len(values), CHUNK):
         chunk = vector[start : start + CHUNK].tolist()
         decoded = out[start : start + CHUNK].tolist()
@@ -137,7 +128,7 @@ def test_the_bound_nearly_holds_with_equality_where_it_is_tight() -> None:
 @pytest.mark.parametrize("num_values", [1, 64, 65, 4096])
 def test_no_two_levels_have_less_error(num_values: int, power: float) -> None:
     vector = gaussian(num_values, seed=num_values).abs().pow(power)
-    out = round_trip(vector)
+    out = round_trip(TOPK, vector)
     kept = reference_indices(vector.tolist())
     lost = float(((out - vector).double()[kept] ** 2).sum())
     energy = float((vector[kept].double() ** 2).sum())
@@ -147,7 +138,7 @@ def test_no_two_levels_have_less_error(num_values: int, power: float) -> None:
 
 def test_two_levels_lose_little_of_what_is_kept_of_a_gaussian() -> None:
     vector = gaussian(100 * CHUNK)
-    out = round_trip(vector)
+    out = round_trip(TOPK, vector)
     kept = out != 0
     assert float((vector[kept] ** 2).sum() / (vector**2).sum()) == pytest.approx(0.119, abs=0.002)
     assert float(((out - vector)[kept] ** 2).sum() / (vector[kept] ** 2).sum()) < 0.005

@@ -1,22 +1,40 @@
-"""Channels: messages and bulk data, deadlines, ends, refusals and cancellation."""
+"""Channels: messages and bulk data, deadlines, ends, refusals and cancellation, over a network and within a process."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
+from p2ptrain.network import simulated
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import FRAME, error_frame
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.channels import conversation, talkers
+from tests.support.local import in_memory
 from tests.support.simulation import members, until
 
+Simulate = Callable[[Callable[[SimulatedNetwork], Awaitable[None]], int], None]
 
-def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
+
+@pytest.fixture(params=["over a network", "in memory"])
+def simulate(request: pytest.FixtureRequest) -> Simulate:
+    """Runs a scenario in virtual time."""
+
+    def run(main: Callable[[SimulatedNetwork], Awaitable[None]], seed: int) -> None:
+        def run_in_memory(network: SimulatedNetwork) -> Awaitable[None]:
+            return main(in_memory(network))
+
+        simulated.simulate(main if request.param == "over a network" else run_in_memory, seed)
+
+    return run
+
+
+def test_messages_and_bulk_buffers_arrive_whole_and_in_order(simulate: Simulate) -> None:
     sizes = (0, 1, 65536, 65537, 262144, 262145, 1_000_003)
     data = random.Random(5).randbytes(max(sizes))
 
@@ -41,7 +59,7 @@ def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
     simulate(main, 1)
 
 
-def test_a_server_tells_and_counts_what_a_peer_did_wrong() -> None:
+def test_a_server_tells_and_counts_what_a_peer_did_wrong(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await channel.receive(5, max_bytes=100)
 
@@ -55,7 +73,7 @@ def test_a_server_tells_and_counts_what_a_peer_did_wrong() -> None:
     simulate(main, 1)
 
 
-def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first() -> None:
+def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await channel.send({"number": 1})
         await channel.send({"number": 2})
@@ -71,7 +89,7 @@ def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first
     simulate(main, 1)
 
 
-def test_bulk_data_right_before_the_end_is_not_lost() -> None:
+def test_bulk_data_right_before_the_end_is_not_lost(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await channel.send_bytes(b"x" * 700_000)
 
@@ -82,7 +100,7 @@ def test_bulk_data_right_before_the_end_is_not_lost() -> None:
     simulate(main, 1)
 
 
-def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish() -> None:
+def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish(simulate: Simulate) -> None:
     received: list[bytes] = []
 
     async def server(channel: Channel) -> None:
@@ -99,7 +117,7 @@ def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finis
     simulate(main, 1)
 
 
-def test_a_deadline_in_receive_leaves_the_channel_usable() -> None:
+def test_a_deadline_in_receive_leaves_the_channel_usable(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(2)
         await channel.send({"late": True})
@@ -113,21 +131,22 @@ def test_a_deadline_in_receive_leaves_the_channel_usable() -> None:
     simulate(main, 1)
 
 
-def test_a_deadline_in_receive_bytes_ends_the_channel() -> None:
+def test_a_deadline_in_receive_bytes_ends_the_channel(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
-        await channel.send_bytes(bytes(10_000_000))
+        await channel.send_bytes(bytes(1_000_000), more=True)
+        await asyncio.sleep(5)
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             with pytest.raises(DeadlineError):
-                await channel.receive_bytes(10_000_000, 0.3)
+                await channel.receive_bytes(1_000_001, 3)
             with pytest.raises(DeadlineError):
                 await channel.receive(5)
 
     simulate(main, 1)
 
 
-def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline() -> None:
+def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(400)
 
@@ -141,12 +160,13 @@ def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline() -> None:
 
 
 @pytest.mark.parametrize("operation", ["receive", "receive_bytes", "send_bytes"])
-def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
+def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operation: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, other):
             seen: list[BaseException] = []
 
             async def serve(channel: Channel, request: dict[str, Any]) -> None:
+                await asyncio.sleep(2)
                 try:
                     await channel.receive_bytes(1 << 30, 3600)
                 except PeerLostError as error:
@@ -171,7 +191,7 @@ def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
             talking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await talking
-            await until(lambda: other.rpc.num_inbound == 0, 1)
+            await until(lambda: other.rpc.num_inbound == 0, 2)
             assert len(seen) == 1
             assert len(network.loop.pending_tasks()) == 1
             assert caller.peer.transport.num_streams == other.peer.transport.num_streams == 0
@@ -179,9 +199,9 @@ def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
     simulate(main, 1)
 
 
-def test_a_cancelled_receive_kills_the_channel() -> None:
+def test_a_cancelled_receive_kills_the_channel(simulate: Simulate) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with conversation(network, lambda channel: channel.close()) as (channel, _, _):
+        async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
             receiving = asyncio.create_task(channel.receive(600))
             await asyncio.sleep(0)
             receiving.cancel()
@@ -193,7 +213,7 @@ def test_a_cancelled_receive_kills_the_channel() -> None:
     simulate(main, 1)
 
 
-def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
+def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(1)
         raise ResourceError("no memory for this")
@@ -212,7 +232,7 @@ def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
     simulate(sends, 1)
 
 
-def test_a_reason_is_cut_to_a_bounded_length() -> None:
+def test_a_reason_is_cut_to_a_bounded_length(simulate: Simulate) -> None:
     assert len(error_frame("é" * 5000)) == FRAME.size + 1024
 
     async def server(channel: Channel) -> None:
@@ -227,7 +247,7 @@ def test_a_reason_is_cut_to_a_bounded_length() -> None:
     simulate(main, 1)
 
 
-def test_several_tasks_may_send_and_frames_stay_whole() -> None:
+def test_several_tasks_may_send_and_frames_stay_whole(simulate: Simulate) -> None:
     async def server(channel: Channel) -> None:
         numbers = [(await channel.receive(30))["number"] for _ in range(200)]
         await channel.send({"sorted": sorted(numbers) == list(range(200))})

@@ -51,6 +51,7 @@ def record(**changes: Any) -> PeerRecord:
         addresses=("/ip4/127.0.0.1/tcp/1/p2p/x",),
         started_at=1.7e9,
         last_rounds=(RoundReport(6, True, "", 1.5, 3, 3), RoundReport(7, False, "too few peers", 20.0, 1, 0)),
+        direct_refusals=4,
         note="hello",
     )
     return dataclasses.replace(values, **changes)
@@ -186,6 +187,8 @@ def test_values_that_are_not_finite_never_leave() -> None:
         ("tokens_per_second", float("inf")),
         ("tokens_per_second", -1.0),
         ("bytes_sent", -5),
+        ("direct_refusals", -1),
+        ("direct_refusals", "3"),
         ("name", "x" * 65),
         ("name", "red\x1b[31m"),
         ("note", "two\nlines"),

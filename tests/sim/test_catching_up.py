@@ -1,0 +1,220 @@
+"""A peer that was away catches up over the fewer bytes, from who has them; its work counts once, whichever way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.codecs import get_codec
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training import following
+from p2ptrain.training.catching_up import Way
+from tests.support.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
+
+WIDTH = 200
+NUM_VALUES = WIDTH * (WIDTH + 1)
+STATE_BYTES = 8 * NUM_VALUES
+"""Parameters and outer momentum."""
+OVERHEAD_BYTES = 20_000
+"""Certificates, headers and calls."""
+DECAY = 0.5
+
+
+class Trainers:
+    """Trainers that average when they are told to, and share one ledger, which checks that equal lineages are equal."""
+
+    def __init__(self, network: SimulatedNetwork, codec: str) -> None:
+        self.network = network
+        self.manifest = make_manifest(codec=codec, min_peers=2, late_decay=DECAY)
+        self.ledger = Ledger()
+        self.all: dict[str, SimulatedTrainer] = {}
+        self.noise = torch.Generator().manual_seed(1)
+
+    async def start(self, name: str) -> SimulatedTrainer:
+        """A trainer that has joined the others."""
+        peer = self.network.add_peer(name)
+        self.all[name] = trainer = SimulatedTrainer(peer, self.manifest, self.ledger, width=WIDTH)
+        await trainer.rpc.start()
+        await trainer.presence.start()
+        await trainer._join()
+        return trainer
+
+    async def rounds(self, names: str, count: int) -> None:
+        """So many rounds of those named, one local step each."""
+        for _ in range(count):
+            before = self.all[names[0]].sync.head.round
+            for name in names:
+                self.step(name)
+            while self.all[names[0]].sync.head.round == before:
+                await asyncio.gather(*(self.all[name].synchronize() for name in names))
+
+    def step(self, name: str) -> None:
+        """One local step of a trainer."""
+        trainer = self.all[name]
+        with torch.no_grad():
+            for parameter in trainer.module.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=self.noise), alpha=0.01)
+        trainer.work.steps, trainer.work.samples, trainer.work.tokens = 1, 1, trainer.work.tokens + TOKENS_PER_STEP
+
+    def leave(self, name: str) -> None:
+        """Pull a trainer's cable."""
+        self.network.cut(self.all[name].peer)
+
+    async def come_back(self, name: str) -> SimulatedTrainer:
+        """Plug it in again, and let it see the others."""
+        trainer = self.all[name]
+        self.network.mend(trainer.peer)
+        for each in self.all.values():
+            await each.presence.publish()
+        await asyncio.sleep(60.0)
+        assert await trainer.presence.refresh()
+        return trainer
+
+
+@asynccontextmanager
+async def trainers(network: SimulatedNetwork, names: str, codec: str = "int8") -> AsyncIterator[Trainers]:
+    """Trainers called by one letter each that have averaged once."""
+    swarm = Trainers(network, codec)
+    for name in names:
+        await swarm.start(name)
+    await swarm.rounds(names, 1)
+    assert len({trainer.sync.head.lineage for trainer in swarm.all.values()}) == 1
+    try:
+        yield swarm
+    finally:
+        for trainer in swarm.all.values():
+            await trainer.close()
+
+
+async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
+    """What a trainer receives to catch up."""
+    before = trainer.rpc.bytes_received
+    assert await trainer.sync.follow_swarm(trainer.work)
+    return trainer.rpc.bytes_received - before
+
+
+def assert_equal_states(*several: SimulatedTrainer) -> None:
+    assert len({(trainer.sync.head.lineage, trainer.sync.head.digest) for trainer in several}) == 1
+    for trainer in several[1:]:
+        for (_, ours), (_, theirs) in zip(several[0].state.tensors(), trainer.state.tensors(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("codec", "num_rounds"), [("fp32", 1), ("fp32", 2), ("fp32", 3), ("fp16", 4), ("fp16", 5), ("int8", 7)]
+)
+def test_a_laggard_moves_the_fewer_bytes_and_holds_the_same_bits(codec: str, num_rounds: int) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc", codec) as swarm:
+            swarm.leave("c")
+            await swarm.rounds("ab", num_rounds)
+            laggard = await swarm.come_back("c")
+            num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
+            assert num_missed >= num_rounds
+            moved = await bytes_to_follow(laggard)
+            replay_bytes = num_missed * get_codec(codec).encoded_bytes(NUM_VALUES)
+            assert moved <= min(replay_bytes, STATE_BYTES) / 0.9 + OVERHEAD_BYTES
+            assert laggard.sync.resyncs == (0.9 * replay_bytes > STATE_BYTES)
+            assert_equal_states(*swarm.all.values())
+
+    simulate(main, seed=num_rounds)
+
+
+@pytest.mark.parametrize("is_download", [False, True])
+def test_work_that_waits_is_carried_alike_and_counted_once(is_download: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            laggard = swarm.all["c"]
+            laggard.sync.feedback.residual.fill_(0.5)  # type: ignore[union-attr]
+            swarm.step("c")
+            work, tokens = torch.empty(NUM_VALUES), laggard.work.tokens
+            laggard.work.collect(work)
+            swarm.leave("c")
+            await swarm.rounds("ab", 3)
+            await swarm.come_back("c")
+            num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
+            await bytes_to_follow(laggard)
+            assert laggard.sync.resyncs == is_download
+            assert_equal_states(*swarm.all.values())
+            carried = torch.empty(NUM_VALUES)
+            laggard.work.collect(carried)
+            torch.testing.assert_close(carried, work * DECAY**num_missed, rtol=1e-3, atol=1e-6)
+            assert laggard.work.tokens == tokens
+            assert torch.equal(laggard.sync.feedback.residual, torch.full((NUM_VALUES,), 0.5))  # type: ignore[arg-type]
+            await swarm.rounds("abc", 1)
+            head = laggard.sync.head
+            body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
+            counted = {body.members[index]: of_one for index, of_one, _ in body.contributors}
+            assert laggard.work.tokens == 0
+            assert counted[laggard.peer.peer_id] == 2 * tokens
+            assert_equal_states(*swarm.all.values())
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("is_download", [False, True])
+def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
+    is_download: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abcd") as swarm:
+            laggard = swarm.all["d"]
+
+            def on_phase(phase: str, round_: int) -> None:
+                if phase == "gather":  # Its parts are counted, and as it owns no share the others can do without it.
+                    swarm.leave("d")
+
+            laggard.sync.averager.is_reachable = lambda: False
+            laggard.sync.averager.on_phase = on_phase
+            for name in swarm.all:
+                swarm.step(name)
+            await asyncio.gather(*(trainer.synchronize() for trainer in swarm.all.values()))
+            head = swarm.all["a"].sync.head
+            body = Certificate.from_bytes(head.certificate, laggard.swarm, laggard.peer.signer).body
+            assert laggard.peer.peer_id in [body.members[index] for index, *_ in body.contributors]
+            assert laggard.sync.head.lineage == body.lineage
+            assert laggard.work.tokens > 0
+            laggard.sync.averager.on_phase = lambda phase, round_: None
+            await swarm.rounds("abc", 2)
+            await swarm.come_back("d")
+            await bytes_to_follow(laggard)
+            assert laggard.sync.resyncs == is_download
+            assert laggard.work.tokens == 0
+            assert not bool(laggard.sync.feedback.residual.any())  # type: ignore[union-attr]
+            assert_equal_states(*swarm.all.values())
+
+    simulate(main, seed=2)
+
+
+@pytest.mark.parametrize("others_have_it", [True, False])
+def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_does(others_have_it: bool) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            swarm.leave("c")
+            await swarm.rounds("ab", 1)
+            newcomer = await swarm.start("n")
+            newcomer.sync.averager.history.clear()  # as after a download
+            await swarm.rounds("abn", 1)
+            if not others_have_it:
+                for name in "ab":
+                    swarm.all[name].sync.averager.history.clear()
+            laggard = await swarm.come_back("c")
+            source = newcomer.peer.peer_id
+            assert await newcomer.sync.averager.history.certificates_after(
+                swarm.all["a"].peer.peer_id, laggard.sync.head.lineage
+            ) == swarm.all["a"].sync.averager.history.chain(laggard.sync.head.lineage)
+            assert not newcomer.sync.averager.history.chain(laggard.sync.head.lineage)
+            assert await laggard.sync._follower.follow(source, laggard.work)
+            assert laggard.sync.resyncs == (not others_have_it)
+            assert_equal_states(*swarm.all.values())
+
+    simulate(main, seed=3)

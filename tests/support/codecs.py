@@ -1,0 +1,26 @@
+"""Vectors for tests of codecs, and what becomes of them."""
+
+from __future__ import annotations
+
+import torch
+
+from p2ptrain.codecs import Codec
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values from N(0, 1)."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decode(codec: Codec, data: bytes | bytearray | memoryview, num_values: int) -> torch.Tensor:
+    """What encoded values decode to; NaN where the codec writes nothing."""
+    out = torch.full((num_values,), torch.nan)
+    codec.decode_into(data, out)
+    return out
+
+
+def round_trip(codec: Codec, vector: torch.Tensor) -> torch.Tensor:
+    """What a vector becomes on the wire, as its receiver has it: validated and decoded."""
+    encoded = codec.encode(vector)
+    codec.validate(encoded, len(vector))
+    return decode(codec, encoded, len(vector))
