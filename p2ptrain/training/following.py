@@ -161,7 +161,10 @@ class Follower:
             except PeerRefusedError:  # Its rounds are faster than this replay.
                 await self._download(source, work, keep_work=True)
                 return
-            await self._apply(Result(certificate, means), work, self._averager.counted(body))
+            contributed = self._averager.counted(body)
+            if contributed:  # The residual went into that round with the work. What encoding dropped there is given up.
+                self._feedback.reset()
+            await self._apply(Result(certificate, means), work, contributed)
             logger.info("replayed round %d from peer %s", body.round, source[-8:])
 
     def others_hold_another_state(self) -> bool:
