@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat lint format bench bench-averaging bench-moshpit clean
+.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-moshpit clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -33,6 +33,9 @@ test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes option
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
 	$(BIN)/python -m pytest tests/nat $(ARGS)
+
+schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 --max-peers 5"
+	$(BIN)/python -m tests.support.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import msgpack
@@ -135,7 +136,7 @@ class Roster:
 
     tickets: tuple[Ticket, ...]
 
-    @property
+    @cached_property
     def members(self) -> tuple[str, ...]:
         """The peers, in roster order."""
         return tuple(ticket.peer for ticket in self.tickets)
@@ -145,7 +146,7 @@ class Roster:
         """Signatures that make a certificate: more than half of the members."""
         return len(self.tickets) // 2 + 1
 
-    @property
+    @cached_property
     def group_id(self) -> bytes:
         """32 bytes that name this attempt: a hash of all tickets, nonces included."""
         return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([t.to_wire()[:-1] for t in self.tickets])).digest()
@@ -203,12 +204,12 @@ class Body:
             self.present, self.level, self.levels, list(self.peers), list(self.children),
         ])  # fmt: skip
 
-    @property
+    @cached_property
     def body_hash(self) -> bytes:
         """32 bytes that members sign."""
         return hashlib.sha256(b"p2ptrain result" + self.to_bytes()).digest()
 
-    @property
+    @cached_property
     def next_lineage(self) -> bytes:
         """The lineage after this result, 32 bytes."""
         return hashlib.sha256(b"p2ptrain lineage" + self.lineage + self.body_hash).digest()

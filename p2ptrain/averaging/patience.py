@@ -30,6 +30,16 @@ def quorum_of_others(others: int, quorum: float) -> int:
     return min(others, max(1, math.ceil(quorum * others)))
 
 
+def least_mask(members: int, quorum: float) -> int:
+    """How many contributions an honest owner of a share counts at least, in a roster of so many members.
+
+    Its own and those of a quorum; of them it may have refused a minority. Who counts fewer would decide a round alone.
+    """
+    if members < 3:
+        return 1
+    return min(math.ceil(members / 2), 1 + quorum_of_others(members - 1, quorum))
+
+
 def patience_seconds(seconds_until_quorum: float, grace_seconds: float) -> float:
     """How long the rest may take once a quorum was there after ``seconds_until_quorum``."""
     return grace_seconds + SLACK * seconds_until_quorum

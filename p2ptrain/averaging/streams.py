@@ -11,6 +11,7 @@ import contextlib
 from typing import Any
 
 from p2ptrain.averaging.exchange import Exchange
+from p2ptrain.averaging.patience import least_mask
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
@@ -21,6 +22,8 @@ OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 FORWARD_SECONDS = 0.5
 MAX_REFUSAL_LENGTH = 120
+BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
+"""What is counted against a member: a malformed mask or mean, a signature that is none, one for something else."""
 
 
 class ServedStreams:
@@ -175,6 +178,8 @@ class OpenedStreams:
                 exchange.lost[peer] = str(error) or "did not answer in time"
                 if isinstance(error, PeerLostError) and index not in exchange.arrived_at:
                     exchange.cut_short.add(peer)
+            if isinstance(error, ProtocolError):
+                exchange.rpc.count_refusal(peer, BAD_ANSWER)
         except CodecError as error:
             exchange.unencodable = str(error)
         exchange.changed()
@@ -220,8 +225,9 @@ class OpenedStreams:
             attempt.changed.clear()
             async with asyncio.timeout_at(deadline):
                 await attempt.changed.wait()
-        if reply.get("body") == attempt.body.body_hash:
-            attempt.add_proof(channel.remote, reply.get("proof"), signer)
+        same_result = reply.get("body") == attempt.body.body_hash
+        if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
+            self._exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
         if attempt.certificate() is None:
             self._add_proofs((await channel.receive(deadline - loop.time())).get("proofs"))
 
@@ -243,4 +249,7 @@ class OpenedStreams:
         size = len(self._exchange.attempt.roster.tickets)
         if not isinstance(mask, list) or not all(type(i) is int and 0 <= i < size for i in mask):
             raise ProtocolError(peer, "sent a malformed list of contributors")
-        return frozenset(mask)
+        contributors = frozenset(mask)
+        if len(contributors) < least_mask(size, self._exchange.spec.quorum):
+            raise ProtocolError(peer, f"counts only {len(contributors)} of {size} contributions")
+        return contributors

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
@@ -195,7 +195,7 @@ class PeerRecord:
 
     def to_payload(self) -> dict[str, Any]:
         """Plain values for `seal_record`: text cut to its limits, and values that are not finite as 0 or None."""
-        values = asdict(self)
+        values = dict(vars(self))  # Not `asdict`, which copies deep: peers do this every few seconds.
         del values["peer"]
         values["name"] = self.name[:64]
         values["note"] = self.note[:MAX_NOTE_CHARS]
@@ -204,7 +204,7 @@ class PeerRecord:
         values["loss"] = self.loss if self.loss is not None and math.isfinite(self.loss) else None
         values["tokens_per_second"] = self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0
         values["last_rounds"] = [
-            asdict(report) | {"reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
+            {**vars(report), "reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
         ]
         return values
 

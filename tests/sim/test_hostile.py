@@ -16,10 +16,11 @@ from p2ptrain.averaging.butterfly import OUT_OF_PROPORTION, Butterfly
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.rally import Answer
+from p2ptrain.averaging.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.accounts import Accounts
-from tests.support.hostile import BulkLie, Lie, lead_badly, lie_in_rounds, never
+from tests.support.hostile import BAD_MESSAGES, BROKEN_PARTS, BulkLie, Lie, boast, lead_badly, lie_in_rounds, never
 from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 Message = dict[str, Any]
@@ -53,29 +54,12 @@ async def go_on(swarm: SimulatedSwarm, honest: list[SimulatedTrainer], rounds: i
         assert swarm.ledger.contributed.get(trainer.peer.name, 0) > before[trainer.peer.name]
 
 
-def run_against(corrupt: Callable[[SimulatedTrainer], object], seed: int = 0) -> None:
-    async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, corrupt)
-        await go_on(swarm, honest)
-        await swarm.end()
-
-    simulate(main, seed)
+def failures(trainers: list[SimulatedTrainer]) -> list[str]:
+    """Why synchronisations of these trainers failed."""
+    return [result.reason for trainer in trainers for result in trainer.results if not result.committed]
 
 
-def with_field(name: str, value: object) -> Lie:
-    """Change one field wherever it is sent."""
-    return lambda to, message: {**message, name: value} if name in message else message
-
-
-BULK_LIES: dict[str, BulkLie] = {
-    "not finite": lambda data: b"\xff" * len(data),
-    "too short": lambda data: data[:-1],
-    "too long": lambda data: data + bytes(5000),
-    "nothing": lambda data: b"",
-}
-
-
-@pytest.mark.parametrize("bulk_lie", BULK_LIES.values(), ids=BULK_LIES.keys())
+@pytest.mark.parametrize("bulk_lie", BROKEN_PARTS.values(), ids=BROKEN_PARTS.keys())
 def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, accounts = await start(network, lambda evil: lie_in_rounds(evil, bulk_lie=bulk_lie))
@@ -141,27 +125,24 @@ def test_a_peer_whose_update_blew_up_once_drops_it_and_takes_part_again() -> Non
     simulate(main, seed=11)
 
 
-MESSAGE_LIES: dict[str, Lie] = {
-    "mask of nobody": with_field("mask", []),
-    "mask out of range": with_field("mask", [0, 99]),
-    "mask of words": with_field("mask", "everybody"),
-    "mask of nested lists": with_field("mask", [[0], [1]]),
-    "no mask": lambda to, message: {"unmask": 0} if "mask" in message else message,
-    "another body": with_field("body", b"b" * 32),
-    "a body of words": with_field("body", "body"),
-    "a forged signature": with_field("proof", b"p" * 32),
-    "no signature": with_field("proof", None),
-    "an endless signature": with_field("proof", b"p" * 60_000),
-}
-
-
-@pytest.mark.parametrize("lie", MESSAGE_LIES.values(), ids=MESSAGE_LIES.keys())
+@pytest.mark.parametrize("lie", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
 def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
-    run_against(lambda evil: lie_in_rounds(evil, lie), seed=2)
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, _ = await start(network, lambda evil: lie_in_rounds(evil, lie))
+        evil, failed = swarm.trainers["evil"].peer.peer_id, len(failures(honest))
+        await go_on(swarm, honest)
+        counted = {cause for trainer in honest for peer, cause in trainer.rpc.refusals if peer == evil}
+        assert counted & {BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT}
+        assert len(failures(honest)) == failed, "no synchronisation of the honest failed"
+        await swarm.end()
+
+    simulate(main, seed=2)
 
 
-@pytest.mark.parametrize("silent_about", ["mask", "proof"])
-def test_a_member_that_falls_silent_in_a_round_is_left_out_of_the_next(silent_about: str) -> None:
+@pytest.mark.parametrize(("silent_about", "members"), [("mask", 3), ("proof", 4)])
+def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: str, members: int) -> None:
+    """Rounds need everybody's mask. A majority of signatures is enough."""
+
     def fall_silent(evil: SimulatedTrainer) -> None:
         serve = evil.sync.averager._attempts._serve_butterfly
 
@@ -176,7 +157,15 @@ def test_a_member_that_falls_silent_in_a_round_is_left_out_of_the_next(silent_ab
 
         evil.rpc.serve_channel("butterfly", silent)
 
-    run_against(fall_silent, seed=3)
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, accounts = await start(network, fall_silent)
+        front = max(trainer.sync.head.round for trainer in honest)
+        await go_on(swarm, honest)
+        sizes = [len(body.members) for body in accounts.bodies.values() if body.round > front + 2]
+        assert sizes.count(members) >= ROUNDS // 2
+        await swarm.end()
+
+    simulate(main, seed=3)
 
 
 async def say_behind(requests: list[Message], request: Message) -> Answer:
@@ -301,6 +290,28 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
     simulate(main, seed=5)
 
 
+def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refused() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, honest, accounts = await start(network, lambda evil: None)
+        evil, victim = swarm.trainers["evil"], honest[0]
+        await go_on(swarm, honest)
+        over = [body.group_id for body in accounts.bodies.values() if evil.peer.peer_id in body.members]
+        await asyncio.sleep(3.0)  # Whoever could still fetch something of the last one has done so.
+        groups: list[object] = [*over[:-1], b"g" * 32, b"", "group", None, 7, [b"g"]]
+        before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
+        for group in groups:
+            request = {"group": group, "codec": "fp32"}
+            async with evil.rpc.open(victim.peer.peer_id, "butterfly", request, 5.0) as channel:
+                with pytest.raises(PeerRefusedError, match=r"not in that group|malformed group id"):
+                    await channel.receive(30.0)
+        assert len(over) >= ROUNDS
+        assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
+        await go_on(swarm, honest)
+        await swarm.end()
+
+    simulate(main, seed=12)
+
+
 def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, lambda evil: None)
@@ -330,16 +341,14 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
 
 @pytest.mark.parametrize("stalls", [False, True])
 def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool) -> None:
-    def boast(evil: SimulatedTrainer) -> None:
-        describe = evil.describe
-        claim = {"round": 1000, "lineage": b"f" * 32, "digest": b"f" * 32, "lineage_tokens": 1 << 60}
-        evil.presence._describe = lambda: replace(describe(), **claim)  # type: ignore[arg-type]
+    def corrupt(evil: SimulatedTrainer) -> None:
+        boast(evil)
         if stalls:
             evil.rpc.serve("history.after", never)
             evil.rpc.serve("state.info", never)
 
     async def main(network: SimulatedNetwork) -> None:
-        swarm, honest, _ = await start(network, boast)
+        swarm, honest, _ = await start(network, corrupt)
         await go_on(swarm, honest, rounds=15)
         assert all(trainer.sync.resyncs == 0 for trainer in honest)
         await swarm.end()
@@ -402,7 +411,9 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
         late = swarm.start("late")
         await swarm.until(lambda: any(r.contributed for r in late.results), SECONDS, "the newcomer takes part")
+        assert late.sync.resyncs == 1
         await go_on(swarm, [*honest, late])
+        assert b"w" * 32 not in {trainer.sync.head.digest for trainer in [*honest, late]}
         await swarm.end()
 
     simulate(main, seed=9)

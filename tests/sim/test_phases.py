@@ -109,7 +109,10 @@ def test_two_peers_crash_in_the_same_phase(phase: str) -> None:
         await swarm.until(lambda: len(hit) == 2, 60, "the fault happens")
         front = swarm.trainers[hit[0]].sync.head.round
         await swarm.until(lambda: swarm.in_agreement(front + 2) and same_lineage(swarm), 90, "three go on")
+        assert len(swarm.alive) == 3
         await come_back(swarm, hit)
+        assert len(swarm.alive) == 5
+        assert same_lineage(swarm)
         await swarm.end()
 
     simulate(main, seed=20 + PHASES.index(phase))
@@ -186,6 +189,8 @@ def test_a_slow_directory_only_slows_joining(seconds: float) -> None:
         late.peer.directory.delay_seconds = seconds
         await come_back(swarm, [])
         await swarm.until(lambda: late.sync.rounds_committed >= 2, 90, "the newcomer takes part")
+        assert any(result.contributed for result in late.results)
+        assert same_lineage(swarm)
         await swarm.end()
 
     simulate(main, seed=51)
@@ -214,6 +219,8 @@ def test_a_peer_with_a_tenth_of_the_bandwidth_does_not_stop_the_others() -> None
         quick = [trainer for trainer in swarm.alive if trainer is not slow]
         await swarm.until(lambda: min(t.sync.head.round for t in quick) >= front + 5, 120, "the others go on")
         await swarm.until(lambda: slow.sync.head.round >= front + 3, 120, "the slow peer keeps up")
+        assert same_lineage(swarm)
+        assert swarm.ledger.forked_rounds == []
         await swarm.end()
 
     simulate(main, seed=53)
@@ -243,6 +250,7 @@ def test_a_clock_that_is_off_forks_nothing_for_good(skew_seconds: float) -> None
         skewed.peer.runtime.clock_offset_seconds = -skew_seconds  # As a peer does once it has asked the others.
         await swarm.until(lambda: any(r.contributed for r in skewed.results), 120, "the skewed peer contributes")
         await come_back(swarm, [])
+        assert same_lineage(swarm)
         await swarm.end()
 
     simulate(main, seed=55)

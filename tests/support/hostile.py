@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from p2ptrain.network.channel import Channel
@@ -77,3 +79,58 @@ def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Messa
 async def never(*args: object) -> Any:
     """Does not answer in any deadline's time."""
     await asyncio.sleep(3600)
+
+
+def with_field(name: str, value: object) -> Lie:
+    """Change one field wherever it is sent."""
+    return lambda to, message: {**message, name: value} if name in message else message
+
+
+def without_field(name: str) -> Lie:
+    """Leave one field out wherever it is sent."""
+    return lambda to, message: {key: value for key, value in message.items() if key != name} or {"nothing": 0}
+
+
+BROKEN_PARTS: dict[str, BulkLie] = {
+    "not finite": lambda data: b"\xff" * len(data),
+    "too short": lambda data: data[:-1],
+    "too long": lambda data: data + bytes(5000),
+    "nothing": lambda data: b"",
+}
+"""Parts and means that no codec takes."""
+
+BAD_MESSAGES: dict[str, Lie] = {
+    "mask of nobody": with_field("mask", []),
+    "mask of one": with_field("mask", [0]),
+    "mask out of range": with_field("mask", [0, 99]),
+    "mask of words": with_field("mask", "everybody"),
+    "mask of nested lists": with_field("mask", [[0], [1]]),
+    "no mask": without_field("mask"),
+    "another body": with_field("body", b"b" * 32),
+    "a body of words": with_field("body", "body"),
+    "a forged signature": with_field("proof", b"p" * 32),
+    "no signature": with_field("proof", None),
+    "an endless signature": with_field("proof", b"p" * 60_000),
+}
+"""Messages of a round that are wrong."""
+
+
+def boast(trainer: SimulatedTrainer) -> None:
+    """Announce a head far ahead of everybody's."""
+    describe = trainer.describe
+    claim = {"round": 1000, "lineage": b"f" * 32, "digest": b"f" * 32, "lineage_tokens": 1 << 60}
+    trainer.presence._describe = lambda: replace(describe(), **claim)  # type: ignore[arg-type]
+
+
+def hide_in_leading(trainer: SimulatedTrainer) -> None:
+    """Never answer a ticket."""
+    lead_badly(trainer, never)
+
+
+HOSTILITIES: dict[str, Callable[[SimulatedTrainer], object]] = {
+    **{name: partial(lie_in_rounds, bulk_lie=lie) for name, lie in BROKEN_PARTS.items()},
+    **{name: partial(lie_in_rounds, lie=lie) for name, lie in BAD_MESSAGES.items()},
+    "boasts": boast,
+    "leads nobody": hide_in_leading,
+}
+"""What a hostile trainer can do from its start on."""

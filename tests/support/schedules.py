@@ -1,14 +1,55 @@
-"""Random schedules of faults, drawn from a seed and run on a simulated swarm."""
+"""Random schedules of faults: everything drawn from a seed, run on a simulated swarm, and what must hold afterwards.
+
+Checked while a schedule runs (`tests.support.trainers`, `accounts`, `conservation`): equal digests for equal lineages,
+nothing changed by a round that was not applied, every wait bounded, no token and no value in two places. Checked at the
+end: all honest trainers, mended and resumed, get onto one chain of rounds and contribute to it; every token and value
+that anybody made is contributed, waits, or was seen to decay or to be dropped; one certificate per roster; nothing of a
+hostile member's broken parts in any mean; no stream or task left (`simulate`).
+
+Run as a program, it tries as many seeds as there is time for: see `main`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import logging
 import random
+import sys
+import time
 from dataclasses import dataclass
 
-from tests.support.trainers import SimulatedSwarm
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.simulated.network import SimulatedPeer
+from tests.support.accounts import Accounts
+from tests.support.hostile import BROKEN_PARTS, HOSTILITIES
+from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer, longest_wait_seconds, make_manifest
 
-FAULTS = ("crash", "restart", "stall", "partition", "heal", "cut", "mend", "join")
+logger = logging.getLogger(__name__)
+
+FAULTS = (
+    "crash",
+    "crash in",
+    "restart",
+    "stall",
+    "stall in",
+    "partition",
+    "heal",
+    "cut",
+    "cut in",
+    "mend",
+    "join",
+    "slow",
+)
+PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
+CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "int8a", "int4a", "powersgd", "topk")
+RULES = ("mean", "norm_clip", "centered_clip", "trimmed", "median")
+LOSSES = (0.0, 0.0, 0.01, 0.05, 0.2)
+SLOWDOWN = 10.0
+SLOW_BYTES_PER_SECOND = 1_000.0
+"""Times the number of peers: a round's messages take seconds on such a link."""
+RECOVERY_SECONDS = 300.0
+"""Virtual time after the last fault within which everybody is back and has contributed."""
 
 
 @dataclass(frozen=True)
@@ -16,37 +57,118 @@ class Schedule:
     """How a swarm starts and what befalls it.
 
     Attributes:
+        seed: What it was drawn from, and its simulation follows.
+        bounds: What else it was drawn from: the arguments of `draw_schedule`.
         num_peers: Trainers at the start.
         events: (seconds after the one before, fault, number that chooses whom), in order.
+        codec, small_tensors, rule: Of the manifest's averaging.
+        loss: Of each piece of data on its way.
+        slow: How many of the trainers have a tenth of the speed, in computing and on the network.
+        hostility: What the last trainer does; empty if it is honest.
+        group_size: Of the manifest; more trainers than this average in a tree of groups.
     """
 
+    seed: int
+    bounds: tuple[int, int, int]
     num_peers: int
     events: tuple[tuple[float, str, int], ...]
+    codec: str = "int8"
+    small_tensors: str = ""
+    rule: str = "norm_clip"
+    loss: float = 0.0
+    slow: int = 0
+    hostility: str = ""
+    group_size: int = 64
+
+    @property
+    def command(self) -> str:
+        """What runs it by itself."""
+        low, high, events = self.bounds
+        options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
+        return f"python -m tests.support.schedules --first {self.seed} {options}"
 
 
-def draw_schedule(seed: int, max_peers: int = 8, num_events: int = 6) -> Schedule:
-    """A schedule that follows from the seed alone."""
+def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events: int = 6) -> Schedule:
+    """A schedule that follows from these numbers alone."""
     generator = random.Random(f"schedule {seed}")
+    num_peers = generator.randint(min_peers, max_peers)
     events = tuple(
-        (generator.expovariate(1 / 6.0), generator.choice(FAULTS), generator.randrange(1 << 30))
-        for _ in range(generator.randint(1, num_events))
+        (generator.expovariate(1 / 4.0), generator.choice(FAULTS), generator.randrange(1 << 30))
+        for _ in range(generator.randint(1, max_events))
     )
-    return Schedule(generator.randint(3, max_peers), events)
+    codec = generator.choice(CODECS)
+    # `topk` leaves most values out, and rules by coordinate make zeros of that: manifests refuse it.
+    rule = generator.choice(RULES[:3] if codec == "topk" else RULES)
+    return Schedule(
+        seed,
+        (min_peers, max_peers, max_events),
+        num_peers,
+        events,
+        codec,
+        generator.choice(("", "", "fp32")),
+        rule,
+        generator.choice(LOSSES),
+        slow=1 if num_peers > 2 and generator.random() < 0.2 else 0,
+        hostility=generator.choice(tuple(HOSTILITIES)) if num_peers > 3 and generator.random() < 0.4 else "",
+        group_size=generator.choice((3, 4)) if num_peers > 4 and generator.random() < 0.2 else 64,
+    )
 
 
-async def run_schedule(swarm: SimulatedSwarm, schedule: Schedule) -> None:
-    """Start the swarm, let everything befall it, then mend what can be mended."""
-    network = swarm.network
-    for index in range(schedule.num_peers):
-        swarm.start(f"t{index}", step_seconds=0.4 + 0.1 * (index % 3))
-    joined = 0
-    for delay, fault, choice in schedule.events:
-        await asyncio.sleep(delay)
+class Run:
+    """One schedule, its swarm, and what befalls it."""
+
+    def __init__(self, schedule: Schedule, network: SimulatedNetwork) -> None:
+        self.schedule = schedule
+        self.network = network
+        manifest = make_manifest(
+            codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12, aggregation=schedule.rule,
+            group_size=schedule.group_size,
+        )  # fmt: skip
+        self.swarm = SimulatedSwarm(network, manifest, schedule.seed)
+        self.accounts = Accounts(self.swarm)
+        self._traps: list[tuple[str, str]] = []
+        self._joined = 0
+        launch = self.swarm._launch
+
+        def launch_and_corrupt(*args: object) -> SimulatedTrainer:
+            trainer: SimulatedTrainer = launch(*args)  # type: ignore[arg-type]
+            if schedule.hostility and trainer.peer.name == f"t{schedule.num_peers - 1}":
+                trainer.is_hostile = True
+                self.accounts.values.hostile.add(trainer.peer.peer_id)
+                HOSTILITIES[schedule.hostility](trainer)
+            trainer.sync.averager.on_phase = lambda phase, round_: self._spring(trainer.peer, phase)
+            return trainer
+
+        self.swarm._launch = launch_and_corrupt  # type: ignore[method-assign, assignment]
+
+    async def run(self) -> None:
+        """All of it, from the start of the swarm to its end."""
+        rate = SLOW_BYTES_PER_SECOND * self.schedule.num_peers
+        for index in range(self.schedule.num_peers):
+            if index < self.schedule.slow:
+                self.swarm.start(f"t{index}", SLOWDOWN * 0.4, up_bytes_per_second=rate, down_bytes_per_second=rate)
+            else:
+                self.swarm.start(f"t{index}", step_seconds=0.4 + 0.1 * (index % 3))
+        for delay, fault, choice in self.schedule.events:
+            await asyncio.sleep(delay)
+            self._befall(fault, choice)
+        await asyncio.sleep(5)
+        self._traps.clear()
+        self.network.heal()
+        for trainer in self.swarm.alive:
+            self.network.mend(trainer.peer)
+            self.network.resume(trainer.peer)
+        await self._recover()
+        self._check()
+        await self.swarm.end()
+
+    def _befall(self, fault: str, choice: int) -> None:
+        network, swarm = self.network, self.swarm
         alive = [trainer.peer for trainer in swarm.alive]
         dead = [name for name, trainer in swarm.trainers.items() if not trainer.peer.alive]
         chosen = alive[choice % len(alive)]
         match fault:
-            case "crash" if len(alive) > 1:
+            case "crash" if len(swarm.honest) > 1:
                 network.crash(chosen)
             case "restart" if dead:
                 swarm.restart(dead[choice % len(dead)])
@@ -60,11 +182,98 @@ async def run_schedule(swarm: SimulatedSwarm, schedule: Schedule) -> None:
                 network.cut(chosen)
             case "mend":
                 network.mend(chosen)
-            case "join" if joined < 3:
-                joined += 1
-                swarm.start(f"late{joined}")
-    await asyncio.sleep(5)
-    network.heal()
-    for trainer in swarm.alive:
-        network.mend(trainer.peer)
-        network.resume(trainer.peer)
+            case "join" if self._joined < 3:
+                self._joined += 1
+                swarm.start(f"late{self._joined}")
+            case "slow":
+                chosen.uplink.bytes_per_second = SLOW_BYTES_PER_SECOND * len(alive)
+            case "crash in" | "stall in" | "cut in":
+                self._traps.append((fault, PHASES[choice % len(PHASES)]))
+
+    def _spring(self, peer: SimulatedPeer, phase: str) -> None:
+        """Whoever enters the phase first is hit, exactly then."""
+        for trap in self._traps:
+            fault, where = trap
+            if not peer.alive:  # What was running when it was hit runs to where it waits next.
+                return
+            if where == phase and (fault != "crash in" or len(self.swarm.honest) > 1):
+                self._traps.remove(trap)
+                self.network.record("trap", fault, phase)
+                if fault == "crash in":
+                    self.network.crash(peer)
+                elif fault == "stall in":
+                    self.network.stall(peer, 30.0)
+                else:
+                    self.network.cut(peer)
+                return
+
+    async def _recover(self) -> None:
+        """Nobody is stuck: all come two rounds beyond today's front, on one chain, and contribute to what follows."""
+        swarm, front = self.swarm, max(trainer.sync.head.round for trainer in self.swarm.alive)
+        told = dict(swarm.ledger.contributed)
+
+        def recovered() -> bool:
+            return (
+                all(trainer.sync.head.round >= front + 2 for trainer in swarm.honest)
+                and self._on_one_chain()
+                and all(swarm.ledger.contributed.get(t.peer.name, 0) > told.get(t.peer.name, 0) for t in swarm.honest)
+            )
+
+        await swarm.until(recovered, RECOVERY_SECONDS, "all are back on one chain and contribute")
+
+    def _on_one_chain(self) -> bool:
+        heads = sorted((trainer.sync.head for trainer in self.swarm.honest), key=lambda head: head.round)
+        return all(self.accounts.is_within(head.lineage, heads[-1].lineage) for head in heads)
+
+    def _check(self) -> None:
+        swarm, accounts = self.swarm, self.accounts
+        for trainer in swarm.honest:
+            accounts.check(trainer)
+        accounts.check_conservation()
+        if swarm.ledger.longest_seconds > longest_wait_seconds(swarm.manifest):
+            raise InvariantError(f"somebody waited {swarm.ledger.longest_seconds:.0f} s in a synchronisation")
+        if self.schedule.hostility in BROKEN_PARTS:
+            accounts.check_left_out(accounts.values.hostile)
+
+
+def find_problems(schedule: Schedule) -> list[str]:
+    """Run one schedule to its end; what did not hold, with the schedule and how to see it again. Empty if all did."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        await Run(schedule, network).run()
+
+    try:
+        simulate(main, schedule.seed, model=LinkModel(loss=schedule.loss))
+    except Exception as error:
+        logger.debug("seed %d failed", schedule.seed, exc_info=True)
+        return [f"seed {schedule.seed}: {error}\n{schedule}\nto see it again: {schedule.command}"]
+    return []
+
+
+def main() -> int:
+    """Try many seeds; name those that fail, and go on. The exit code tells whether there were any."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m tests.support.schedules", description=main.__doc__)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least")
+    parser.add_argument("--max-peers", type=int, default=6, help="and at most")
+    parser.add_argument("--max-events", type=int, default=6, help="faults, at most")
+    parser.add_argument("--verbose", action="store_true", help="log what the peers do")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.DEBUG if options.verbose else logging.CRITICAL)
+    torch.set_num_threads(1)
+    began, failed = time.process_time(), []
+    for seed in range(options.first, options.first + options.count):
+        for problem in find_problems(draw_schedule(seed, options.min_peers, options.max_peers, options.max_events)):
+            failed.append(seed)
+            sys.stdout.write(f"{problem}\n")
+            sys.stdout.flush()
+    seconds = (time.process_time() - began) / max(1, options.count)
+    sys.stdout.write(f"{options.count} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

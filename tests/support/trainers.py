@@ -93,6 +93,7 @@ class SimulatedTrainer:
         self.ledger = ledger
         self.step_seconds = step_seconds
         self.random = random.Random(f"{seed}/{peer.name}/{peer.incarnation}")
+        self.noise = torch.Generator().manual_seed(self.random.randrange(1 << 63))
         self.swarm = manifest.digest
         generator = torch.Generator().manual_seed(1)
         self.module = torch.nn.Linear(width, width)
@@ -113,6 +114,7 @@ class SimulatedTrainer:
         self.work = LocalWork(self.module, self.state, accumulate=False)
         self.results: list[RoundResult] = []
         self.stop = False
+        self.is_hostile = False
         self.before_sync: Callable[[SimulatedTrainer], None] = lambda trainer: None
 
     def _changed(self) -> None:
@@ -157,8 +159,7 @@ class SimulatedTrainer:
     def _step(self) -> None:
         with torch.no_grad():
             for parameter in self.module.parameters():
-                noise = torch.tensor([self.random.gauss(0, 0.01) for _ in range(parameter.numel())])
-                parameter.add_(noise.reshape(parameter.shape))
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=self.noise))
         self.work.steps += 1
         self.work.samples += 1
         self.work.tokens += TOKENS_PER_STEP
@@ -226,6 +227,11 @@ class SimulatedSwarm:
     def alive(self) -> list[SimulatedTrainer]:
         """Trainers whose peers have not crashed."""
         return [trainer for trainer in self.trainers.values() if trainer.peer.alive]
+
+    @property
+    def honest(self) -> list[SimulatedTrainer]:
+        """Those of them that do as they should."""
+        return [trainer for trainer in self.alive if not trainer.is_hostile]
 
     def crash(self, name: str) -> None:
         """SIGKILL."""

@@ -28,9 +28,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgpack
 import torch
 
 from p2ptrain import Manifest, Swarm
+from p2ptrain.averaging.certificate import Body
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
@@ -196,7 +198,7 @@ def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pend
     result: RoundResult | None = opt.last_result
     if result is None:
         return
-    told = {"loss": loss, **dataclasses.asdict(result), **describe(synchronizer)}
+    told = {"loss": loss, **dataclasses.asdict(result), **describe(synchronizer), **account(opt, synchronizer)}
     if options.tell_values:
         told |= {"samples": list(pending), "values": synchronizer.state.vector.tolist()}
     say("round", **told)
@@ -215,6 +217,16 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
         "resyncs": synchronizer.resyncs,
         "tokens": head.tokens,
     }
+
+
+def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
+    """The tokens that this process made, those that wait, and those that each peer has in the newest round."""
+    told: dict[str, Any] = {"made": opt.total_tokens, "waiting": opt.tokens_in_round, "counted": {}, "extends": ""}
+    if synchronizer.head.certificate:
+        body = Body.from_bytes(msgpack.unpackb(synchronizer.head.certificate)[0])
+        told["counted"] = {body.members[index]: tokens for index, tokens, _ in body.contributors}
+        told["extends"] = body.lineage.hex()
+    return told
 
 
 def set_clock(ahead_seconds: float) -> None:

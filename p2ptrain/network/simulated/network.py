@@ -192,6 +192,8 @@ class SimulatedNetwork:
 
     def stall(self, peer: SimulatedPeer, seconds: float | None = None) -> None:
         """Like SIGSTOP: dials to it succeed and its buffers fill, but none of its code runs until it is resumed."""
+        if not peer.alive:
+            return
         self.record("stall", peer.name, seconds)
         self.loop.freeze(peer)
         if seconds is not None:

@@ -43,6 +43,7 @@ def simulate(
     loop = VirtualTimeLoop.create(max_seconds=max_seconds, max_callbacks=max_callbacks)
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 20, 20)  # The trace and thousands of tasks are alive: collecting often finds nothing.
+    gc.freeze()  # Nor does it among what was there before, such as all of torch.
     try:
         network = SimulatedNetwork(loop, seed, model, verify)
 
@@ -54,6 +55,7 @@ def simulate(
         return loop.run_until_complete(run())
     finally:
         _clean_up(loop)
+        gc.unfreeze()
         gc.set_threshold(*thresholds)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.patience import attempt_seconds, patience_seconds, quorum_of_others
+from p2ptrain.averaging.patience import attempt_seconds, least_mask, patience_seconds, quorum_of_others
 from p2ptrain.manifest import AveragingSpec
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
@@ -19,6 +19,14 @@ durations = st.lists(st.floats(0.01, 50.0), min_size=3, max_size=16)
                                                             (3, 0.01, 1), (3, 1.0, 3), (0, 0.5, 0)])  # fmt: skip
 def test_a_quorum_of_the_others_has_at_least_one_of_them(others: int, quorum: float, expected: int) -> None:
     assert quorum_of_others(others, quorum) == expected
+
+
+@given(st.integers(1, 64), st.floats(0.01, 1.0))
+def test_an_honest_owner_that_refuses_a_minority_counts_enough(members: int, quorum: float) -> None:
+    complete = 1 + quorum_of_others(members - 1, quorum)
+    assert least_mask(members, quorum) <= complete
+    if quorum >= 0.5:
+        assert members < 3 or least_mask(members, quorum) >= members / 2, "nobody decides a round alone"
 
 
 @given(st.floats(0, 1e4), st.floats(0, 600))

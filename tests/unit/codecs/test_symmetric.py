@@ -145,4 +145,7 @@ def test_received_scales_out_of_range_are_refused(codec: Codec, scale: float, bl
 
 @both
 def test_the_largest_encodable_values_validate(codec: Codec) -> None:
-    codec.validate(codec.encode(torch.tensor([MAX_PEAK, -MAX_PEAK])), 2)
+    encoded, decoded = codec.encode(torch.tensor([MAX_PEAK, -MAX_PEAK])), torch.empty(2)
+    codec.validate(encoded, 2)  # Raises what it refuses.
+    codec.decode_into(encoded, decoded)
+    assert decoded.tolist() == pytest.approx([MAX_PEAK, -MAX_PEAK], rel=2.0**-20)
