@@ -60,6 +60,7 @@ class Attempt:
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
+        audited: Whether only who checked slices of all means may sign: see `p2ptrain.averaging.audit`.
         withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
             then nobody can hold a result, now or later.
     """
@@ -75,6 +76,7 @@ class Attempt:
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
+    audited: bool = False
     withholds: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

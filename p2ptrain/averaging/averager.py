@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster, Ticket
+from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.openings import Rules
 from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.averaging.settle import Settlements
@@ -81,6 +83,7 @@ class Averager:
         matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
         history: The last results, for laggards.
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
+        evidence: Against owners that falsified a mean.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
     """
 
@@ -131,6 +134,10 @@ class Averager:
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
         self._settlements = Settlements(rpc, signer, self.history)
+        self.evidence = EvidenceStore(
+            rpc, runtime, signer, Rules(swarm, spec, codec, num_values), membership, self._on_conviction
+        )
+        self._slow_to_clear: set[str] = set()
         self._running: dict[bytes, Butterfly] = {}
         self._arrived = asyncio.Event()
         self._background: set[asyncio.Task[None]] = set()
@@ -148,6 +155,7 @@ class Averager:
     async def close(self) -> None:
         """End everything that this averager started."""
         await self.matchmaker.close()
+        await self.evidence.close()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -241,6 +249,7 @@ class Averager:
             attempt_seconds(self._durations, spec), part,
             lambda peer, num_bytes, seconds: self._speeds.observe(peer, num_bytes, seconds, streams),
         )  # fmt: skip
+        butterfly.exchange.slow_to_clear = self._slow_to_clear
         self._settlements.remember(attempt)
         self._running[roster.group_id] = butterfly
         self._arrived.set()
@@ -274,6 +283,8 @@ class Averager:
                         self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
+                if butterfly.exchange.evidence:
+                    await self.evidence.add(butterfly.exchange.evidence)
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
@@ -295,9 +306,16 @@ class Averager:
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body
+            self.evidence.ask([peer for peer in body.members if peer != self._rpc.peer_id])
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
                 self._speeds.was_in_time(body.members[index])
+
+    def _on_conviction(self, peer: str, fault: str) -> None:
+        """Go on without a peer that was proved to have falsified a mean."""
+        logger.warning("peer %s is kept out from now on: there is evidence that it %s", peer[-8:], fault)
+        for butterfly in self._running.values():
+            butterfly.accuse(peer, fault)
 
     async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
         try:

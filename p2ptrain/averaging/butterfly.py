@@ -26,6 +26,7 @@ Whoever gives up says so in place of what it owes, and why; the others come to t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -174,6 +175,7 @@ class Butterfly:
         if not agreed:
             raise AttemptFailedError("no contribution was complete at every owner")
         attempt.contributors = tuple(sorted(agreed))
+        self.exchange.agreed_on.set()
         self._enter("reduce")
         if attempt.size(self._index):
             try:
@@ -205,6 +207,8 @@ class Butterfly:
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
+        if self.exchange.audit is not None:
+            await self.exchange.audit.state(attempt.contributors, mean.data)
         digest = await self._runtime.compute(bulk_hash, mean.data)
         attempt.add_mean(self._index, mean.data, digest)
 
@@ -215,6 +219,9 @@ class Butterfly:
     def _fail_if_lost(self, needed: list[str]) -> None:
         if self.exchange.unencodable:
             raise UnencodableError(f"the local update cannot be encoded: {self.exchange.unencodable}")
+        if self.exchange.accused:
+            peer, fault = next(iter(self.exchange.accused.items()))
+            raise AttemptFailedError(f"{self.attempt.phase}: peer {peer[-8:]} {fault}", (peer,))
         lost = tuple(peer for peer in needed if peer in self.exchange.lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self.exchange.lost[lost[0]]}", lost)
@@ -260,6 +267,8 @@ class Butterfly:
             missing = [i for i in range(len(members)) if attempt.size(i) and i not in self.exchange.masks]
         elif not attempt.is_complete():
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
+        elif self._rpc.peer_id not in attempt.proofs:
+            missing = [i for i in range(len(members)) if attempt.size(i) and i not in self.exchange.checked]
         else:
             missing = [i for i, member in enumerate(members) if member not in attempt.proofs]
         silent = [i for i in missing if i not in self.exchange.gave_up]
@@ -284,9 +293,67 @@ class Butterfly:
         self._enter("commit")
         body = attempt.make_body()
         attempt.body = body
+        attempt.changed.set()
+        if self.exchange.audit is not None:
+            await self._pass_checks(deadline)
+        if self.exchange.clears:
+            await self._wait_for_clears(deadline)
         attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         self.exchange.own_proof.set()
         attempt.changed.set()
+
+    async def _pass_checks(self, deadline: float) -> None:
+        """Wait until this member's spot checks of the others' shares are through."""
+        attempt, exchange, loop = self.attempt, self.exchange, asyncio.get_running_loop()
+        owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != self._index}
+        until = deadline
+        while missing := owners - exchange.checked:
+            self._fail_if_false()
+            self._fail_if_lost([attempt.roster.members[i] for i in missing])
+            if missing & exchange.gave_up.keys():  # It blames somebody else, and this member is none the wiser.
+                raise LateError(f"{attempt.phase}: a member gave up before its share could be checked")
+            if until == deadline and len(owners - missing) >= quorum_of_others(len(owners), self._spec.quorum):
+                until = min(deadline, self._patience_ends(self._began, loop.time()))
+            attempt.changed.clear()
+            async with asyncio.timeout_at(until):
+                await attempt.changed.wait()
+
+    async def _wait_for_clears(self, deadline: float) -> None:
+        """Wait for the other contributors' spot checks, unless most are through for long, and look into complaints."""
+        attempt, exchange, loop = self.attempt, self.exchange, asyncio.get_running_loop()
+        members, counted = attempt.roster.members, set(attempt.contributors or ()) - {self._index}
+        exchange.own_clear.set()
+        until = deadline
+        while True:
+            while exchange.complaints:
+                await self._opened.ask_again(*exchange.complaints.pop())
+            self._fail_if_false()
+            self._fail_if_lost([])
+            excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
+            waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
+            if not waiting:
+                return
+            if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):
+                until = min(deadline, self._patience_ends(self._began, loop.time()))
+            if loop.time() >= until:
+                exchange.slow_to_clear |= {members[i] for i in waiting}
+                return
+            attempt.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await attempt.changed.wait()
+
+    def _fail_if_false(self) -> None:
+        for index, (fault, late) in self.exchange.faults.items():
+            peer = self.attempt.roster.members[index]
+            kind = LateError if late else AttemptFailedError
+            raise kind(f"{self.attempt.phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
+
+    def accuse(self, peer: str, fault: str) -> None:
+        """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
+        if peer in self.attempt.roster.members:
+            self.exchange.accused[peer] = fault
+            self.exchange.changed()
 
     async def _collect_signatures(self, deadline: float) -> Certificate:
         attempt = self.attempt
@@ -313,6 +380,8 @@ class Butterfly:
 
     async def stop_sending(self) -> None:
         """End the streams that this member opened; the vector is not read any more when this returns."""
+        if self.exchange.audit is not None:
+            self.exchange.audit.stop_reading()
         if self._closing is not None:
             self._closing.cancel()
             await asyncio.gather(self._closing, return_exceptions=True)

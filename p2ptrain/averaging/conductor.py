@@ -175,6 +175,8 @@ class Conductor:
             raise IntegrityError("malformed ticket request")
         if not all(type(peer) is str for peer in [*tried, *avoid]):
             raise IntegrityError("malformed ticket request")
+        if self._membership.is_convicted(ticket.peer):
+            raise PeerRefusedError(self._rpc.peer_id, "there is evidence that this peer falsified a mean")
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
         await channel.send({"kind": "waiting"})  # A leader that hangs says nothing, and is passed over soon.

@@ -275,6 +275,8 @@ class Matchmaker:
         ordered = list(roster.members) == sorted(set(roster.members))
         if len(agreed) != 1 or ticket not in tickets or not ordered or len(tickets) < self._spec.min_peers:
             raise NoGroupError("the leader sent a roster that does not agree with itself")
+        if any(self._membership.is_convicted(peer) for peer in roster.members):
+            raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         return roster
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:

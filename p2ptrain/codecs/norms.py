@@ -35,3 +35,29 @@ def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) ->
             columns = np.add.reduce(squares[:whole].reshape(-1, SUM_COLUMNS), axis=0)
             total += math.fsum(columns.tolist() + squares[whole:].tolist())
     return total
+
+
+def sums_of_squares(vector: torch.Tensor, step: int) -> list[float]:
+    """The sum of the squares of each ``step`` consecutive values of a finite fp32 vector, the last ones maybe fewer.
+
+    As `sum_of_squares`, with the same bits on every CPU; but of many short pieces at once, whose columns are added up
+    by halves in fp64.
+
+    Args:
+        vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
+        step: A multiple of `SUM_COLUMNS`.
+    """
+    values = vector.detach().numpy()
+    whole = len(values) // step * step
+    energies: list[float] = []
+    rows_at_once = max(1, CHUNK_VALUES // step) * step
+    with np.errstate(over="ignore", under="ignore"):
+        for start in range(0, whole, rows_at_once):
+            piece = values[start : min(start + rows_at_once, whole)]
+            columns = np.add.reduce((piece * piece).reshape(-1, step // SUM_COLUMNS, SUM_COLUMNS), axis=1)
+            sums = columns.astype(np.float64)
+            while sums.shape[1] > 1:
+                half = sums.shape[1] // 2
+                sums = sums[:, :half] + sums[:, half:]
+            energies += sums[:, 0].tolist()
+    return [*energies, sum_of_squares(vector[whole:])] if whole < len(values) else energies
