@@ -55,7 +55,7 @@ class Attempt:
         bounds: Share offsets, ``len(roster) + 1``.
         codec: How the whole vector is encoded.
         means: Encoded mean of each share, as far as they arrived.
-        hashes: Their `bulk_hash`.
+        hashes: What names them; see `p2ptrain.averaging.reduction.mean_tree`.
         contributors: Indices into the roster, once agreed.
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
@@ -93,7 +93,7 @@ class Attempt:
         return self.codec.part(self.bounds[index], self.bounds[index + 1])
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
-        """Take in a share's mean and its `bulk_hash`, unless one is here."""
+        """Take in a share's mean and its hash, unless one is here."""
         if self.means[index] is None:
             self.means[index] = mean
             self.hashes[index] = digest

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt
@@ -122,11 +121,10 @@ class Audit:
 
         return await self._runtime.compute(verify)
 
-    async def state(self, contributors: Sequence[int], mean: bytearray) -> None:
-        """Sign that this is the own share's mean; from now on chunks are opened."""
+    async def state(self, contributors: Sequence[int], tree: SumTree) -> None:
+        """Sign that the own share's mean has this tree; from now on chunks are opened."""
 
         def sign() -> Statement:
-            tree = self._tree(self._index, mean)
             own = self._attempt.roster.tickets[self._index]
             root = self._share.trees[self._index].root
             self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
@@ -195,20 +193,17 @@ class Audit:
         largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
         return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
 
-    async def hear(self, owner: int, statement: Any, mean: bytearray) -> Statement:
-        """An owner's statement about the mean that came.
+    def hear(self, owner: int, statement: Any, tree: SumTree) -> None:
+        """Take in an owner's statement about the mean that came, over which this is the tree.
 
         Raises:
             IntegrityError: It is about something else, or not signed.
         """
 
-        def verify() -> Statement:
-            said = Statement.from_wire(statement, self._attempt.swarm, self._signer)
-            if said.share != self._slice(owner) or said.root != self._tree(owner, mean).root[0]:
-                raise IntegrityError("speaks of another mean than it sent")
-            return said
-
-        return await self._runtime.compute(verify)
+        said = Statement.from_wire(statement, self._attempt.swarm, self._signer)
+        if said.share != self._slice(owner) or said.root != tree.root[0]:
+            raise IntegrityError("speaks of another mean than it sent")
+        self._mean_trees[owner] = tree
 
     async def check(self, owner: int, chunks: list[int], answer: bytes | bytearray | memoryview) -> None:
         """Check what an owner opened of its share.
@@ -244,18 +239,8 @@ class Audit:
 
     @property
     def _chunk(self) -> int:
-        return chunk_values(self._rules.codec, self._rules.spec)
+        return chunk_values(self._rules.codec)
 
     def _slice(self, owner: int) -> Slice:
         roster, bounds = self._attempt.roster, self._attempt.bounds
         return Slice(roster.group_id, roster.members[owner], bounds[owner], bounds[owner + 1])
-
-    def _tree(self, owner: int, mean: bytearray) -> SumTree:
-        """The tree over an encoded mean."""
-        if owner not in self._mean_trees:
-            codec, size, view = self._attempt.codec_of(owner), self._attempt.size(owner), memoryview(mean)
-            starts = [codec.encoded_bytes(low) for low in range(0, size, self._chunk)]
-            stops = [*islice(starts, 1, None), len(view)]
-            leaves = [(leaf_hash(view[start:stop]), 0.0) for start, stop in zip(starts, stops, strict=True)]
-            self._mean_trees[owner] = SumTree(leaves)
-        return self._mean_trees[owner]

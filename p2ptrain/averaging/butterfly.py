@@ -36,9 +36,9 @@ from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing, new_buffer
+from p2ptrain.averaging.reduction import chunk_values, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
 from p2ptrain.codecs import Codec, CodecError
-from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -207,10 +207,10 @@ class Butterfly:
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
+        tree = await self._runtime.compute(mean_tree, codec, mean.data, size, chunk_values(attempt.codec))
         if self.exchange.audit is not None:
-            await self.exchange.audit.state(attempt.contributors, mean.data)
-        digest = await self._runtime.compute(bulk_hash, mean.data)
-        attempt.add_mean(self._index, mean.data, digest)
+            await self.exchange.audit.state(attempt.contributors, tree)
+        attempt.add_mean(self._index, mean.data, tree.root[0])
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase

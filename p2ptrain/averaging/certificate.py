@@ -151,7 +151,7 @@ class Body:
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: `bulk_hash` of each owner's encoded mean; of nothing for an empty share.
+        hashes: Root of `p2ptrain.averaging.reduction.mean_tree` of each share; `EMPTY_HASH` for an empty one.
     """
 
     swarm: bytes

@@ -22,6 +22,8 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
+ANSWER_SHARE = 2 / 3
+"""How much of what members wait for each other an owner may take to answer."""
 MAX_COMPLAINTS = 4
 """Chunks that one member may ask the others to look at."""
 
@@ -96,7 +98,10 @@ class Exchange:
         own = vector[attempt.bounds[self.index] : attempt.bounds[self.index + 1]]
         codec = attempt.codec_of(self.index)
         attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1
-        self.share = OwnShare(codec, spec, own, self.index, len(attempt.roster.tickets), audited=attempt.audited)
+        self.share = OwnShare(
+            codec, spec, own, self.index, len(attempt.roster.tickets),
+            chunk=chunk_values(attempt.codec), audited=attempt.audited,
+        )  # fmt: skip
         self.part_changed = asyncio.Event()
         self.masks: dict[int, frozenset[int]] = {}
         self.arrived_at: dict[int, float] = {}
@@ -155,7 +160,7 @@ class Exchange:
         attempt = self.attempt
         if owner >= len(attempt.roster.tickets) or owner == self.index:
             return False
-        return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec, self.spec)))
+        return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec)))
 
     def note_clear(self, index: int) -> None:
         """Take down that a member's checks are through."""
@@ -174,8 +179,8 @@ class Exchange:
         if not chunks or self.audit is None:
             return True
         loop = asyncio.get_running_loop()
-        # Half of what the others wait for this member, which has to tell them in time if nothing comes.
-        seconds = patience_seconds(loop.time() - self.began, self.spec.grace_seconds) / 2
+        # Less than the others wait for this member, which has to tell them in time if nothing comes.
+        seconds = ANSWER_SHARE * patience_seconds(loop.time() - self.began, self.spec.grace_seconds)
         limit = self.audit.max_answer_bytes(owner, len(chunks))
         try:
             size = (await channel.receive(seconds)).get("opening")

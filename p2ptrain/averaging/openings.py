@@ -71,11 +71,11 @@ class Rules:
 
     def num_chunks(self, size: int) -> int:
         """Chunks of a share of ``size`` values."""
-        return -(-size // chunk_values(self.codec, self.spec))
+        return -(-size // chunk_values(self.codec))
 
     def span(self, low: int, high: int, chunk: int) -> tuple[int, int]:
         """First value of a share's chunk and the value after its last, counted from the share's first."""
-        step = chunk_values(self.codec, self.spec)
+        step = chunk_values(self.codec)
         if not 0 <= chunk < self.num_chunks(high - low):
             raise IntegrityError(f"there is no chunk {chunk} in a share of {high - low} values")
         return chunk * step, min(chunk * step + step, high - low)
@@ -190,7 +190,7 @@ def judge(answer: Answer, position: int, opening: Any, mean: bytes | memoryview,
                 return "counted a part in a codec that is not allowed"
             codec.validate(data, high - low)
             check_range(codec.largest(data, high - low), limit)
-            if measured and codec.squared_norms(data, high - low, chunk_values(rules.codec, rules.spec)) != [energy]:
+            if measured and codec.squared_norms(data, high - low, chunk_values(rules.codec)) != [energy]:
                 return "counted a part whose sender misstated its norm"
             held[index] = codec, data
     except CodecError as error:
@@ -211,7 +211,7 @@ def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: 
 
     if not float(values.abs().amax()) <= limit:  # Not a number is not.
         return "counted a part of its own that has to be refused"
-    if energy is not None and sums_of_squares(values, chunk_values(rules.codec, rules.spec)) != [energy]:
+    if energy is not None and sums_of_squares(values, chunk_values(rules.codec)) != [energy]:
         return "misstated the norm of its own part"
     return ""
 
@@ -224,7 +224,14 @@ def _judge_mean(
     import torch
 
     indices = list(range(len(commitments)))
-    share = OwnShare(codec, rules.spec, torch.empty(0) if own is None else own, own_index, len(indices))
+    share = OwnShare(
+        codec,
+        rules.spec,
+        torch.empty(0) if own is None else own,
+        own_index,
+        len(indices),
+        chunk=chunk_values(rules.codec),
+    )
     share.parts.update({index: (part_codec, bytearray(data)) for index, (part_codec, data) in held.items()})
     norms = [math.sqrt(each.root[1]) for each in commitments]
     weights = part_weights(rules.spec, norms, [each.tokens for each in commitments])

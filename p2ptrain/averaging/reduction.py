@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.pieces import Growing, cut
@@ -31,25 +32,37 @@ if TYPE_CHECKING:
     import torch
 
 STACK_VALUES = 1 << 15
-"""Values of all contributors that a rule by votes works on at a time, so that they stay in a core's cache. Members must
-agree on it: distances of ``centered_clip`` are taken within such a chunk."""
+"""Values of all contributors that a rule by coordinate works on at a time, so that they stay in a core's cache."""
 
 RANGE_SLACK = 1.01
 """Encoded values may exceed ``max_value`` by this factor, because a codec may round up."""
 
 
 CHUNK_VALUES = 1 << 14
-"""Values that are committed to, and checked, together, unless something needs more: see `chunk_values`."""
+"""Values that are hashed, committed to, and checked together, unless a codec's block is longer. Members must agree on
+it: distances of ``centered_clip`` are taken in such chunks. Shorter ones cost more to hash, longer ones to show."""
 
 
-def chunk_values(codec: Codec, spec: AveragingSpec) -> int:
-    """Values in a chunk: the unit of commitments and spot checks (`p2ptrain.averaging.audit`).
+def chunk_values(codec: Codec) -> int:
+    """Values in a chunk: the unit of hashes, commitments and spot checks (`p2ptrain.averaging.audit`).
 
     Chunk k of every part and of their mean holds the same values, whatever they are encoded in, and that of the mean
     follows from those of the parts: no block of a codec, and nothing that a rule works on as a whole, lies across two.
     """
-    whole = STACK_VALUES if spec.aggregation == "centered_clip" else CHUNK_VALUES
-    return math.lcm(whole, codec.block_size)
+    return math.lcm(CHUNK_VALUES, codec.block_size)
+
+
+def mean_tree(codec: Codec, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> SumTree:
+    """The tree over the chunks of an encoded mean, whose root names it; all energies are zero.
+
+    Args:
+        codec: Of the share.
+        mean: At least one value.
+        num_values: How many.
+        chunk: `chunk_values` of the whole vector's codec.
+    """
+    view, ends = memoryview(mean), [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
+    return SumTree([(leaf_hash(view[start:end]), 0.0) for start, end in pairwise([0, *ends])])
 
 
 class RangeCheck:
@@ -144,6 +157,7 @@ class OwnShare:
         own_index: int,
         num_members: int,
         *,
+        chunk: int = 0,
         audited: bool = False,
     ) -> None:
         """
@@ -153,6 +167,7 @@ class OwnShare:
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_index: Its place in the roster.
             num_members: Size of the roster.
+            chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that.
             audited: Whether members check slices of the result: then parts are hashed, and kept after it is made.
         """
         self._codec = codec
@@ -160,7 +175,7 @@ class OwnShare:
         self._own = own
         self._own_index = own_index
         self._audited = audited
-        self._chunk = chunk_values(codec, spec)
+        self._chunk = chunk or chunk_values(codec)
         self.is_measured = num_members >= MIN_FOR_MEDIAN
         self.trees: dict[int, SumTree] = {}
         self.parts: dict[int, tuple[Codec, bytearray]] = {}
@@ -248,7 +263,8 @@ class OwnShare:
         Both are multiples of `chunk_values` or the share's end: then the result does not depend on where it is cut.
         """
         if self._spec.aggregation in VOTING_RULES:
-            for first, last in cut(high - low, self._block_size(), STACK_VALUES):
+            step = self._chunk if self._spec.aggregation == "centered_clip" else STACK_VALUES
+            for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 from p2ptrain.averaging.audit import Audit
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
-from p2ptrain.averaging.reduction import PartCheck, RangeCheck
+from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, ProtocolError
@@ -233,20 +233,22 @@ class OpenedStreams:
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
         codec = attempt.codec_of(index)
-        mean, digest = await receive_checked(
-            channel, exchange.runtime, codec, len(part), deadline - loop.time(), RangeCheck(codec, exchange.spec)
+        hashes = PartCheck(codec, exchange.spec, chunk_values(attempt.codec), measured=False, hashed=True)
+        mean, _ = await receive_checked(
+            channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
         )
-        attempt.add_mean(index, mean, digest)
-        return audit is None or await self._check_mean(audit, channel, index, mean, deadline)
+        tree = SumTree(hashes.leaves)
+        attempt.add_mean(index, mean, tree.root[0])
+        return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
 
-    async def _check_mean(self, audit: Audit, channel: Channel, index: int, mean: bytearray, deadline: float) -> bool:
+    async def _check_mean(self, audit: Audit, channel: Channel, index: int, tree: SumTree, deadline: float) -> bool:
         """Have some chunks of an owner's share opened, and check them; False when it gave up."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return False
         try:
-            await audit.hear(index, reply.get("statement"), mean)
+            audit.hear(index, reply.get("statement"), tree)
         except IntegrityError as error:
             raise ProtocolError(channel.remote, str(error)) from error
         async with asyncio.timeout_at(deadline):

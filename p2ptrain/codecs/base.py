@@ -122,16 +122,18 @@ class Codec(ABC):
         Args:
             data: The encoded values.
             num_values: How many.
-            step: 256 times a power of two, at most `p2ptrain.codecs.norms.CHUNK_VALUES`, and a multiple of
-                ``block_size``.
+            step: A multiple of ``block_size``; see `p2ptrain.codecs.norms.sums_of_squares` for what else.
 
         Raises:
             CodecError: The length is wrong.
         """
-        from p2ptrain.codecs.norms import sums_of_squares
+        import torch
 
+        from p2ptrain.codecs.norms import CHUNK_VALUES, sums_of_squares
+
+        scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
         # No step lies across two of the pieces in which values are decoded.
-        return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step)]
+        return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
     def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
         """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""

@@ -81,6 +81,7 @@ def test_the_result_is_the_weighted_and_clipped_mean(rule: str, codec: str) -> N
 @pytest.mark.parametrize("rule", ["centered_clip", "trimmed", "median"])
 def test_a_rule_by_votes_is_applied_to_each_chunk(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reduction, "STACK_VALUES", 1024)
+    monkeypatch.setattr(reduction, "CHUNK_VALUES", 1024)
     spec, parts = make_spec(rule), make_parts(5)
     found = reduced(owned(spec, parts), [0, 2, 3, 4], [1] * 5)
     for low in (0, 1024, 2048):
