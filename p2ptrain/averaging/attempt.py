@@ -61,6 +61,7 @@ class Attempt:
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
         audited: Whether only who checked slices of all means may sign: see `p2ptrain.averaging.audit`.
+        disputed: Whether a share did not pass its checks here or elsewhere: nobody waits for others then.
         withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
             then nobody can hold a result, now or later.
     """
@@ -77,6 +78,7 @@ class Attempt:
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
     audited: bool = False
+    disputed: bool = False
     withholds: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -280,7 +280,9 @@ class Averager:
                         if error.as_owners:  # How slowly it sends was measured.
                             self._speeds.was_late(peer)
                     else:
-                        self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
+                        certain = attempt.roster.index_of(peer) in butterfly.exchange.faults
+                        leader = "" if certain else self.matchmaker.last_leader
+                        self._membership.broke_with(peer, str(error), leader)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
                 if butterfly.exchange.evidence:
@@ -313,7 +315,7 @@ class Averager:
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Go on without a peer that was proved to have falsified a mean."""
-        logger.warning("peer %s is kept out from now on: there is evidence that it %s", peer[-8:], fault)
+        logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
         for butterfly in self._running.values():
             butterfly.accuse(peer, fault)
 

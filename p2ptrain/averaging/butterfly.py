@@ -29,7 +29,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
@@ -48,6 +48,8 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
+REASON_SECONDS = 1.0
+"""How long a member waits to learn why another gave up that it still needed."""
 OUT_OF_PROPORTION = "out of proportion"
 """What a refusal at the closing of a mask is counted as."""
 
@@ -102,6 +104,7 @@ class Butterfly:
         self._index = self.exchange.index
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
+        self._looking: set[asyncio.Task[None]] = set()
         self.own_mean_exact: torch.Tensor | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -221,7 +224,7 @@ class Butterfly:
             raise UnencodableError(f"the local update cannot be encoded: {self.exchange.unencodable}")
         if self.exchange.accused:
             peer, fault = next(iter(self.exchange.accused.items()))
-            raise AttemptFailedError(f"{self.attempt.phase}: peer {peer[-8:]} {fault}", (peer,))
+            raise AttemptFailedError(f"{self.attempt.phase}: peer {peer[-8:]}: {fault}", (peer,))
         lost = tuple(peer for peer in needed if peer in self.exchange.lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self.exchange.lost[lost[0]]}", lost)
@@ -308,15 +311,33 @@ class Butterfly:
         owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != self._index}
         until = deadline
         while missing := owners - exchange.checked:
-            self._fail_if_false()
+            self._look_into_complaints()
             self._fail_if_lost([attempt.roster.members[i] for i in missing])
-            if missing & exchange.gave_up.keys():  # It blames somebody else, and this member is none the wiser.
-                raise LateError(f"{attempt.phase}: a member gave up before its share could be checked")
-            if until == deadline and len(owners - missing) >= quorum_of_others(len(owners), self._spec.quorum):
+            if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
+                until = min(until, loop.time() + REASON_SECONDS)
+            elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), self._spec.quorum):
                 until = min(deadline, self._patience_ends(self._began, loop.time()))
             attempt.changed.clear()
             async with asyncio.timeout_at(until):
                 await attempt.changed.wait()
+
+    def _look_into_complaints(self) -> bool:
+        """Check what owners did not show to others; whether that goes on. Fails once anything did not pass."""
+        exchange = self.exchange
+        for index, (fault, late) in exchange.faults.items():
+            peer = self.attempt.roster.members[index]
+            kind = LateError if late else AttemptFailedError
+            raise kind(f"{self.attempt.phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
+        while exchange.complaints:
+            owner, chunk = exchange.complaints.pop()
+            task = asyncio.create_task(self._look_into(owner, chunk), name=f"complaint-{owner}")
+            self._looking.add(task)
+        return bool(self._looking)
+
+    async def _look_into(self, owner: int, chunk: int) -> None:
+        await self._opened.ask_again(owner, [chunk])
+        self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
+        self.exchange.changed()
 
     async def _wait_for_clears(self, deadline: float) -> None:
         """Wait for the other contributors' spot checks, unless most are through for long, and look into complaints."""
@@ -325,34 +346,29 @@ class Butterfly:
         exchange.own_clear.set()
         until = deadline
         while True:
-            while exchange.complaints:
-                await self._opened.ask_again(*exchange.complaints.pop())
-            self._fail_if_false()
+            looking = self._look_into_complaints()
             self._fail_if_lost([])
             excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
             waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
-            if not waiting:
+            if not waiting and not looking:
                 return
             if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):
                 until = min(deadline, self._patience_ends(self._began, loop.time()))
-            if loop.time() >= until:
+            if loop.time() >= until and not looking:  # What is looked into has a deadline of its own.
                 exchange.slow_to_clear |= {members[i] for i in waiting}
                 return
             attempt.changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(deadline if looking else until):
                     await attempt.changed.wait()
-
-    def _fail_if_false(self) -> None:
-        for index, (fault, late) in self.exchange.faults.items():
-            peer = self.attempt.roster.members[index]
-            kind = LateError if late else AttemptFailedError
-            raise kind(f"{self.attempt.phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
+            if loop.time() >= deadline:
+                raise TimeoutError
 
     def accuse(self, peer: str, fault: str) -> None:
         """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
         if peer in self.attempt.roster.members:
             self.exchange.accused[peer] = fault
+            self.attempt.disputed = True
             self.exchange.changed()
 
     async def _collect_signatures(self, deadline: float) -> Certificate:
@@ -382,9 +398,10 @@ class Butterfly:
         """End the streams that this member opened; the vector is not read any more when this returns."""
         if self.exchange.audit is not None:
             self.exchange.audit.stop_reading()
-        if self._closing is not None:
-            self._closing.cancel()
-            await asyncio.gather(self._closing, return_exceptions=True)
+        tasks = [*self._looking, *([] if self._closing is None else [self._closing])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._opened.stop()
 
     async def stop_serving(self, linger: bool) -> None:

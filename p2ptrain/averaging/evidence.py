@@ -1,8 +1,8 @@
 """Evidence against owners that falsified a mean: kept, shown to whoever asks, and brought to whoever should know.
 
 Evidence convinces anybody (`p2ptrain.averaging.openings.verify_evidence`), so nobody's word is taken for it, and
-whoever has it may pass it on. A peer that finds or receives some brings it to all trainers that it knows; a newcomer
-asks each member of its groups once. One name, ``evidence``, serves three requests::
+whoever has it may pass it on. A peer that finds or receives some brings it to all trainers that it knows; and each
+asks the members of its groups now and then. One name, ``evidence``, serves three requests::
 
     {"list": True}                  {"accused": [peers]}
     {"get": peer}                   {"bytes": n}, and the evidence
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CALL_SECONDS = 5.0
 TRANSFER_SECONDS = 30.0
+ASK_AGAIN_SECONDS = 600.0
 MAX_KEPT_BYTES = 2 * MAX_EVIDENCE_BYTES
 MAX_TOLD = 64
 """Peers that evidence is brought to."""
@@ -72,7 +73,7 @@ class EvidenceStore:
         self._membership = membership
         self._on_conviction = on_conviction
         self.convicted: OrderedDict[str, bytes] = OrderedDict()
-        self._asked: set[str] = set()
+        self._ask_again_at: dict[str, float] = {}
         self._liars: set[str] = set()
         self._receiving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -105,10 +106,11 @@ class EvidenceStore:
             self.convicted.popitem(last=False)
 
     def ask(self, peers: Iterable[str]) -> None:
-        """Learn what peers can prove, unless they were asked before."""
+        """Learn what peers can prove, unless they were asked lately."""
+        now = asyncio.get_running_loop().time()
         for peer in peers:
-            if peer not in self._asked and len(self._asked) < MAX_KNOWN_PEERS:
-                self._asked.add(peer)
+            if now >= self._ask_again_at.get(peer, now) and len(self._ask_again_at) < MAX_KNOWN_PEERS:
+                self._ask_again_at[peer] = now + ASK_AGAIN_SECONDS
                 self._start(self._fetch_all(peer))
 
     def _start(self, work: Awaitable[None]) -> None:

@@ -12,9 +12,10 @@ from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare, chunk_values
 from p2ptrain.codecs import Codec
-from p2ptrain.errors import DeadlineError, IntegrityError, PeerError
+from p2ptrain.errors import DeadlineError, IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
+from p2ptrain.network.frames import Message
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -149,6 +150,7 @@ class Exchange:
         size = len(self.attempt.roster.tickets)
         if isinstance(complaints, list) and index not in self.gave_up:
             self.complaints += [(e[0], e[1]) for e in complaints[:MAX_COMPLAINTS] if self._is_complaint(e)]
+            self.attempt.disputed |= bool(complaints)
         self.gave_up[index] = frozenset(i for i in blamed[:size] if type(i) is int and 0 <= i < size)
         self.changed()
 
@@ -162,6 +164,11 @@ class Exchange:
             return False
         return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec)))
 
+    def farewell(self) -> Message:
+        """What a member that gave up says in place of what it owes."""
+        complaints = [list(complaint) for complaint in self.own_complaints]
+        return {"gave up": self.given_up.result(), "complaints": complaints}
+
     def note_clear(self, index: int) -> None:
         """Take down that a member's checks are through."""
         self.cleared.add(index)
@@ -170,12 +177,20 @@ class Exchange:
 
     def find_fault(self, owner: int, chunks: list[int], reason: str, *, late: bool) -> None:
         """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
-        self.faults[owner] = reason, late
+        self.faults.setdefault(owner, (reason, late))
+        self.attempt.disputed = True
         self.own_complaints += [(owner, chunk) for chunk in chunks[: MAX_COMPLAINTS - len(self.own_complaints)]]
         self.changed()
 
     async def examine(self, owner: int, chunks: list[int], channel: Channel) -> bool:
-        """Receive an owner's answer to a check, and judge it; whether all is right there."""
+        """Receive an owner's answer to a check, and judge it; what is wrong with it is left in `faults`.
+
+        Returns:
+            Whether all is right there; it is neither when the owner has given up.
+
+        Raises:
+            PeerLostError, PeerRefusedError: It does not answer, for whatever reason.
+        """
         if not chunks or self.audit is None:
             return True
         loop = asyncio.get_running_loop()
@@ -183,16 +198,20 @@ class Exchange:
         seconds = ANSWER_SHARE * patience_seconds(loop.time() - self.began, self.spec.grace_seconds)
         limit = self.audit.max_answer_bytes(owner, len(chunks))
         try:
-            size = (await channel.receive(seconds)).get("opening")
+            reply = await channel.receive(seconds)
+            if isinstance(blamed := reply.get("gave up"), list):
+                self.note_gave_up(owner, blamed, reply.get("complaints"))
+                return False
+            size = reply.get("opening")
             if type(size) is not int or not 0 < size <= limit:
                 raise IntegrityError("announces an answer of an impossible size")
-            answer = await channel.receive_bytes(size, seconds)
-            await self.audit.check(owner, chunks, answer)
+            await self.audit.check(owner, chunks, await channel.receive_bytes(size, seconds))
+            return True
         except FalseMeanError as error:
             self.evidence = self.evidence or error.evidence
             self.find_fault(owner, chunks, str(error), late=False)
         except DeadlineError as error:
             self.find_fault(owner, chunks, str(error), late=True)
-        except (IntegrityError, PeerError) as error:
+        except (IntegrityError, ProtocolError) as error:
             self.find_fault(owner, chunks, str(error), late=False)
-        return owner not in self.faults
+        return False

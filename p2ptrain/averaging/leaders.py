@@ -102,4 +102,5 @@ class Leaders:
         as lone lineages for ever.
         """
         others = {*self._membership.alive_trainers(), *self.nudgers(key)}.difference(excluded)
+        others = {peer for peer in others if not self._membership.is_convicted(peer)}
         return sorted({*others, self._own_id}, key=lambda peer: self.order(key, peer))

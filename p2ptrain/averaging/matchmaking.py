@@ -13,7 +13,7 @@ from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.conductor import MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
+from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Key, Leaders
 from p2ptrain.averaging.membership import Membership
@@ -144,6 +144,8 @@ class Matchmaker:
         key = (request.get("round"), request.get("lineage"))
         if type(key[0]) is not int or type(key[1]) is not bytes:
             raise IntegrityError("malformed nudge")
+        if self._membership.is_convicted(peer):
+            raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
         checked: Key = (key[0], key[1])
         if request.get("closing") is True:
             self._place.close(checked)

@@ -104,7 +104,7 @@ class Settlements:
                 _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
                 if attempt.certificate() is not None or "withholds" in states.values():
                     return True
-            return all(state in ("unknown", "lost") for state in states.values())
+            return attempt.disputed or all(state in ("unknown", "lost") for state in states.values())
         finally:
             for task in asking:
                 task.cancel()

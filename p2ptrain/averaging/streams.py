@@ -17,13 +17,21 @@ from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
-from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, ProtocolError
+from p2ptrain.errors import (
+    DeadlineError,
+    IntegrityError,
+    PeerError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+)  # fmt: skip
 from p2ptrain.network.channel import Channel
 
 OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 FORWARD_SECONDS = 0.5
 MAX_REFUSAL_LENGTH = 120
+RETRY_SECONDS = 0.3
 MAX_QUESTIONS = 256
 """Checks that one member may ask for beside its stream, because of others' complaints."""
 
@@ -43,7 +51,10 @@ class ServedStreams:
         sender = exchange.attempt.roster.index_of(channel.remote)
         if sender not in (-1, exchange.index) and "check" in request and self._questions[sender] < MAX_QUESTIONS:
             self._questions[sender] += 1
-            await self._open_chunks(channel, request["check"])
+            if exchange.given_up.done() and not exchange.given_up.cancelled():
+                await channel.send(exchange.farewell())
+            else:
+                await self._open_chunks(channel, request["check"])
             return
         if sender in (-1, exchange.index) or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
@@ -60,8 +71,7 @@ class ServedStreams:
             elif not exchange.given_up.cancelled():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-                complaints = [list(complaint) for complaint in exchange.own_complaints]
-                await channel.send({"gave up": exchange.given_up.result(), "complaints": complaints})
+                await channel.send(exchange.farewell())
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -255,21 +265,26 @@ class OpenedStreams:
             await exchange.agreed_on.wait()
         chunks = audit.draw(index)
         await channel.send({"check": chunks})
-        if await exchange.examine(index, chunks, channel):
+        try:
+            passed = await exchange.examine(index, chunks, channel)
+        except (PeerLostError, PeerRefusedError):
+            await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
+            passed = await self.ask_again(index, chunks)
+        if passed:
             exchange.checked.add(index)
         exchange.changed()
-        return index in exchange.checked
+        return passed
 
-    async def ask_again(self, index: int, chunk: int) -> bool:
-        """Check a chunk that an owner did not show to another member; whether it is right."""
+    async def ask_again(self, index: int, chunks: list[int]) -> bool:
+        """Check what an owner did not show, to this member or another one, on a new stream; whether it is right."""
         exchange = self._exchange
-        request = {"group": exchange.attempt.roster.group_id, "check": [chunk]}
+        request = {"group": exchange.attempt.roster.group_id, "check": chunks}
         peer = exchange.attempt.roster.members[index]
         try:
             async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
-                return await exchange.examine(index, [chunk], channel)
+                return await exchange.examine(index, chunks, channel)
         except (PeerError, DeadlineError) as error:
-            exchange.find_fault(index, [chunk], str(error), late=True)
+            exchange.find_fault(index, chunks, str(error), late=True)
             return False
 
     async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
