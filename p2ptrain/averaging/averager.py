@@ -25,7 +25,7 @@ from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
 from p2ptrain.codecs import Codec, smaller_codecs
-from p2ptrain.errors import PeerRefusedError
+from p2ptrain.errors import IntegrityError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -275,18 +275,19 @@ class Averager:
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
                 for peer in error.suspects:
                     self.matchmaker.lost(peer)
-                    if isinstance(error, LateError):
+                    if attempt.roster.index_of(peer) in butterfly.exchange.faults:
+                        self._membership.broke_with(peer, str(error))  # Whoever put the group together.
+                    elif isinstance(error, LateError):
                         self._membership.suspect(peer, str(error))
                         if error.as_owners:  # How slowly it sends was measured.
                             self._speeds.was_late(peer)
                     else:
-                        certain = attempt.roster.index_of(peer) in butterfly.exchange.faults
-                        leader = "" if certain else self.matchmaker.last_leader
-                        self._membership.broke_with(peer, str(error), leader)
+                        self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
                 if butterfly.exchange.evidence:
-                    await self.evidence.add(butterfly.exchange.evidence)
+                    with contextlib.suppress(IntegrityError):  # Too large to be shown to others, in a very large group.
+                        await self.evidence.add(butterfly.exchange.evidence)
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
