@@ -3,10 +3,12 @@
 Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and opens one stream to every other member j:
 
 ====================  ==================================================================================
-i → j                 the group's id, then i's encoded part of j's share
+i → j                 the group's id, then i's encoded part of j's share, and i's signature of it
 j → i                 a word that the part is there (what was written may still be on its way for long)
 j → i                 the set of members whose part j holds completely (its *mask*)
-j → i                 a word that the mean comes, and the encoded mean of j's share
+j → i                 a word that the mean comes, the encoded mean of j's share, and j's signature of it
+i → j, j → i          which chunks of the share i wants to check, and what others sent for them (see `audit`)
+j → i                 a word that all checks of j's passed, once they have
 j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
 ====================  ==================================================================================
 
@@ -26,10 +28,9 @@ Whoever gives up says so in place of what it owes, and why; the others come to t
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
@@ -38,6 +39,7 @@ from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing, new_buffer
 from p2ptrain.averaging.reduction import chunk_values, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
+from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -48,8 +50,6 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
-REASON_SECONDS = 1.0
-"""How long a member waits to learn why another gave up that it still needed."""
 OUT_OF_PROPORTION = "out of proportion"
 """What a refusal at the closing of a mask is counted as."""
 
@@ -104,7 +104,7 @@ class Butterfly:
         self._index = self.exchange.index
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
-        self._looking: set[asyncio.Task[None]] = set()
+        self._vouching = Vouching(self.exchange, self._opened, self._fail_if_lost)
         self.own_mean_exact: torch.Tensor | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -298,71 +298,12 @@ class Butterfly:
         attempt.body = body
         attempt.changed.set()
         if self.exchange.audit is not None:
-            await self._pass_checks(deadline)
+            await self._vouching.pass_checks(deadline)
         if self.exchange.clears:
-            await self._wait_for_clears(deadline)
+            await self._vouching.wait_for_clears(deadline)
         attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         self.exchange.own_proof.set()
         attempt.changed.set()
-
-    async def _pass_checks(self, deadline: float) -> None:
-        """Wait until this member's spot checks of the others' shares are through."""
-        attempt, exchange, loop = self.attempt, self.exchange, asyncio.get_running_loop()
-        owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != self._index}
-        until = deadline
-        while missing := owners - exchange.checked:
-            self._look_into_complaints()
-            self._fail_if_lost([attempt.roster.members[i] for i in missing])
-            if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
-                until = min(until, loop.time() + REASON_SECONDS)
-            elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), self._spec.quorum):
-                until = min(deadline, self._patience_ends(self._began, loop.time()))
-            attempt.changed.clear()
-            async with asyncio.timeout_at(until):
-                await attempt.changed.wait()
-
-    def _look_into_complaints(self) -> bool:
-        """Check what owners did not show to others; whether that goes on. Fails once anything did not pass."""
-        exchange = self.exchange
-        for index, (fault, late) in exchange.faults.items():
-            peer = self.attempt.roster.members[index]
-            kind = LateError if late else AttemptFailedError
-            raise kind(f"{self.attempt.phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
-        while exchange.complaints:
-            owner, chunk = exchange.complaints.pop()
-            task = asyncio.create_task(self._look_into(owner, chunk), name=f"complaint-{owner}")
-            self._looking.add(task)
-        return bool(self._looking)
-
-    async def _look_into(self, owner: int, chunk: int) -> None:
-        await self._opened.ask_again(owner, [chunk])
-        self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
-        self.exchange.changed()
-
-    async def _wait_for_clears(self, deadline: float) -> None:
-        """Wait for the other contributors' spot checks, unless most are through for long, and look into complaints."""
-        attempt, exchange, loop = self.attempt, self.exchange, asyncio.get_running_loop()
-        members, counted = attempt.roster.members, set(attempt.contributors or ()) - {self._index}
-        exchange.own_clear.set()
-        until = deadline
-        while True:
-            looking = self._look_into_complaints()
-            self._fail_if_lost([])
-            excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
-            waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
-            if not waiting and not looking:
-                return
-            if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):
-                until = min(deadline, self._patience_ends(self._began, loop.time()))
-            if loop.time() >= until and not looking:  # What is looked into has a deadline of its own.
-                exchange.slow_to_clear |= {members[i] for i in waiting}
-                return
-            attempt.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(deadline if looking else until):
-                    await attempt.changed.wait()
-            if loop.time() >= deadline:
-                raise TimeoutError
 
     def accuse(self, peer: str, fault: str) -> None:
         """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
@@ -398,10 +339,10 @@ class Butterfly:
         """End the streams that this member opened; the vector is not read any more when this returns."""
         if self.exchange.audit is not None:
             self.exchange.audit.stop_reading()
-        tasks = [*self._looking, *([] if self._closing is None else [self._closing])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._closing is not None:
+            self._closing.cancel()
+            await asyncio.gather(self._closing, return_exceptions=True)
+        await self._vouching.stop()
         await self._opened.stop()
 
     async def stop_serving(self, linger: bool) -> None:

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 ANSWER_SHARE = 2 / 3
 """How much of what members wait for each other an owner may take to answer."""
-MAX_COMPLAINTS = 4
-"""Chunks that one member may ask the others to look at."""
 
 
 class Exchange:
@@ -145,11 +143,16 @@ class Exchange:
         """Whether members wait for each other's checks; of two, both have to sign anyway."""
         return self.audit is not None and len(self.attempt.roster.tickets) > 2
 
+    @property
+    def max_complaints(self) -> int:
+        """Chunks that one member may ask the others to look at: those that it draws of one share."""
+        return -(-self.spec.spot_checks // max(1, len(self.attempt.roster.tickets) - 1))
+
     def note_gave_up(self, index: int, blamed: list[Any], complaints: Any = None) -> None:
         """Take down whom a member blames that gave up, and what it could not check."""
         size = len(self.attempt.roster.tickets)
         if isinstance(complaints, list) and index not in self.gave_up:
-            self.complaints += [(e[0], e[1]) for e in complaints[:MAX_COMPLAINTS] if self._is_complaint(e)]
+            self.complaints += [(e[0], e[1]) for e in complaints[: self.max_complaints] if self._is_complaint(e)]
             self.attempt.disputed |= bool(complaints)
         self.gave_up[index] = frozenset(i for i in blamed[:size] if type(i) is int and 0 <= i < size)
         self.changed()
@@ -179,7 +182,7 @@ class Exchange:
         """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
         self.faults.setdefault(owner, (reason, late))
         self.attempt.disputed = True
-        self.own_complaints += [(owner, chunk) for chunk in chunks[: MAX_COMPLAINTS - len(self.own_complaints)]]
+        self.own_complaints += [(owner, chunk) for chunk in chunks[: self.max_complaints - len(self.own_complaints)]]
         self.changed()
 
     async def examine(self, owner: int, chunks: list[int], channel: Channel) -> bool:

@@ -247,7 +247,7 @@ class OpenedStreams:
         mean, _ = await receive_checked(
             channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
         )
-        tree = SumTree(hashes.leaves)
+        tree = await exchange.runtime.compute(SumTree, hashes.leaves)
         attempt.add_mean(index, mean, tree.root[0])
         return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
 
