@@ -37,7 +37,7 @@ class Peer:
 
     Args:
         here: The peer up to its `Rpc`.
-        options: ``index``, ``peers``, ``values``, ``codec`` and ``grace_seconds``.
+        options: ``index``, ``peers``, ``values``, ``codec``, ``grace_seconds`` and ``spot_checks``.
     """
 
     def __init__(self, here: LoopbackPeer, options: dict[str, Any]) -> None:
@@ -48,8 +48,9 @@ class Peer:
         self._vector = initial_vector(options["index"], options["values"])
         self._membership = Membership(rpc.peer_id, self._runtime)
         spec = AveragingSpec(
-            codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS
-        )
+            codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS,
+            spot_checks=options["spot_checks"],
+        )  # fmt: skip
         self.averager = Averager(
             rpc, self._runtime, here.identity, SWARM, spec, self._codec, self._membership, _head(0),
             len(self._vector), LAYOUT,

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.harness import cpu_seconds
 from benchmarks.workers import Workers
+from p2ptrain.manifest import AveragingSpec
 
 START_SECONDS = 120.0
 ROUND_SECONDS = 150.0
@@ -48,6 +49,7 @@ class Setup:
         grace_seconds: How long a late peer is waited for; for hivemind, how long a silent one is.
         min_group: Fewer peers do not form a group; for hivemind alone.
         places: One for each peer.
+        spot_checks: Chunks of each share that are computed again; for p2ptrain alone.
         log: Where the error output of all processes goes.
         hivemind_python: The interpreter for hivemind.
     """
@@ -58,6 +60,7 @@ class Setup:
     grace_seconds: float = PATIENT_SECONDS
     min_group: int = 0
     places: tuple[Place, ...] = ()
+    spot_checks: int = AveragingSpec().spot_checks
     log: str | None = None
     hivemind_python: str = sys.executable
 
@@ -189,7 +192,11 @@ class P2PTrainSwarm(AveragingSwarm):
 
     def begin(self) -> None:
         for index in range(self.setup.peers):
-            options = {**self.setup.options(index), "grace_seconds": self.setup.grace_seconds}
+            options = {
+                **self.setup.options(index),
+                "grace_seconds": self.setup.grace_seconds,
+                "spot_checks": self.setup.spot_checks,
+            }
             self.start(json.dumps(options), command=(*self.setup.place(index).prefix, sys.executable))
         self.tell_all(json.dumps(self.hear_all(START_SECONDS)))
         self.hear_all(START_SECONDS)

@@ -55,4 +55,5 @@ class Runtime:
 def real_runtime(name: str = "cpu") -> Runtime:
     """A runtime with real time, entropy from the operating system, and one worker thread called ``compute-<name>``."""
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{name}")
-    return Runtime(random=random.Random(), executor=executor)
+    # Others see some of the numbers drawn (nonces), and must not learn from them which ones come next (spot checks).
+    return Runtime(random=random.SystemRandom(), executor=executor)

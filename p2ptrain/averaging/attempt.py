@@ -59,11 +59,13 @@ class Attempt:
         levels: Of the round's tree.
         credential: Above level 0: the certificate of the result that this peer brings, in wire form.
         means: Encoded mean of each share, as far as they arrived.
-        hashes: Their `bulk_hash`.
+        hashes: What names them; see `p2ptrain.averaging.reduction.mean_tree`.
         contributors: Indices into the roster, once agreed.
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
+        audited: Whether only who checked slices of all means may sign: see `p2ptrain.averaging.audit`.
+        disputed: Whether a share did not pass its checks here or elsewhere: nobody waits for others then.
         withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
             then nobody can hold a result, now or later.
     """
@@ -81,6 +83,8 @@ class Attempt:
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
+    audited: bool = False
+    disputed: bool = False
     withholds: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -97,7 +101,7 @@ class Attempt:
         return self.codec.part(self.bounds[index], self.bounds[index + 1])
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
-        """Take in a share's mean and its `bulk_hash`, unless one is here."""
+        """Take in a share's mean and its hash, unless one is here."""
         if self.means[index] is None:
             self.means[index] = mean
             self.hashes[index] = digest

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster
+from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.openings import Rules
 from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
@@ -46,6 +48,7 @@ class Attempts:
         on_phase: Called with each new phase of an attempt.
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
         speeds: How fast others send.
+        evidence: Against owners that falsified a mean.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
     """
 
@@ -74,6 +77,10 @@ class Attempts:
         self._num_values = num_values
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
+        self.evidence = EvidenceStore(
+            rpc, runtime, signer, Rules(swarm, spec, codec, num_values), membership, self._on_conviction
+        )
+        self._slow_to_clear: set[str] = set()
         self.gave_up_on = b""
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
@@ -84,6 +91,7 @@ class Attempts:
 
     async def close(self) -> None:
         """End everything that was started here."""
+        await self.evidence.close()
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -118,6 +126,7 @@ class Attempts:
             attempt_seconds(self._durations_of(level), spec), part,
             lambda peer, num_bytes, seconds: self.speeds.observe(peer, num_bytes, seconds, streams),
         )  # fmt: skip
+        butterfly.exchange.slow_to_clear = self._slow_to_clear
         self._settlements.remember(attempt)
         self._running[roster.group_id] = butterfly
         self._arrived.set()
@@ -144,9 +153,12 @@ class Attempts:
                 if isinstance(error, LateError):
                     durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
-                self._blame(error, butterfly.exchange.cut_short)
+                self._blame(error, butterfly)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
+                if butterfly.exchange.evidence:
+                    with contextlib.suppress(IntegrityError):  # Too large to be shown to others, in a very large group.
+                        await self.evidence.add(butterfly.exchange.evidence)
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
@@ -163,14 +175,17 @@ class Attempts:
             task.add_done_callback(self._background.discard)
         return certificate, failure
 
-    def _blame(self, error: AttemptFailedError, cut_short: set[str]) -> None:
+    def _blame(self, error: AttemptFailedError, butterfly: Butterfly) -> None:
+        exchange = butterfly.exchange
         for peer in error.suspects:
             self._matchmaker.lost(peer)
-            if isinstance(error, LateError):
+            if butterfly.attempt.roster.index_of(peer) in exchange.faults:
+                self._membership.broke_with(peer, str(error))  # Whoever put the group together.
+            elif isinstance(error, LateError):
                 self._membership.suspect(peer, str(error))
                 if error.as_owners:  # How slowly it sends was measured.
                     self.speeds.was_late(peer)
-            elif peer in cut_short:
+            elif peer in exchange.cut_short:
                 self._membership.suspect(peer, str(error))
             else:
                 self._membership.broke_with(peer, str(error), self._matchmaker.last_leader)
@@ -181,9 +196,16 @@ class Attempts:
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body
+            self.evidence.ask([peer for peer in body.members if peer != self._rpc.peer_id])
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
                 self.speeds.was_in_time(body.members[index])
+
+    def _on_conviction(self, peer: str, fault: str) -> None:
+        """Go on without a peer that was proved to have falsified a mean."""
+        logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
+        for butterfly in self._running.values():
+            butterfly.accuse(peer, fault)
 
     async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
         try:

@@ -20,6 +20,7 @@ from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.descent import Ascent, Descent
+from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.feedback import Encoded
 from p2ptrain.averaging.grid import delegate_order
 from p2ptrain.averaging.head import MAX_PRESENT, Head
@@ -173,6 +174,11 @@ class Averager:
     def gave_up_on(self) -> bytes:
         """The lineage of the last head at which an attempt was given up that others may have completed."""
         return self._attempts.gave_up_on
+
+    @property
+    def evidence(self) -> EvidenceStore:
+        """Against owners that falsified a mean."""
+        return self._attempts.evidence
 
     async def close(self) -> None:
         """End everything that this averager started."""

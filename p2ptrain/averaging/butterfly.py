@@ -3,10 +3,12 @@
 Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and opens one stream to every other member j:
 
 ====================  ==================================================================================
-i → j                 the group's id, then i's encoded part of j's share
+i → j                 the group's id, then i's encoded part of j's share, and i's signature of it
 j → i                 a word that the part is there (what was written may still be on its way for long)
 j → i                 the set of members whose part j holds completely (its *mask*)
-j → i                 a word that the mean comes, and the encoded mean of j's share
+j → i                 a word that the mean comes, the encoded mean of j's share, and j's signature of it
+i → j, j → i          which chunks of the share i wants to check, and what others sent for them (see `audit`)
+j → i                 a word that all checks of j's passed, once they have
 j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
 ====================  ==================================================================================
 
@@ -35,9 +37,10 @@ from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing, new_buffer
+from p2ptrain.averaging.reduction import chunk_values, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
+from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
-from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -101,6 +104,7 @@ class Butterfly:
         self._index = self.exchange.index
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
+        self._vouching = Vouching(self.exchange, self._opened, self._fail_if_lost)
         self.own_mean_exact: torch.Tensor | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -174,6 +178,7 @@ class Butterfly:
         if not agreed:
             raise AttemptFailedError("no contribution was complete at every owner")
         attempt.contributors = tuple(sorted(agreed))
+        self.exchange.agreed_on.set()
         self._enter("reduce")
         if attempt.size(self._index):
             try:
@@ -205,8 +210,10 @@ class Butterfly:
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
-        digest = await self._runtime.compute(bulk_hash, mean.data)
-        attempt.add_mean(self._index, mean.data, digest)
+        tree = await self._runtime.compute(mean_tree, codec, mean.data, size, chunk_values(attempt.codec))
+        if self.exchange.audit is not None:
+            await self.exchange.audit.state(attempt.contributors, tree)
+        attempt.add_mean(self._index, mean.data, tree.root[0])
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase
@@ -215,6 +222,9 @@ class Butterfly:
     def _fail_if_lost(self, needed: list[str]) -> None:
         if self.exchange.unencodable:
             raise UnencodableError(f"the local update cannot be encoded: {self.exchange.unencodable}")
+        if self.exchange.accused:
+            peer, fault = next(iter(self.exchange.accused.items()))
+            raise AttemptFailedError(f"{self.attempt.phase}: peer {peer[-8:]}: {fault}", (peer,))
         lost = tuple(peer for peer in needed if peer in self.exchange.lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self.exchange.lost[lost[0]]}", lost)
@@ -260,6 +270,8 @@ class Butterfly:
             missing = [i for i in range(len(members)) if attempt.size(i) and i not in self.exchange.masks]
         elif not attempt.is_complete():
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
+        elif self._rpc.peer_id not in attempt.proofs:
+            missing = [i for i in range(len(members)) if attempt.size(i) and i not in self.exchange.checked]
         else:
             missing = [i for i, member in enumerate(members) if member not in attempt.proofs]
         silent = [i for i in missing if i not in self.exchange.gave_up]
@@ -284,9 +296,21 @@ class Butterfly:
         self._enter("commit")
         body = attempt.make_body()
         attempt.body = body
+        attempt.changed.set()
+        if self.exchange.audit is not None:
+            await self._vouching.pass_checks(deadline)
+        if self.exchange.clears:
+            await self._vouching.wait_for_clears(deadline)
         attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         self.exchange.own_proof.set()
         attempt.changed.set()
+
+    def accuse(self, peer: str, fault: str) -> None:
+        """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
+        if peer in self.attempt.roster.members:
+            self.exchange.accused[peer] = fault
+            self.attempt.disputed = True
+            self.exchange.changed()
 
     async def _collect_signatures(self, deadline: float) -> Certificate:
         attempt = self.attempt
@@ -313,9 +337,12 @@ class Butterfly:
 
     async def stop_sending(self) -> None:
         """End the streams that this member opened; the vector is not read any more when this returns."""
+        if self.exchange.audit is not None:
+            self.exchange.audit.stop_reading()
         if self._closing is not None:
             self._closing.cancel()
             await asyncio.gather(self._closing, return_exceptions=True)
+        await self._vouching.stop()
         await self._opened.stop()
 
     async def stop_serving(self, linger: bool) -> None:

@@ -171,7 +171,7 @@ class Body:
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
-        hashes: `bulk_hash` of each owner's encoded mean; of nothing for an empty share.
+        hashes: Root of `p2ptrain.averaging.reduction.mean_tree` of each share; `EMPTY_HASH` for an empty one.
         present: Peers that the swarm has, by the members' median count: how the next round's tree is shaped.
         level: Of the tree on which this roster averaged.
         levels: That the tree has; only a result of the last one ends the round.

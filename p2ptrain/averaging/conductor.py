@@ -36,6 +36,7 @@ FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
 MAX_RALLIES = 8
 MAX_HOPS = 4
+CONVICTED = "there is evidence that you falsified a mean"
 
 
 @dataclass
@@ -208,6 +209,8 @@ class Conductor:
             raise IntegrityError("malformed ticket request")
         if not all(type(peer) is str for peer in [*tried, *avoid]):
             raise IntegrityError("malformed ticket request")
+        if self._membership.is_convicted(ticket.peer):
+            raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
         await channel.send({"kind": "waiting"})  # A leader that hangs says nothing, and is passed over soon.

@@ -7,16 +7,24 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt
+from p2ptrain.averaging.audit import Audit, FalseMeanError
+from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
-from p2ptrain.averaging.reduction import OwnShare
+from p2ptrain.averaging.reduction import OwnShare, chunk_values
 from p2ptrain.codecs import Codec
+from p2ptrain.errors import DeadlineError, IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.frames import Message
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
     import torch
+
+ANSWER_SHARE = 2 / 3
+"""How much of what members wait for each other an owner may take to answer."""
 
 
 class Exchange:
@@ -32,6 +40,7 @@ class Exchange:
         signer: Signs the body.
         spec: Quorum, grace, deadline, and the rule by which shares are reduced.
         part_codec: How this member's own parts are encoded.
+        began: When the attempt did, in the loop's time.
         index: This member's place in the roster.
         share: What came for the own share.
         part_changed: Set when a part came or was refused.
@@ -50,6 +59,17 @@ class Exchange:
         refused: By other member: why its part was refused. The round goes on without it.
         refused_by: By owner, this member included: why this member's own part was refused.
         sent_parts: By share: the encoded parts that this member sent, kept for error feedback.
+        audit: The spot checks; None when the manifest switches them off, or nobody else is there.
+        agreed_on: Set once the contributors are.
+        checked: Owners whose share passed this member's checks.
+        faults: By owner that did not pass them: what it did, and whether it was only late.
+        evidence: Of a false mean, once this member has found one.
+        own_complaints: Chunks that owners did not show to this member: (owner, chunk).
+        complaints: The same from others, which this member has yet to look into.
+        own_clear: Set once this member's checks are through.
+        cleared: Members that say so of theirs.
+        slow_to_clear: Peers that took too long in an earlier round, and are not waited for; outlives the attempt.
+        accused: By member that others proved guilty of a false mean: what it did.
     """
 
     def __init__(
@@ -72,11 +92,16 @@ class Exchange:
         self.signer = signer
         self.spec = spec
         self.on_part = on_part
+        self.began = loop.time()
         self.part_codec = part_codec or attempt.codec
         self.index = attempt.roster.index_of(rpc.peer_id)
         own = vector[attempt.bounds[self.index] : attempt.bounds[self.index + 1]]
         codec = attempt.codec_of(self.index)
-        self.share = OwnShare(codec, spec, own, self.index, len(attempt.roster.tickets))
+        attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1
+        self.share = OwnShare(
+            codec, spec, own, self.index, len(attempt.roster.tickets),
+            chunk=chunk_values(attempt.codec), audited=attempt.audited,
+        )  # fmt: skip
         self.part_changed = asyncio.Event()
         self.masks: dict[int, frozenset[int]] = {}
         self.arrived_at: dict[int, float] = {}
@@ -93,6 +118,17 @@ class Exchange:
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
         self.sent_parts: dict[int, bytearray] = {}
+        self.audit = Audit(attempt, self.share, self.index, runtime, signer, spec, vector) if attempt.audited else None
+        self.agreed_on = asyncio.Event()
+        self.checked: set[int] = set()
+        self.faults: dict[int, tuple[str, bool]] = {}
+        self.evidence = b""
+        self.own_complaints: list[tuple[int, int]] = []
+        self.complaints: list[tuple[int, int]] = []
+        self.own_clear = asyncio.Event()
+        self.cleared: set[int] = set()
+        self.slow_to_clear: set[str] = set()
+        self.accused: dict[str, str] = {}
 
     def changed(self) -> None:
         """Let the state machine look again."""
@@ -104,8 +140,83 @@ class Exchange:
         self.refused[peer] = reason
         self.part_changed.set()
 
-    def note_gave_up(self, index: int, blamed: list[Any]) -> None:
-        """Take down whom a member blames that gave up."""
-        size = len(self.attempt.means)
+    @property
+    def clears(self) -> bool:
+        """Whether members wait for each other's checks; of two, both have to sign anyway."""
+        return self.audit is not None and len(self.attempt.roster.tickets) > 2
+
+    @property
+    def max_complaints(self) -> int:
+        """Chunks that one member may ask the others to look at: those that it draws of one share."""
+        return -(-self.spec.spot_checks // max(1, len(self.attempt.roster.tickets) - 1))
+
+    def note_gave_up(self, index: int, blamed: list[Any], complaints: Any = None) -> None:
+        """Take down whom a member blames that gave up, and what it could not check."""
+        size = len(self.attempt.roster.tickets)
+        if isinstance(complaints, list) and index not in self.gave_up:
+            self.complaints += [(e[0], e[1]) for e in complaints[: self.max_complaints] if self._is_complaint(e)]
+            self.attempt.disputed |= bool(complaints)
         self.gave_up[index] = frozenset(i for i in blamed[:size] if type(i) is int and 0 <= i < size)
         self.changed()
+
+    def _is_complaint(self, entry: Any) -> bool:
+        """Whether this is a chunk of another member's share."""
+        if not (isinstance(entry, list) and len(entry) == 2 and all(type(i) is int and i >= 0 for i in entry)):
+            return False
+        owner, chunk = entry
+        attempt = self.attempt
+        if owner >= len(attempt.roster.tickets) or owner == self.index:
+            return False
+        return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec)))
+
+    def farewell(self) -> Message:
+        """What a member that gave up says in place of what it owes."""
+        complaints = [list(complaint) for complaint in self.own_complaints]
+        return {"gave up": self.given_up.result(), "complaints": complaints}
+
+    def note_clear(self, index: int) -> None:
+        """Take down that a member's checks are through."""
+        self.cleared.add(index)
+        self.slow_to_clear.discard(self.attempt.roster.members[index])
+        self.changed()
+
+    def find_fault(self, owner: int, chunks: list[int], reason: str, *, late: bool) -> None:
+        """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
+        self.faults.setdefault(owner, (reason, late))
+        self.attempt.disputed = True
+        self.own_complaints += [(owner, chunk) for chunk in chunks[: self.max_complaints - len(self.own_complaints)]]
+        self.changed()
+
+    async def examine(self, owner: int, chunks: list[int], channel: Channel) -> bool:
+        """Receive an owner's answer to a check, and judge it; what is wrong with it is left in `faults`.
+
+        Returns:
+            Whether all is right there; it is neither when the owner has given up.
+
+        Raises:
+            PeerLostError, PeerRefusedError: It does not answer, for whatever reason.
+        """
+        if not chunks or self.audit is None:
+            return True
+        loop = asyncio.get_running_loop()
+        # Less than the others wait for this member, which has to tell them in time if nothing comes.
+        seconds = ANSWER_SHARE * patience_seconds(loop.time() - self.began, self.spec.grace_seconds)
+        limit = self.audit.max_answer_bytes(owner, len(chunks))
+        try:
+            reply = await channel.receive(seconds)
+            if isinstance(blamed := reply.get("gave up"), list):
+                self.note_gave_up(owner, blamed, reply.get("complaints"))
+                return False
+            size = reply.get("opening")
+            if type(size) is not int or not 0 < size <= limit:
+                raise IntegrityError("announces an answer of an impossible size")
+            await self.audit.check(owner, chunks, await channel.receive_bytes(size, seconds))
+            return True
+        except FalseMeanError as error:
+            self.evidence = self.evidence or error.evidence
+            self.find_fault(owner, chunks, str(error), late=False)
+        except DeadlineError as error:
+            self.find_fault(owner, chunks, str(error), late=True)
+        except (IntegrityError, ProtocolError) as error:
+            self.find_fault(owner, chunks, str(error), late=False)
+        return False

@@ -10,9 +10,9 @@ from typing import Any
 
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.averaging.reduction import chunk_values, mean_tree
 from p2ptrain.codecs import Codec, CodecError, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
-from p2ptrain.hashing import bulk_hash
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
@@ -199,9 +199,14 @@ class History:
 
     def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Codec]) -> None:
         for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):
-            if bulk_hash(mean) != body.hashes[index]:
-                raise ProtocolError(peer, "sent a result that does not match its certificate")
             size = body.bounds[index + 1] - body.bounds[index]
+            if not size:
+                continue
+            if (
+                mean_tree(codec, mean, size, chunk_values(codec_at(self._codec, body.level))).root[0]
+                != body.hashes[index]
+            ):
+                raise ProtocolError(peer, "sent a result that does not match its certificate")
             try:
                 codec.validate(mean, size)
             except CodecError as error:

@@ -119,5 +119,6 @@ class Leaders:
         as lone lineages for ever.
         """
         others = {*self._membership.alive_trainers(), *self.nudgers(key)}.difference(excluded)
+        others = {peer for peer in others if not self._membership.is_convicted(peer)}
         there = {peer for peer in {*others, self._own_id} if self._cells.includes(key, peer)} or {self._own_id}
         return sorted(there, key=lambda peer: self.order(key, peer))

@@ -14,7 +14,7 @@ from typing import Any
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.conductor import MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
+from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
@@ -147,6 +147,8 @@ class Matchmaker:
 
     async def _serve_nudge(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         key = self.cells.check(request.get("key"))
+        if self._membership.is_convicted(peer):
+            raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
         if request.get("closing") is True:
             self._place.close(key)
         if key == self._place.key and self.cells.includes(key, peer):
@@ -282,6 +284,8 @@ class Matchmaker:
         slots = {self.cells.slot(key, peer) for peer in roster.members}
         if len(agreed) != 1 or ticket not in tickets or not ordered or len(slots) < len(tickets):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
+        if any(self._membership.is_convicted(peer) for peer in roster.members):
+            raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         peers, is_last = sum(t.peers for t in tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < self._spec.min_peers:
             raise NoGroupError(f"{peers} of at least {self._spec.min_peers} peers are ready")

@@ -5,10 +5,10 @@ A suspect is not waited for until it proves otherwise: by a ticket or report of 
 a back-off that doubles with every failure. Nobody is ever banned for failing, and suspicion is not gossiped, so a false
 accusation harms nobody.
 
-Two things outlast a peer's word that it is well. A peer with which rounds broke again and again stays out of this
-peer's groups for a while (`Membership.broke_with`): two peers that reach everybody but each other would otherwise break
-every round of the swarm. And a peer whose record turned out to promise too much is not followed for a while
-(`Membership.mistrust`).
+Three things outlast a peer's word that it is well. A peer that was proved to have lied (`p2ptrain.averaging.evidence`)
+never comes into this peer's groups again. A peer with which rounds broke again and again stays out of them for a while
+(`Membership.broke_with`): two peers that reach everybody but each other would otherwise break every round of the swarm.
+And a peer whose record turned out to promise too much is not followed for a while (`Membership.mistrust`).
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Membership:
         self._own_id = own_id
         self._runtime = runtime
         self._known: dict[str, _Known] = {}
+        self._convicted: set[str] = set()
 
     def update(self, record: PeerRecord, sequence: int, expires_at: float) -> None:
         """Take in a verified record; older sequences are ignored."""
@@ -129,11 +130,21 @@ class Membership:
             known.broke_under.clear()
             known.avoid_until = 0.0
 
+    def convict(self, peer: str) -> None:
+        """Note that a peer was proved to have lied: it stays out of this peer's groups for good."""
+        self._convicted.add(peer)
+
+    def is_convicted(self, peer: str) -> bool:
+        """Whether a peer was proved to have lied."""
+        return peer in self._convicted
+
     def avoided(self) -> list[str]:
-        """Peers that this peer cannot be in one group with, the latest first; bounded."""
+        """Peers that this peer cannot be in one group with, convicted ones first, then the latest; bounded."""
         now = self._runtime.now()
-        avoided = [peer for peer in sorted(self._known) if self._known[peer].avoid_until > now]
-        return sorted(avoided, key=lambda peer: -self._known[peer].avoid_until)[:MAX_AVOIDED_PEERS]
+        convicted = sorted(self._convicted & self._known.keys())
+        avoided = [peer for peer in sorted(self._known.keys() - self._convicted) if self._known[peer].avoid_until > now]
+        avoided.sort(key=lambda peer: -self._known[peer].avoid_until)
+        return [*convicted, *avoided][:MAX_AVOIDED_PEERS]
 
     def mistrust(self, peer: str) -> None:
         """Note that a peer did not hold the state that it announced: it is not followed for a while."""
@@ -169,6 +180,8 @@ class Membership:
     def is_suspect(self, peer: str) -> bool:
         """Whether the peer is presumed not to answer."""
         known = self._known.get(peer)
+        if peer in self._convicted:
+            return True
         if known is None or known.suspect_sequence < 0:
             return False
         return self._runtime.now() < known.suspect_until or known.sequence <= known.suspect_sequence
@@ -180,6 +193,8 @@ class Membership:
             return "no record"
         if known.record.state not in ACTIVE_STATES:
             return known.record.state
+        if peer in self._convicted:
+            return "was proved to have falsified a mean"
         if self.is_suspect(peer) or known.rounds_missed:
             return known.reason
         return ""

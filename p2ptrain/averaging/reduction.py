@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.pieces import Growing, cut
@@ -21,7 +22,9 @@ from p2ptrain.averaging.robust import (
     out_of_proportion,
     vote_weights,
 )
+from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hash
 from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 
@@ -29,11 +32,37 @@ if TYPE_CHECKING:
     import torch
 
 STACK_VALUES = 1 << 15
-"""Values of all contributors that a rule by votes works on at a time, so that they stay in a core's cache. Members must
-agree on it: distances of ``centered_clip`` are taken within such a chunk."""
+"""Values of all contributors that a rule by coordinate works on at a time, so that they stay in a core's cache."""
 
 RANGE_SLACK = 1.01
 """Encoded values may exceed ``max_value`` by this factor, because a codec may round up."""
+
+
+CHUNK_VALUES = 1 << 14
+"""Values that are hashed, committed to, and checked together, unless a codec's block is longer. Members must agree on
+it: distances of ``centered_clip`` are taken in such chunks. Shorter ones cost more to hash, longer ones to show."""
+
+
+def chunk_values(codec: Codec) -> int:
+    """Values in a chunk: the unit of hashes, commitments and spot checks (`p2ptrain.averaging.audit`).
+
+    Chunk k of every part and of their mean holds the same values, whatever they are encoded in, and that of the mean
+    follows from those of the parts: no block of a codec, and nothing that a rule works on as a whole, lies across two.
+    """
+    return math.lcm(CHUNK_VALUES, codec.block_size)
+
+
+def mean_tree(codec: Codec, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> SumTree:
+    """The tree over the chunks of an encoded mean, whose root names it; all energies are zero.
+
+    Args:
+        codec: Of the share.
+        mean: At least one value.
+        num_values: How many.
+        chunk: `chunk_values` of the whole vector's codec.
+    """
+    view, ends = memoryview(mean), [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
+    return SumTree([(leaf_hash(view[start:end]), 0.0) for start, end in pairwise([0, *ends])])
 
 
 class RangeCheck:
@@ -59,27 +88,40 @@ class RangeCheck:
 
 
 class PartCheck(RangeCheck):
-    """A `RangeCheck` that also adds up the norm, over pieces that come in order.
+    """A `RangeCheck` that also measures and hashes, chunk by chunk, a share whose pieces come in order.
 
     Attributes:
-        squared_norm: Of the pieces so far; 0 without ``measured``.
+        leaves: Of the chunks so far: hash and energy, the former only if ``hashed``, the latter if ``measured``.
     """
 
-    def __init__(self, codec: Codec, spec: AveragingSpec, measured: bool) -> None:
+    def __init__(self, codec: Codec, spec: AveragingSpec, chunk: int, *, measured: bool, hashed: bool) -> None:
+        """
+        Args:
+            codec: How the share is encoded.
+            spec: The limits.
+            chunk: See `chunk_values`.
+            measured: Whether energies are needed.
+            hashed: Whether hashes are.
+        """
         super().__init__(codec, spec)
+        self._chunk = chunk
         self._measured = measured
-        self.squared_norm = 0.0
+        self._hashed = hashed
+        self.leaves: list[Node] = []
 
     def __call__(self, piece: memoryview, low: int, high: int) -> None:
         """See `RangeCheck`."""
         super().__call__(piece, low, high)
+        if not (self._measured or self._hashed):
+            return
+        codec = self.codec.part(low, high)
+        spans = cut(high - low, self._chunk, self._chunk)
+        energies, hashes = [0.0] * len(spans), [EMPTY_HASH] * len(spans)
         if self._measured:
-            self.squared_norm += self.codec.part(low, high).squared_norm(piece, high - low)
-
-    @property
-    def norm(self) -> float:
-        """The Euclidean norm of the pieces so far."""
-        return math.sqrt(self.squared_norm)
+            energies = codec.squared_norms(piece, high - low, self._chunk)
+        if self._hashed:
+            hashes = [leaf_hash(piece[codec.encoded_bytes(first) : codec.encoded_bytes(last)]) for first, last in spans]
+        self.leaves += zip(hashes, energies, strict=True)
 
 
 def check_range(largest: float, limit: float) -> None:
@@ -88,15 +130,36 @@ def check_range(largest: float, limit: float) -> None:
         raise CodecError(f"a value of magnitude {largest:.3g} is beyond the manifest's averaging.max_value")
 
 
+def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """What each contributor's part is multiplied by; under ``norm_clip`` they add up to less where it clips."""
+    weights = vote_weights(spec, tokens)
+    if spec.aggregation == "norm_clip":
+        factors = clip_factors(spec, norms, tokens)
+        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+    return weights
+
+
 class OwnShare:
     """One owner's share in one attempt.
 
     Attributes:
         parts: By member: the codec and bytes of its part, complete and valid; the owner's own is not among them.
         refused: By member, the owner itself included: why `judge` left it out.
+        trees: By member, the owner itself included: what `PartCheck` found in its part.
+        is_measured: Whether norms are taken.
     """
 
-    def __init__(self, codec: Codec, spec: AveragingSpec, own: torch.Tensor, own_index: int, num_members: int) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        spec: AveragingSpec,
+        own: torch.Tensor,
+        own_index: int,
+        num_members: int,
+        *,
+        chunk: int = 0,
+        audited: bool = False,
+    ) -> None:
         """
         Args:
             codec: How the result is encoded.
@@ -104,19 +167,23 @@ class OwnShare:
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_index: Its place in the roster.
             num_members: Size of the roster.
+            chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that.
+            audited: Whether members check slices of the result: then parts are hashed, and kept after it is made.
         """
         self._codec = codec
         self._spec = spec
         self._own = own
         self._own_index = own_index
-        self._is_measured = num_members >= MIN_FOR_MEDIAN
-        self._norms: dict[int, float] = {}
+        self._audited = audited
+        self._chunk = chunk or chunk_values(codec)
+        self.is_measured = num_members >= MIN_FOR_MEDIAN
+        self.trees: dict[int, SumTree] = {}
         self.parts: dict[int, tuple[Codec, bytearray]] = {}
         self.refused: dict[int, str] = {}
 
     def new_check(self, codec: Codec) -> PartCheck:
         """A check for one part that will arrive in this codec."""
-        return PartCheck(codec, self._spec, self._is_measured)
+        return PartCheck(codec, self._spec, self._chunk, measured=self.is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
         """Check and measure the owner's own part; for the compute thread.
@@ -124,31 +191,40 @@ class OwnShare:
         Raises:
             CodecError: A value is not finite or beyond ``max_value``.
         """
-        from p2ptrain.codecs.norms import sum_of_squares
+        from p2ptrain.codecs.norms import sums_of_squares
 
-        squared_norm = 0.0
+        leaves: list[Node] = []
         for low, high in cut(len(self._own), self._codec.block_size):
             piece = self._own[low:high]
             check_range(float(piece.abs().amax()), self._spec.max_value)
-            squared_norm += sum_of_squares(piece) if self._is_measured else 0.0
-        self._norms[self._own_index] = math.sqrt(squared_norm)
+            if self.is_measured:
+                leaves += [(EMPTY_HASH, energy) for energy in sums_of_squares(piece, self._chunk)]
+            else:
+                leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
+        self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
 
-    def add(self, index: int, part: bytearray, check: PartCheck) -> None:
-        """Take in another member's part, with the check that all of it passed."""
+    def add(self, index: int, part: bytearray, check: PartCheck, tree: SumTree | None = None) -> None:
+        """Take in another member's part, with the check that it passed, and the tree over its leaves, if known."""
         self.parts[index] = check.codec, part
-        self._norms[index] = check.norm
+        self.trees[index] = tree or SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
     def judge(self) -> frozenset[int]:
         """Refuse the parts that are out of proportion; returns who is left: the owner's mask."""
-        for index, multiple in out_of_proportion(self._norms, self._spec.max_norm_ratio).items():
+        for index, multiple in out_of_proportion(self.norms(), self._spec.max_norm_ratio).items():
             self.refused[index] = f"sent a part whose norm is {multiple:.3g} times the group's median"
             self.parts.pop(index, None)
-        return frozenset(self._norms.keys() - self.refused.keys())
+        return frozenset(self.trees.keys() - self.refused.keys())
+
+    def norms(self) -> dict[int, float]:
+        """By member: the Euclidean norm of its part; zeros in a group of one or two."""
+        return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}
 
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: Growing
     ) -> torch.Tensor:
-        """Combine the contributors' parts and encode the result, piece by piece; the parts are then forgotten.
+        """Combine the contributors' parts and encode the result, piece by piece.
+
+        Unless members check slices of it, the parts are then forgotten.
 
         Args:
             runtime: Where to compute.
@@ -167,26 +243,28 @@ class OwnShare:
         exact = torch.empty(len(self._own), dtype=torch.float32)
         weights = self.weights(contributors, tokens)
         for low, high in cut(len(self._own), self._block_size()):
-            await runtime.compute(self._reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
+            await runtime.compute(self.reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
-        self.parts.clear()
+        if not self._audited:
+            self.parts.clear()
         return exact
 
     def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """What each contributor's part is multiplied by; under ``norm_clip`` they add up to less where it clips."""
-        weights = vote_weights(self._spec, tokens)
-        if self._spec.aggregation == "norm_clip":
-            factors = clip_factors(self._spec, [self._norms[index] for index in contributors], tokens)
-            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-        return weights
+        """What each contributor's part is multiplied by."""
+        norms = self.norms()
+        return part_weights(self._spec, [norms[index] for index in contributors], tokens)
 
-    def _reduce_piece(
+    def reduce_piece(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
         encoded: bytearray,
     ) -> None:  # fmt: skip
-        """Combine the values ``[low, high)`` into ``exact``, and encode them to their place."""
+        """Combine the values ``[low, high)`` into ``exact``, and encode them to their place.
+
+        Both are multiples of `chunk_values` or the share's end: then the result does not depend on where it is cut.
+        """
         if self._spec.aggregation in VOTING_RULES:
-            for first, last in cut(high - low, self._block_size(), STACK_VALUES):
+            step = self._chunk if self._spec.aggregation == "centered_clip" else STACK_VALUES
+            for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
         else:

@@ -104,7 +104,7 @@ class Settlements:
                 _, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
                 if attempt.certificate() is not None or "withholds" in states.values():
                     return True
-            return all(state in ("unknown", "lost") for state in states.values())
+            return attempt.disputed or all(state in ("unknown", "lost") for state in states.values())
         finally:
             for task in asking:
                 task.cancel()
@@ -113,8 +113,8 @@ class Settlements:
     async def _ask(self, attempt: Attempt, peer: str) -> str:
         """One member's state, after taking over from it what was missing."""
         request: dict[str, Any] = {"group": attempt.roster.group_id}
-        if attempt.body is not None:
-            request["proof"] = attempt.proofs[self._rpc.peer_id]
+        if (own := attempt.proofs.get(self._rpc.peer_id)) is not None:
+            request["proof"] = own
         try:
             reply = await self._rpc.call(peer, "settle", request, CALL_TIMEOUT_SECONDS)
             raw, proofs = reply.get("body"), reply.get("proofs")
@@ -136,7 +136,8 @@ class Settlements:
                 attempt.means = list(means)
                 attempt.contributors = contributors
                 attempt.body = body
-                attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
+                if not attempt.audited:  # Nobody vouches for means that it could not check.
+                    attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         for entry in proofs[: len(attempt.roster.tickets)]:
             if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
                 attempt.add_proof(entry[0], entry[1], self._signer)

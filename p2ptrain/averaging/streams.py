@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from typing import Any
 
+from p2ptrain.averaging.audit import Audit
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import least_mask
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
-from p2ptrain.averaging.reduction import PartCheck, RangeCheck
+from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
+from p2ptrain.averaging.sum_tree import SumTree
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
-from p2ptrain.errors import DeadlineError, PeerError, PeerLostError, ProtocolError
+from p2ptrain.errors import (
+    DeadlineError,
+    IntegrityError,
+    PeerError,
+    PeerLostError,
+    PeerRefusedError,
+    ProtocolError,
+)  # fmt: skip
 from p2ptrain.network.channel import Channel
 
 OPEN_TIMEOUT_SECONDS = 10.0
@@ -24,6 +34,9 @@ FORWARD_SECONDS = 0.5
 MAX_REFUSAL_LENGTH = 120
 BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
 """What is counted against a member: a malformed mask or mean, a signature that is none, one for something else."""
+RETRY_SECONDS = 0.3
+MAX_QUESTIONS = 256
+"""Checks that one member may ask for beside its stream, because of others' complaints."""
 
 
 class ServedStreams:
@@ -33,11 +46,19 @@ class ServedStreams:
         self._exchange = exchange
         self._served: dict[int, asyncio.Task[Any]] = {}
         self._stream_came = asyncio.Event()
+        self._questions: Counter[int] = Counter()
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
         exchange = self._exchange
         sender = exchange.attempt.roster.index_of(channel.remote)
+        if sender not in (-1, exchange.index) and "check" in request and self._questions[sender] < MAX_QUESTIONS:
+            self._questions[sender] += 1
+            if exchange.given_up.done() and not exchange.given_up.cancelled():
+                await channel.send(exchange.farewell())
+            else:
+                await self._open_chunks(channel, request["check"])
+            return
         if sender in (-1, exchange.index) or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
         task = asyncio.current_task()
@@ -53,7 +74,7 @@ class ServedStreams:
             elif not exchange.given_up.cancelled():
                 work.cancel()
                 await asyncio.gather(work, return_exceptions=True)
-                await channel.send({"gave up": exchange.given_up.result()})
+                await channel.send(exchange.farewell())
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -64,9 +85,10 @@ class ServedStreams:
         if size:
             check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
             part = await self._receive_part(channel, check, size)
+            tree = await self._receive_commitment(channel, sender, check, request["codec"])
             await channel.send({"have": size})
             if not exchange.own_mask.done():
-                exchange.share.add(sender, part, check)
+                exchange.share.add(sender, part, check, tree)
                 exchange.part_changed.set()
             mask = await asyncio.shield(exchange.own_mask)
             refusal = exchange.share.refused.get(sender, "")
@@ -74,6 +96,12 @@ class ServedStreams:
             mean = await asyncio.shield(exchange.own_mean)
             await channel.send({"mean": size})  # So that it can say in its place that it gave up.
             await mean.send(channel)
+            if exchange.audit is not None:
+                await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
+                await self._open_chunks(channel, (await channel.receive(exchange.spec.round_seconds)).get("check"))
+        if exchange.clears:
+            await exchange.own_clear.wait()
+            await channel.send({"clear": True})
         await exchange.own_proof.wait()
         assert attempt.body is not None
         await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[exchange.rpc.peer_id]})
@@ -81,6 +109,25 @@ class ServedStreams:
         await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
         if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
             await channel.send({"proofs": [[peer, proof] for peer, proof in sorted(attempt.proofs.items())]})
+
+    async def _receive_commitment(self, channel: Channel, sender: int, check: PartCheck, codec: str) -> SumTree | None:
+        exchange = self._exchange
+        if exchange.audit is None:
+            return None
+        message = await channel.receive(exchange.spec.round_seconds)
+        try:
+            return await exchange.audit.admit(sender, codec, check, message.get("commitment"))
+        except IntegrityError as error:
+            exchange.refuse(channel.remote, f"peer {channel.remote[-8:]}: {error}")
+            raise ProtocolError(channel.remote, str(error)) from error
+
+    async def _open_chunks(self, channel: Channel, chunks: Any) -> None:
+        """Answer a check, which may be of nothing."""
+        if chunks == [] or self._exchange.audit is None:
+            return
+        answer = await self._exchange.audit.answer(chunks)
+        await channel.send({"opening": len(answer)})
+        await channel.send_bytes(answer)
 
     def _codec_of_part(self, peer: str, name: Any) -> Codec:
         attempt, index = self._exchange.attempt, self._exchange.index
@@ -187,10 +234,13 @@ class OpenedStreams:
     async def _bring_part(self, channel: Channel, index: int, part_codec: Codec, deadline: float) -> bool:
         """Send the own part of an owner's share, and receive its mask and its mean; False when it gave up."""
         exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
+        audit = exchange.audit
         part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
-        check = RangeCheck(part_codec, exchange.spec)
+        check = RangeCheck(part_codec, exchange.spec) if audit is None else audit.new_check(part_codec)
         try:
             exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
+            if audit is not None and isinstance(check, PartCheck):
+                await channel.send({"commitment": await audit.commit(index, exchange.part_codec.name, check)})
         except PeerError:
             with contextlib.suppress(PeerError, DeadlineError):  # Perhaps it has said why it ended the stream.
                 self._notes_that_it_gave_up(index, await channel.receive(0.0))
@@ -209,11 +259,49 @@ class OpenedStreams:
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
         codec = attempt.codec_of(index)
-        mean, digest = await receive_checked(
-            channel, exchange.runtime, codec, len(part), deadline - loop.time(), RangeCheck(codec, exchange.spec)
+        hashes = PartCheck(codec, exchange.spec, chunk_values(attempt.codec), measured=False, hashed=True)
+        mean, _ = await receive_checked(
+            channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
         )
-        attempt.add_mean(index, mean, digest)
-        return True
+        tree = await exchange.runtime.compute(SumTree, hashes.leaves)
+        attempt.add_mean(index, mean, tree.root[0])
+        return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
+
+    async def _check_mean(self, audit: Audit, channel: Channel, index: int, tree: SumTree, deadline: float) -> bool:
+        """Have some chunks of an owner's share opened, and check them; False when it gave up."""
+        exchange, loop = self._exchange, asyncio.get_running_loop()
+        reply = await channel.receive(deadline - loop.time())
+        if self._notes_that_it_gave_up(index, reply):
+            return False
+        try:
+            audit.hear(index, reply.get("statement"), tree)
+        except IntegrityError as error:
+            raise ProtocolError(channel.remote, str(error)) from error
+        async with asyncio.timeout_at(deadline):
+            await exchange.agreed_on.wait()
+        chunks = audit.draw(index)
+        await channel.send({"check": chunks})
+        try:
+            passed = await exchange.examine(index, chunks, channel)
+        except (PeerLostError, PeerRefusedError):
+            await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
+            passed = await self.ask_again(index, chunks)
+        if passed:
+            exchange.checked.add(index)
+        exchange.changed()
+        return passed
+
+    async def ask_again(self, index: int, chunks: list[int]) -> bool:
+        """Check what an owner did not show, to this member or another one, on a new stream; whether it is right."""
+        exchange = self._exchange
+        request = {"group": exchange.attempt.roster.group_id, "check": chunks}
+        peer = exchange.attempt.roster.members[index]
+        try:
+            async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
+                return await exchange.examine(index, chunks, channel)
+        except (PeerError, DeadlineError) as error:
+            exchange.find_fault(index, chunks, str(error), late=True)
+            return False
 
     async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
         """Receive a member's signature of the body; and those that it passes on, should they be needed."""
@@ -221,6 +309,11 @@ class OpenedStreams:
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return
+        if self._exchange.clears and reply.get("clear") is True:
+            self._exchange.note_clear(index)
+            reply = await channel.receive(deadline - loop.time())
+            if self._notes_that_it_gave_up(index, reply):
+                return
         while attempt.body is None:
             attempt.changed.clear()
             async with asyncio.timeout_at(deadline):
@@ -235,7 +328,7 @@ class OpenedStreams:
         blamed = reply.get("gave up")
         if not isinstance(blamed, list):
             return False
-        self._exchange.note_gave_up(index, blamed)
+        self._exchange.note_gave_up(index, blamed, reply.get("complaints"))
         return True
 
     def _add_proofs(self, proofs: Any) -> None:

@@ -29,12 +29,14 @@ class Codec(ABC):
         version: Raised whenever the bytes change; peers with another version are refused.
         block_size: The number of values that are encoded together.
         lossy: Whether decoding can differ from the input, so that error feedback is needed.
+        reproducible: Whether encoding gives equal bytes on every machine; if not, another machine's are about as close.
     """
 
     name: str
     version: int = 1
     block_size: int = 1
     lossy: bool = False
+    reproducible: bool = True
 
     def part(self, low: int, high: int) -> Codec:
         """The codec of the values ``[low, high)`` of the vectors that this one encodes.
@@ -113,6 +115,25 @@ class Codec(ABC):
         from p2ptrain.codecs.norms import sum_of_squares
 
         return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
+
+    def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
+        """The same for each ``step`` consecutive values, the last ones maybe fewer.
+
+        Args:
+            data: The encoded values.
+            num_values: How many.
+            step: A multiple of ``block_size``; see `p2ptrain.codecs.norms.sums_of_squares` for what else.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        import torch
+
+        from p2ptrain.codecs.norms import CHUNK_VALUES, sums_of_squares
+
+        scratch = torch.empty(min(num_values, CHUNK_VALUES), dtype=torch.float32)
+        # No step lies across two of the pieces in which values are decoded.
+        return [energy for piece in self._decoded(data, num_values) for energy in sums_of_squares(piece, step, scratch)]
 
     def _decoded(self, data: bytes | bytearray | memoryview, num_values: int) -> Iterator[torch.Tensor]:
         """The decoded values in pieces that fit a core's cache; each is overwritten by the next."""

@@ -86,6 +86,7 @@ class MixedCodec(Codec):
             end = stop
         self.block_size = math.lcm(*(codec.block_size for *_, codec in spans))
         self.lossy = any(codec.lossy for *_, codec in spans)
+        self.reproducible = all(codec.reproducible for *_, codec in spans)
         names = dict.fromkeys(f"{codec.name}/{codec.version}" for *_, codec in spans)
         self.name = f"mixed({','.join(names)})"
         self._num_values = end
@@ -106,6 +107,7 @@ class MixedCodec(Codec):
             return clipped[0][2]
         piece = object.__new__(MixedCodec)
         piece.block_size, piece.lossy, piece.name = self.block_size, self.lossy, self.name
+        piece.reproducible = self.reproducible
         piece._num_values, piece._segments = high - low, _place(clipped)
         return piece
 

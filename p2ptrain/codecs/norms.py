@@ -11,6 +11,8 @@ CHUNK_VALUES = 65_536
 """Values whose squares are added up in fp32: 256 KiB, which stay in a core's L2 cache."""
 SUM_COLUMNS = 256
 """Partial sums of a chunk. Both numbers decide in which order additions round: whoever changes them changes norms."""
+HALVED_COLUMNS = 1024
+"""The same for `sums_of_squares`; a power of two."""
 
 
 def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) -> float:
@@ -35,3 +37,32 @@ def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) ->
             columns = np.add.reduce(squares[:whole].reshape(-1, SUM_COLUMNS), axis=0)
             total += math.fsum(columns.tolist() + squares[whole:].tolist())
     return total
+
+
+def sums_of_squares(vector: torch.Tensor, step: int, scratch: torch.Tensor | None = None) -> list[float]:
+    """The sum of the squares of each ``step`` consecutive values of a finite fp32 vector, the last ones maybe fewer.
+
+    As `sum_of_squares`, with the same bits on every CPU; but of many short pieces at once, whose columns are added up
+    by halves in fp64.
+
+    Args:
+        vector: fp32, shape ``[n]``, contiguous, CPU; not changed. A square beyond fp32 gives infinity.
+        step: A multiple of `HALVED_COLUMNS`, at most `CHUNK_VALUES`.
+        scratch: As for `sum_of_squares`.
+    """
+    values = vector.detach().numpy()
+    whole, at_once = len(values) // step * step, CHUNK_VALUES // step * step
+    room = np.empty(min(len(values), CHUNK_VALUES), np.float32) if scratch is None else scratch.numpy()
+    energies: list[float] = []
+    with np.errstate(over="ignore", under="ignore"):
+        for start in range(0, whole, at_once):
+            piece = values[start : min(start + at_once, whole)]
+            squares = room[: len(piece)]
+            np.multiply(piece, piece, out=squares)
+            columns = np.add.reduce(squares.reshape(-1, step // HALVED_COLUMNS, HALVED_COLUMNS), axis=1)
+            sums = columns.astype(np.float64)
+            while sums.shape[1] > 1:
+                half = sums.shape[1] // 2
+                sums = sums[:, :half] + sums[:, half:]
+            energies += sums[:, 0].tolist()
+    return [*energies, sum_of_squares(vector[whole:], scratch)] if whole < len(values) else energies

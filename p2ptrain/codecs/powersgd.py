@@ -74,6 +74,7 @@ class PowerSgdCodec(KernelCodec):
     block_size = SIDE * SIDE
     kernel_values = SIDE * SIDE
     lossy = True
+    reproducible = False
     refusal = "a value is not finite or beyond 2**112 in magnitude"
 
     def encoded_bytes(self, num_values: int) -> int:

@@ -1,0 +1,107 @@
+"""The last thing before a member signs: its spot checks are through, and so are the others', or had time enough.
+
+`p2ptrain.averaging.audit` says what is checked, and what a complaint is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import cast
+
+from p2ptrain.averaging.attempt import AttemptFailedError, LateError
+from p2ptrain.averaging.exchange import Exchange
+from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
+from p2ptrain.averaging.streams import OpenedStreams
+
+REASON_SECONDS = 1.0
+"""How long a member waits to learn why another gave up that it still needed."""
+
+
+class Vouching:
+    """Decides when one member may sign."""
+
+    def __init__(self, exchange: Exchange, opened: OpenedStreams, fail_if_lost: Callable[[list[str]], None]) -> None:
+        """
+        Args:
+            exchange: What the streams found.
+            opened: To look into complaints.
+            fail_if_lost: Raises `AttemptFailedError` if any of these peers is lost, or most gave up.
+        """
+        self._exchange = exchange
+        self._opened = opened
+        self._fail_if_lost = fail_if_lost
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def pass_checks(self, deadline: float) -> None:
+        """Wait until this member's spot checks of the others' shares are through."""
+        exchange, loop = self._exchange, asyncio.get_running_loop()
+        attempt = exchange.attempt
+        owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != exchange.index}
+        until = deadline
+        while missing := owners - exchange.checked:
+            self._look_into_complaints()
+            self._fail_if_lost([attempt.roster.members[i] for i in missing])
+            if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
+                until = min(until, loop.time() + REASON_SECONDS)
+            elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), exchange.spec.quorum):
+                until = min(deadline, self._patience_ends(loop.time()))
+            attempt.changed.clear()
+            async with asyncio.timeout_at(until):
+                await attempt.changed.wait()
+
+    def _look_into_complaints(self) -> bool:
+        """Check what owners did not show to others; whether that goes on. Fails once anything did not pass."""
+        exchange = self._exchange
+        for index, (fault, late) in exchange.faults.items():
+            peer, phase = exchange.attempt.roster.members[index], exchange.attempt.phase
+            kind = LateError if late else AttemptFailedError
+            raise kind(f"{phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
+        while exchange.complaints:
+            owner, chunk = exchange.complaints.pop()
+            task = asyncio.create_task(self._look_into(owner, chunk), name=f"complaint-{owner}")
+            self._looking.add(task)
+        return bool(self._looking)
+
+    async def _look_into(self, owner: int, chunk: int) -> None:
+        if not await self._opened.ask_again(owner, [chunk]) and owner not in self._exchange.faults:
+            self._exchange.find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
+        self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
+        self._exchange.changed()
+
+    async def wait_for_clears(self, deadline: float) -> None:
+        """Wait for the other contributors' spot checks, unless most are through for long, and look into complaints."""
+        exchange, loop = self._exchange, asyncio.get_running_loop()
+        attempt = exchange.attempt
+        members, counted = attempt.roster.members, set(attempt.contributors or ()) - {exchange.index}
+        exchange.own_clear.set()
+        until = deadline
+        while True:
+            looking = self._look_into_complaints()
+            self._fail_if_lost([])
+            excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
+            waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
+            if not waiting and not looking:
+                return
+            if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):
+                until = min(deadline, self._patience_ends(loop.time()))
+            if loop.time() >= until and not looking:  # What is looked into has a deadline of its own.
+                exchange.slow_to_clear |= {members[i] for i in waiting}
+                return
+            attempt.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline if looking else until):
+                    await attempt.changed.wait()
+            if loop.time() >= deadline:
+                raise TimeoutError
+
+    def _patience_ends(self, quorum_at: float) -> float:
+        return quorum_at + patience_seconds(quorum_at - self._exchange.began, self._exchange.spec.grace_seconds)
+
+    async def stop(self) -> None:
+        """Look into nothing more."""
+        tasks = list(self._looking)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,158 @@
+"""One owner in four returns a false mean; the others find it, go on without it, and tell everybody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from p2ptrain.averaging.openings import Rules, verify_evidence
+from p2ptrain.averaging.reduction import CHUNK_VALUES
+from p2ptrain.codecs import get_codec
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from tests.support import false_owners
+from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.false_owners import Corrupt, corrupt_rounds, falsify
+from tests.support.simulation import SWARM, until
+
+CHUNKS = 2
+"""In each share of four."""
+NUM_VALUES = 4 * CHUNKS * CHUNK_VALUES
+SPEC = AveragingSpec(codec="int8", grace_seconds=1.0, round_seconds=20.0, spot_checks=3)
+"""Each of the three others checks one chunk of each share: both chunks with a probability of 3 in 4."""
+RULES = Rules(SWARM, SPEC, get_codec("int8"), NUM_VALUES)
+
+PROVABLE: dict[str, Corrupt] = {
+    "one chunk": falsify([1]),
+    "all chunks": falsify(None),
+    "a factor": false_owners.weigh_falsely,
+    "a contributor less": false_owners.leave_one_out,
+    "a longer part of its own": false_owners.understate_own_norm,
+}
+UNPROVABLE: dict[str, Corrupt] = {
+    "forged parts": false_owners.with_answer(false_owners.forge_parts),
+    "half an answer": false_owners.with_answer(lambda answer: answer[: len(answer) // 2]),
+    "no answer where it is false": false_owners.refuse,
+    "silence where it is false": false_owners.fall_silent,
+    "fewer contributors than agreed": false_owners.state_fewer,
+}
+
+
+async def start(
+    network: SimulatedNetwork, corrupt: Corrupt, spec: AveragingSpec = SPEC
+) -> tuple[list[AveragingPeer], AveragingPeer]:
+    """Four peers that averaged once, one of which is hostile from now on; the honest ones and that one."""
+    peers = [network.add_peer(f"p{i}") for i in range(4)]
+    started = await start_averagers(network, peers, spec, NUM_VALUES)
+    await asyncio.gather(*(each.round() for each in started))
+    honest, evil = started[:3], started[3]
+    corrupt_rounds(evil.averager, corrupt)
+    return honest, evil
+
+
+async def average_honestly(honest: list[AveragingPeer], evil: AveragingPeer, rounds: int) -> None:
+    """So many rounds; the hostile peer tries to take part in each."""
+    for _ in range(rounds):
+        trying = asyncio.create_task(evil.try_round())
+        await asyncio.gather(*(each.round() for each in honest))
+        trying.cancel()
+        await asyncio.gather(trying, return_exceptions=True)
+
+
+def assert_right(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
+    """The last round of the honest has one result, of which no share is the hostile peer's."""
+    results = [each.outcomes[-1].result for each in honest]
+    for result in results:
+        assert result.certificate.body == results[0].certificate.body
+        assert result.means == results[0].means
+        assert evil.peer.peer_id not in result.certificate.body.members
+
+
+@pytest.mark.parametrize("lie", PROVABLE.values(), ids=PROVABLE.keys())
+def test_a_false_mean_convicts_its_owner_before_everybody(lie: Corrupt) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        honest, evil = await start(network, lie)
+        # One chunk may be missed, once in four rounds.
+        for _ in range(8):
+            await average_honestly(honest, evil, 1)
+            if any(each.averager.evidence.convicted for each in honest):
+                break
+        accused = evil.peer.peer_id
+        await until(lambda: all(each.membership.is_convicted(accused) for each in honest), 10)
+        assert honest[0].outcomes[-1].attempts == 2
+        assert_right(honest, evil)
+        for each in honest:
+            assert verify_evidence(each.averager.evidence.convicted[accused], RULES, each.peer.signer)[0] == accused
+            assert accused in each.membership.avoided()
+        await average_honestly(honest, evil, 2)
+        assert_right(honest, evil)
+        assert all(each.outcomes[-1].attempts == 1 for each in honest)
+        await stop_averagers([*honest, evil])
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("lie", UNPROVABLE.values(), ids=UNPROVABLE.keys())
+def test_who_does_not_show_what_is_false_brings_nothing_through_either(lie: Corrupt) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        honest, evil = await start(network, lie, SPEC.model_copy(update={"spot_checks": 3 * CHUNKS}))
+        for _ in range(6):
+            await asyncio.gather(*(each.try_round() for each in (*honest, evil)))
+        for each in honest:
+            assert len(each.outcomes) >= 3
+            assert not each.averager.evidence.convicted
+            for outcome in each.outcomes[1:]:
+                assert evil.peer.peer_id not in outcome.result.certificate.body.members
+        await stop_averagers([*honest, evil])
+
+    simulate(main, seed=2)
+
+
+def test_a_newcomer_learns_of_the_evidence_from_its_first_group() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        honest, evil = await start(network, falsify(None))
+        newcomer = honest.pop()
+        newcomer.averager.evidence._ask_again_at.clear()
+        for each in (*honest, evil):
+            each.others.remove(newcomer)
+            each.membership._known.pop(newcomer.peer.peer_id)
+        others, newcomer.others = newcomer.others, []
+        await average_honestly(honest, evil, 1)
+        assert not newcomer.membership.is_convicted(evil.peer.peer_id)
+        newcomer.others = [each for each in others if each is not evil]
+        for each in honest:
+            each.others.append(newcomer)
+        await asyncio.gather(*(each.round() for each in (*honest, newcomer)))
+        await until(lambda: newcomer.membership.is_convicted(evil.peer.peer_id), 20)
+        await stop_averagers([*honest, newcomer, evil])
+
+    simulate(main, seed=3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_honest_are_never_accused_whatever_the_network_does(seed: int) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        dice = random.Random(seed)
+        peers = [network.add_peer(f"p{i}") for i in range(dice.choice([2, 3, 5]))]
+        started = await start_averagers(network, peers, SPEC, NUM_VALUES)
+
+        async def disturb() -> None:
+            for _ in range(3):
+                await asyncio.sleep(dice.uniform(0.1, 1.5))
+                network.stall(dice.choice(peers), dice.uniform(0.2, 3.0))
+            if len(peers) > 3:
+                await asyncio.sleep(dice.uniform(0.0, 1.0))
+                network.crash(dice.choice(peers))
+
+        disturbing = asyncio.create_task(disturb())
+        for _ in range(5):
+            await asyncio.gather(*(each.try_round() for each in started if each.peer.alive), return_exceptions=True)
+        await disturbing
+        for each in started:
+            assert not each.averager.evidence.convicted
+        assert max(len(each.outcomes) for each in started) >= 2
+        await stop_averagers(started)
+
+    simulate(main, seed=seed, model=LinkModel(loss=0.02))

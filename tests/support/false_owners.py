@@ -1,0 +1,163 @@
+"""Owners that return another mean than they should, and what they say when somebody asks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import torch
+from torch import Tensor
+
+from p2ptrain.averaging.averager import Averager
+from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.certificate import Roster
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.reduction import CHUNK_VALUES
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import canonical_bytes
+
+Corrupt = Callable[[Butterfly], None]
+
+
+def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
+    """Let ``corrupt`` change each attempt of a peer before it begins."""
+    prepare = averager._attempts.prepare
+
+    def prepare_lie(roster: Roster, head: Head, vector: Tensor, credential: bytes) -> Butterfly:
+        butterfly = prepare(roster, head, vector, credential)
+        corrupt(butterfly)
+        return butterfly
+
+    averager._attempts.prepare = prepare_lie  # type: ignore[method-assign]
+
+
+def falsify(chunks: Sequence[int] | None) -> Corrupt:
+    """Change a value in some chunks of the own share's mean; in all of them for None."""
+
+    def corrupt(butterfly: Butterfly) -> None:
+        share = butterfly.exchange.share
+        reduce_piece = share.reduce_piece
+
+        def reduce_falsely(
+            low: int, high: int, contributors: Sequence[int], weights: list[float], exact: Tensor, encoded: bytearray
+        ) -> None:
+            reduce_piece(low, high, contributors, weights, exact, encoded)
+            for start in range(low, high, CHUNK_VALUES):
+                if chunks is None or start // CHUNK_VALUES in chunks:
+                    encoded[share._codec.encoded_bytes(start) + 10] ^= 1
+
+        share.reduce_piece = reduce_falsely  # type: ignore[method-assign]
+
+    return corrupt
+
+
+def weigh_falsely(butterfly: Butterfly) -> None:
+    """Double the first contributor's weight at the cost of the others'."""
+    share = butterfly.exchange.share
+    weights = share.weights
+
+    def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        first, *others = weights(contributors, tokens)
+        return [2 * first, *(weight * (1 - 2 * first) / (1 - first) for weight in others)]
+
+    share.weights = doubled  # type: ignore[method-assign]
+
+
+def leave_one_out(butterfly: Butterfly) -> None:
+    """Give the first other contributor no weight, and say that it has some."""
+    share, own = butterfly.exchange.share, butterfly.exchange.index
+    weights = share.weights
+
+    def without(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        dropped = next(at for at, index in enumerate(contributors) if index != own)
+        return [0.0 if at == dropped else weight for at, weight in enumerate(weights(contributors, tokens))]
+
+    share.weights = without  # type: ignore[method-assign]
+
+
+def state_fewer(butterfly: Butterfly) -> None:
+    """Reduce without the first other contributor, and say so in the statement."""
+    leave_one_out(butterfly)
+    audit, own = butterfly.exchange.audit, butterfly.exchange.index
+    assert audit is not None
+    state = audit.state
+
+    async def state_without(contributors: Sequence[int], tree: Any) -> None:
+        dropped = next(index for index in contributors if index != own)
+        await state([index for index in contributors if index != dropped], tree)
+
+    audit.state = state_without  # type: ignore[method-assign]
+
+
+def with_answer(answer: Callable[[bytes], bytes]) -> Corrupt:
+    """Falsify all chunks, and answer checks with something else."""
+
+    def corrupt(butterfly: Butterfly) -> None:
+        falsify(None)(butterfly)
+        audit = butterfly.exchange.audit
+        if audit is None:  # Alone, nobody asks.
+            return
+        honest = audit.answer
+
+        async def answered(chunks: Any) -> bytes:
+            return answer(await honest(chunks))
+
+        audit.answer = answered  # type: ignore[method-assign]
+
+    return corrupt
+
+
+def forge_parts(answer: bytes) -> bytes:
+    """Show other parts than were sent: those of which the mean would be right, say."""
+    statement, commitments, keys, proof, openings = msgpack.unpackb(answer)
+    for opening in openings:
+        opening[2][0][0] = bytes(len(opening[2][0][0]))
+    return canonical_bytes([statement, commitments, keys, proof, openings])
+
+
+def refuse(butterfly: Butterfly) -> None:
+    """Falsify the first chunk, and refuse to show that one; all others are shown."""
+    falsify([0])(butterfly)
+    audit = butterfly.exchange.audit
+    assert audit is not None
+    honest = audit.answer
+
+    async def refused(chunks: Any) -> bytes:
+        if 0 in chunks:
+            raise IntegrityError("no")
+        return await honest(chunks)
+
+    audit.answer = refused  # type: ignore[method-assign]
+
+
+def fall_silent(butterfly: Butterfly) -> None:
+    """As `refuse`, but by never answering."""
+    falsify([0])(butterfly)
+    audit = butterfly.exchange.audit
+    assert audit is not None
+    honest = audit.answer
+
+    async def silent(chunks: Any) -> bytes:
+        if 0 in chunks:
+            await asyncio.sleep(3600)
+        return await honest(chunks)
+
+    audit.answer = silent  # type: ignore[method-assign]
+
+
+def understate_own_norm(butterfly: Butterfly) -> None:
+    """Let the own part count in full though it is a hundred times as long as it says."""
+    share = butterfly.exchange.share
+    measure = share.measure_own
+
+    def measure_falsely() -> None:
+        measure()
+        share._own = share._own * 100  # Only here: what is sent to others is not changed.
+        audit = butterfly.exchange.audit
+        assert audit is not None
+        audit._own = share._own
+
+    share.measure_own = measure_falsely  # type: ignore[method-assign]
+    assert torch.isfinite(share._own).all()
