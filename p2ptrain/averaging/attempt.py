@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
+from p2ptrain.averaging.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.head import Head
-from p2ptrain.codecs import Codec
+from p2ptrain.codecs import Codec, Decoder
 from p2ptrain.errors import TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
 
 
@@ -54,6 +56,7 @@ class Attempt:
         head: The head that the result will extend.
         bounds: Share offsets, ``len(roster) + 1``.
         codec: How the whole vector is encoded.
+        spec: The rule by which shares are reduced.
         means: Encoded mean of each share, as far as they arrived.
         hashes: Their `bulk_hash`.
         contributors: Indices into the roster, once agreed.
@@ -69,6 +72,7 @@ class Attempt:
     bounds: tuple[int, ...]
     codec: Codec
     swarm: bytes
+    spec: AveragingSpec
     means: list[bytes | bytearray | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
@@ -86,9 +90,17 @@ class Attempt:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
-    def codec_of(self, index: int) -> Codec:
-        """How a member's share is encoded."""
-        return self.codec.part(self.bounds[index], self.bounds[index + 1])
+    @property
+    def lists_parts(self) -> bool:
+        """Whether means are lists of their parts."""
+        return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
+
+    def mean_codec_of(self, index: int) -> Decoder:
+        """How the mean of a member's share is encoded; until the contributors are agreed on, as if all were."""
+        members = len(self.roster.tickets)
+        contributors = members if self.contributors is None else len(self.contributors)
+        codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
+        return codec.part(self.bounds[index], self.bounds[index + 1])
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
         """Take in a share's mean and its `bulk_hash`, unless one is here."""

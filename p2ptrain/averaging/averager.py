@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster, Ticket
+from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
@@ -22,7 +23,7 @@ from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
-from p2ptrain.codecs import Codec, smaller_codecs
+from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -48,10 +49,11 @@ class RoundOutcome:
     Attributes:
         result: The certificate and the encoded means.
         contributed: Whether this peer's contribution is in the mean.
-        sent_parts: By share: this peer's encoded parts, for error feedback.
+        sent_parts: By share: this peer's encoded parts, for error feedback; its own share's too if that is sparse.
         part_codec: How they are encoded.
         own_index: Its place in the roster.
-        own_mean_exact: The mean of its share before encoding; None when the result came from another member.
+        own_mean_exact: The mean of its share before encoding; None when the result came from another member, or its
+            encoding lost nothing.
         own_mean_scale: What that mean's loss is multiplied by for error feedback.
         attempts: How many attempts it took.
         matchmaking_seconds: Time spent finding groups.
@@ -121,8 +123,8 @@ class Averager:
         self._membership = membership
         self._num_values = num_values
         self._layout = layout
-        history_bytes = max(MIN_HISTORY_BYTES, 2 * codec.encoded_bytes(num_values))
-        self.history = History(rpc, runtime, signer, swarm, codec, spec.history_rounds, history_bytes)
+        history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
+        self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
         self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
         self.gave_up_on = b""
         self.is_reachable: Callable[[], bool] = lambda: True
@@ -230,11 +232,12 @@ class Averager:
         weights = share_weights(owner_rates(tickets, rates))
         shares = split_shares(self._num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
+        usual, *smaller = part_codecs(spec, codec, self._num_values)
         part = part_codec(
-            codec, smaller_codecs(codec, self._num_values), rates, weights, roster.index_of(self._rpc.peer_id),
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
             self._num_values, spec.grace_seconds,
         )  # fmt: skip
-        attempt = Attempt(roster, self.head, bounds, self._codec, self._swarm)
+        attempt = Attempt(roster, self.head, bounds, codec, self._swarm, spec)
         streams = len(tickets) - 1
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self._enter,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare
-from p2ptrain.codecs import Codec
+from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
@@ -48,7 +48,8 @@ class Exchange:
         unencodable: Why this member's own part cannot be encoded; empty while it can.
         refused: By other member: why its part was refused. The round goes on without it.
         refused_by: By owner, this member included: why this member's own part was refused.
-        sent_parts: By share: the encoded parts that this member sent, kept for error feedback.
+        sent_parts: By share: the encoded parts that this member sent, kept for error feedback; under a sparse codec
+            that of its own share too.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class Exchange:
         self.on_part = on_part
         self.part_codec = part_codec or attempt.codec
         self.index = attempt.roster.index_of(rpc.peer_id)
-        own = vector[attempt.bounds[self.index] : attempt.bounds[self.index + 1]]
-        codec = attempt.codec_of(self.index)
-        self.share = OwnShare(codec, spec, own, self.index, len(attempt.roster.tickets))
+        low, high = attempt.bounds[self.index : self.index + 2]
+        self.share = OwnShare(
+            dense_codec(attempt.codec).part(low, high), spec, vector[low:high], self.index, len(attempt.roster.tickets),
+            attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
+        )  # fmt: skip
         self.part_changed = asyncio.Event()
         self.masks: dict[int, frozenset[int]] = {}
         self.arrived_at: dict[int, float] = {}

@@ -1,8 +1,9 @@
 """Error feedback: what a lossy codec dropped is added to the next contribution.
 
 Two losses are kept: what encoding this peer's own parts dropped (Seide et al. 2014; Karimireddy et al. 2019,
-arXiv 1901.09847), and what encoding the mean of its own share dropped. The second belongs to everybody; its owner adds
-it to its next contribution scaled by (total weight) / (own weight), so that in the next mean it counts once.
+arXiv 1901.09847), and what encoding the mean of its own share dropped, which is nothing if that is the list of the
+parts (`p2ptrain.codecs.part_list`). The second belongs to everybody; its owner adds it to its next contribution scaled
+by (total weight) / (own weight), so that in the next mean it counts once.
 
 What a rule of aggregation takes from a contribution, by clipping or by preferring others, is no loss of encoding and is
 not kept: a peer that was clipped is not to bring the rest in the next round. Under rules by coordinate (`median`,
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from p2ptrain.codecs import Codec
+from p2ptrain.codecs import Codec, dense_codec
 
 if TYPE_CHECKING:
     import torch
@@ -59,10 +60,11 @@ class ErrorFeedback:
         Args:
             vector: The contribution that was encoded, fp32, ``[num_values]``.
             bounds: Share offsets.
-            sent_parts: By share: the encoded part of ``vector``; the own share was not encoded.
+            sent_parts: By share: the encoded part of ``vector``; the own share, if it was encoded too.
             part_codec: How they are encoded.
             own_index: The own share.
-            own_mean_exact: The own share's mean before encoding; None when it was not reduced here.
+            own_mean_exact: The own share's mean before encoding; None when it was not reduced here, or its encoding
+                lost nothing.
             own_mean: The same, encoded.
             own_mean_scale: What the loss of ``own_mean`` is multiplied by; see
                 `p2ptrain.averaging.robust.feedback_scale`.
@@ -71,16 +73,17 @@ class ErrorFeedback:
             return
         self.residual.zero_()
         for index, part in sent_parts.items():
-            self._set_difference(part_codec, vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
+            self._add_difference(part_codec, vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
         if own_mean_exact is not None and own_mean_scale:
-            self._set_difference(self._codec, own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
+            codec = dense_codec(self._codec)
+            self._add_difference(codec, own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
 
-    def _set_difference(
+    def _add_difference(
         self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float
     ) -> None:
         assert self.residual is not None
-        out = self.residual[offset : offset + exact.numel()]
-        out.copy_(exact)
-        codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -1.0, out)
+        difference = exact.clone()
+        codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -1.0, difference)
         if scale != 1.0:
-            out.mul_(scale)
+            difference.mul_(scale)
+        self.residual[offset : offset + exact.numel()].add_(difference)

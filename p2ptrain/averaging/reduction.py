@@ -21,7 +21,7 @@ from p2ptrain.averaging.robust import (
     out_of_proportion,
     vote_weights,
 )
-from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 
@@ -43,7 +43,7 @@ class RangeCheck:
         codec: How the share is encoded.
     """
 
-    def __init__(self, codec: Codec, spec: AveragingSpec) -> None:
+    def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
         self.codec = codec
         self._max_value = spec.max_value
 
@@ -64,6 +64,8 @@ class PartCheck(RangeCheck):
     Attributes:
         squared_norm: Of the pieces so far; 0 without ``measured``.
     """
+
+    codec: Codec
 
     def __init__(self, codec: Codec, spec: AveragingSpec, measured: bool) -> None:
         super().__init__(codec, spec)
@@ -94,18 +96,32 @@ class OwnShare:
     Attributes:
         parts: By member: the codec and bytes of its part, complete and valid; the owner's own is not among them.
         refused: By member, the owner itself included: why `judge` left it out.
+        own_part: The owner's own part, encoded, once `measure_own` is done; None if it counts as it is.
     """
 
-    def __init__(self, codec: Codec, spec: AveragingSpec, own: torch.Tensor, own_index: int, num_members: int) -> None:
+    def __init__(
+        self, codec: Codec, spec: AveragingSpec, own: torch.Tensor, own_index: int, num_members: int,
+        own_codec: Codec | None = None, lists_parts: bool = False,
+    ) -> None:  # fmt: skip
         """
         Args:
-            codec: How the result is encoded.
+            codec: How the result is encoded, unless it is the list of the parts.
             spec: The rule and the limits.
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_index: Its place in the roster.
             num_members: Size of the roster.
+            own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
+                is. It should be encoded if the codec is sparse: beside what is left of the others' it would be long.
+            lists_parts: Whether the result is a `PartList`, of parts in ``own_codec``.
+
+        Raises:
+            ValueError: Such a list is asked for without ``own_codec``.
         """
+        if lists_parts and own_codec is None:
+            raise ValueError("a list of parts needs the owner's own part encoded")
         self._codec = codec
+        self._own_codec = own_codec
+        self._lists_parts = lists_parts
         self._spec = spec
         self._own = own
         self._own_index = own_index
@@ -113,17 +129,21 @@ class OwnShare:
         self._norms: dict[int, float] = {}
         self.parts: dict[int, tuple[Codec, bytearray]] = {}
         self.refused: dict[int, str] = {}
+        self.own_part: bytearray | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
         """A check for one part that will arrive in this codec."""
         return PartCheck(codec, self._spec, self._is_measured)
 
     def measure_own(self) -> None:
-        """Check and measure the owner's own part; for the compute thread.
+        """Check and measure the owner's own part, encoded if it is to be; for the compute thread.
 
         Raises:
-            CodecError: A value is not finite or beyond ``max_value``.
+            CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
         """
+        if self._own_codec is not None:
+            self._encode_own(self._own_codec)
+            return
         from p2ptrain.codecs.norms import sum_of_squares
 
         squared_norm = 0.0
@@ -132,6 +152,13 @@ class OwnShare:
             check_range(float(piece.abs().amax()), self._spec.max_value)
             squared_norm += sum_of_squares(piece) if self._is_measured else 0.0
         self._norms[self._own_index] = math.sqrt(squared_norm)
+
+    def _encode_own(self, codec: Codec) -> None:
+        part, check = codec.encode(self._own), self.new_check(codec)
+        for low, high in cut(len(self._own), codec.block_size):
+            check(memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
+        self.own_part = part
+        self._norms[self._own_index] = check.norm
 
     def add(self, index: int, part: bytearray, check: PartCheck) -> None:
         """Take in another member's part, with the check that all of it passed."""
@@ -147,7 +174,7 @@ class OwnShare:
 
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: Growing
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Combine the contributors' parts and encode the result, piece by piece; the parts are then forgotten.
 
         Args:
@@ -157,15 +184,22 @@ class OwnShare:
             mean: Grows with each piece.
 
         Returns:
-            The result before encoding, fp32, ``[num_values]``.
+            The result before encoding, fp32, ``[num_values]``; None when it is a list of parts, which loses nothing.
 
         Raises:
             CodecError: The result cannot be encoded.
         """
         import torch
 
-        exact = torch.empty(len(self._own), dtype=torch.float32)
         weights = self.weights(contributors, tokens)
+        if self.own_part is not None and self._own_codec is not None:
+            self.parts[self._own_index] = self._own_codec, self.own_part
+        if self._lists_parts:
+            await runtime.compute(self._list_parts, contributors, weights, mean.data)
+            mean.grow(len(mean.data))
+            self.parts.clear()
+            return None
+        exact = torch.empty(len(self._own), dtype=torch.float32)
         for low, high in cut(len(self._own), self._block_size()):
             await runtime.compute(self._reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
@@ -179,6 +213,11 @@ class OwnShare:
             factors = clip_factors(self._spec, [self._norms[index] for index in contributors], tokens)
             weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
         return weights
+
+    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray) -> None:
+        assert self._own_codec is not None
+        parts = [self.parts[index][1] for index in contributors]
+        PartList(self._own_codec, len(parts)).write(weights, parts, encoded)
 
     def _reduce_piece(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
@@ -201,11 +240,11 @@ class OwnShare:
     def _add_up(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
     ) -> None:
-        """The weighted sum: the owner's part first, then the others' in the order of the roster."""
+        """The weighted sum, in the order of the roster; but the owner's part first where it is not encoded."""
         import torch
 
         weight_of = dict(zip(contributors, weights, strict=True))
-        if self._own_index in weight_of:
+        if self._own_index in weight_of and self._own_index not in self.parts:
             torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
         else:
             exact.zero_()
@@ -216,7 +255,7 @@ class OwnShare:
     def _decoded(self, index: int, low: int, high: int) -> torch.Tensor:
         import torch
 
-        if index == self._own_index:
+        if index == self._own_index and index not in self.parts:
             return self._own[low:high].clone()
         values = torch.empty(high - low, dtype=torch.float32)
         codec, piece = self._encoded(index, low, high)

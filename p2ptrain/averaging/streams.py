@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 from typing import Any
 
+from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck
-from p2ptrain.codecs import Codec, CodecError, smaller_codecs
+from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
 from p2ptrain.network.channel import Channel
 
@@ -82,7 +83,7 @@ class ServedStreams:
     def _codec_of_part(self, peer: str, name: Any) -> Codec:
         attempt, index = self._exchange.attempt, self._exchange.index
         own, low, high = attempt.codec, *attempt.bounds[index : index + 2]
-        for codec in (own, *smaller_codecs(own, attempt.bounds[-1])):
+        for codec in part_codecs(attempt.spec, own, attempt.bounds[-1]):
             if codec.name == name:
                 return codec.part(low, high)
         reason = f"encodes its part in a way that is not allowed beside {own.name}"
@@ -160,7 +161,7 @@ class OpenedStreams:
         try:
             header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
             part_codec = exchange.part_codec.part(attempt.bounds[index], attempt.bounds[index + 1])
-            total = part_codec.encoded_bytes(size) + attempt.codec_of(index).encoded_bytes(size)
+            total = part_codec.encoded_bytes(size) + attempt.mean_codec_of(index).encoded_bytes(size)
             async with exchange.rpc.open(
                 peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total
             ) as channel:
@@ -192,12 +193,22 @@ class OpenedStreams:
         exchange.agreed.set()
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
-        codec = attempt.codec_of(index)
+        if attempt.lists_parts:  # How long its mean is depends on how many contributed.
+            await self._contributors_are_agreed(deadline)
+        codec = attempt.mean_codec_of(index)
         mean, digest = await receive_checked(
             channel, exchange.runtime, codec, len(part), deadline - loop.time(), RangeCheck(codec, exchange.spec)
         )
         attempt.add_mean(index, mean, digest)
         return True
+
+    async def _contributors_are_agreed(self, deadline: float) -> None:
+        """Wait until they are, if need be."""
+        attempt = self._exchange.attempt
+        while attempt.contributors is None:
+            attempt.changed.clear()
+            async with asyncio.timeout_at(deadline):
+                await attempt.changed.wait()
 
     async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
         """Receive a member's signature of the body; and those that it passes on, should they be needed."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.certificate import Body
+from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import Means, Result
@@ -301,10 +302,10 @@ class Synchronizer:
             carry.mul_(self._spec.late_decay)
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-        mean = self._buffer
+        mean, codec = self._buffer, mean_codec_of(self._spec, self._codec, body)
         for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if encoded:
-                self._codec.part(low, high).decode_into(encoded, mean[low:high])
+                codec.part(low, high).decode_into(encoded, mean[low:high])
         self.state.apply(mean)
         if work is not None:
             work.adopt(contributed, carry)

@@ -58,6 +58,7 @@ def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_n
     codec, num_values = get_codec(codec_name), len(share._own)
     mean = Growing(bytearray(codec.encoded_bytes(num_values)))
     exact = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean))
+    assert exact is not None
     assert codec.encode(exact) == mean.data
     return exact
 
