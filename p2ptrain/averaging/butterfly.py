@@ -119,7 +119,7 @@ class Butterfly:
             self.exchange.unencodable = str(error)
             self.exchange.agreed.set()
             return
-        if self._share.own_part is not None:
+        if self._share.own_part:
             self.exchange.sent_parts[self._index] = self._share.own_part
         loop, others = asyncio.get_running_loop(), len(self.attempt.roster.tickets) - 1
         quorum_at: float | None = None

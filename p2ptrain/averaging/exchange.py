@@ -93,7 +93,7 @@ class Exchange:
         self.unencodable = ""
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
-        self.sent_parts: dict[int, bytearray] = {}
+        self.sent_parts: dict[int, bytearray] = attempt.sent_parts if attempt.lists_parts else {}
 
     def changed(self) -> None:
         """Let the state machine look again."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import Exchange
-from p2ptrain.averaging.pieces import receive_checked, send_encoded
+from p2ptrain.averaging.pieces import Check, receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck
-from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.codecs import Codec, CodecError, Decoder
 from p2ptrain.errors import DeadlineError, PeerError, ProtocolError
 from p2ptrain.network.channel import Channel
 
@@ -197,10 +197,21 @@ class OpenedStreams:
             await self._contributors_are_agreed(deadline)
         codec = attempt.mean_codec_of(index)
         mean, digest = await receive_checked(
-            channel, exchange.runtime, codec, len(part), deadline - loop.time(), RangeCheck(codec, exchange.spec)
+            channel, exchange.runtime, codec, len(part), deadline - loop.time(), self._check_of_mean(index, codec)
         )
         attempt.add_mean(index, mean, digest)
         return True
+
+    def _check_of_mean(self, index: int, codec: Decoder) -> Check:
+        exchange, attempt = self._exchange, self._exchange.attempt
+        check_range = RangeCheck(codec, exchange.spec)
+
+        def check(piece: memoryview, low: int, high: int) -> None:
+            check_range(piece, low, high)
+            if attempt.lists_parts:  # Which are not cut.
+                attempt.check_quotes(index, piece, exchange.index)
+
+        return check
 
     async def _contributors_are_agreed(self, deadline: float) -> None:
         """Wait until they are, if need be."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from p2ptrain.codecs.arrays import CHUNK_VALUES, Buffer, byte_array, check_vector
+from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
 from p2ptrain.codecs.base import Codec, CodecError, Decoder
 
 WEIGHT = np.dtype("<f4")
@@ -75,7 +75,7 @@ class PartList(Decoder):
         view = memoryview(out).cast("B")
         start = self._num_parts * WEIGHT.itemsize
         if len(view) != start + sum(memoryview(part).nbytes for part in parts):
-            raise CodecError(f"{len(view)} bytes are no room for these {len(parts)} parts")
+            raise CodecError(f"{len(view)} bytes are no room for these {len(parts)} parts and their weights")
         view[:start] = np.asarray(weights, WEIGHT).tobytes()
         _check_weights(np.frombuffer(view[:start], WEIGHT))
         for part in parts:
@@ -86,21 +86,14 @@ class PartList(Decoder):
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """Add up weight times part, in the list's order: each product and each sum is rounded to fp32 by itself."""
         values = check_vector(out)
-        weights, parts = self._split(data, len(values))
+        weights, parts = self.split(data, len(values))
         values.zero_()
-        block, size = self._codec.block_size, len(values)
-        # In steps that stay in a core's cache; what is added to a value, and in which order, is the same.
-        step = max(block, CHUNK_VALUES // block * block)
-        for low in range(0, size, step):
-            high = min(low + step, size)
-            codec, piece = self._codec.part(low, high), values[low:high]
-            first, last = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
-            for weight, part in zip(weights, parts, strict=True):
-                codec.accumulate_into(part[first:last], weight, piece)
+        for weight, part in zip(weights, parts, strict=True):
+            self._codec.accumulate_into(part, weight, values)
 
     def validate(self, data: Buffer, num_values: int) -> None:
         """Check the length, the weights, and each part."""
-        weights, parts = self._split(data, num_values)
+        weights, parts = self.split(data, num_values)
         _check_weights(np.asarray(weights, WEIGHT))
         for index, part in enumerate(parts):
             try:
@@ -110,12 +103,18 @@ class PartList(Decoder):
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """The largest magnitude among the parts, which a mean does not exceed; weights are not looked at."""
-        peaks = [self._codec.largest(part, num_values) for part in self._split(data, num_values)[1]]
-        return math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks)
+        peaks = [self._codec.largest(part, num_values) for part in self.split(data, num_values)[1]]
+        return math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0)
 
-    def _split(self, data: Buffer, num_values: int) -> tuple[list[float], list[memoryview]]:
-        """The weights and the encoded parts."""
-        byte_array(data, self.encoded_bytes(num_values), f"the list of {self._num_parts} parts")
+    def split(self, data: Buffer, num_values: int) -> tuple[list[float], list[memoryview]]:
+        """The weights and the encoded parts, without a copy; none of no values.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        byte_array(data, self.encoded_bytes(num_values), f"list of {self._num_parts} parts")
+        if not num_values:
+            return [], []
         view, start = memoryview(data).cast("B"), self._num_parts * WEIGHT.itemsize
         part_bytes = self._codec.encoded_bytes(num_values)
         parts = [view[start + i * part_bytes :][:part_bytes] for i in range(self._num_parts)]
