@@ -69,21 +69,28 @@ class ErrorFeedback:
             own_mean_scale: What the loss of ``own_mean`` is multiplied by; see
                 `p2ptrain.averaging.robust.feedback_scale`.
         """
+        import torch
+
         if self.residual is None:
             return
         self.residual.zero_()
         for index, part in sent_parts.items():
-            self._add_difference(part_codec, vector[bounds[index] : bounds[index + 1]], part, bounds[index], 1.0)
+            low, high = bounds[index], bounds[index + 1]
+            _difference(part_codec.part(low, high), vector[low:high], part, 1.0, out=self.residual[low:high])
         if own_mean_exact is not None and own_mean_scale:
-            codec = dense_codec(self._codec)
-            self._add_difference(codec, own_mean_exact, own_mean, bounds[own_index], own_mean_scale)
+            low, high = bounds[own_index], bounds[own_index + 1]
+            own, codec = self.residual[low:high], dense_codec(self._codec).part(low, high)
+            if own_index in sent_parts:
+                out = torch.empty_like(own)
+                own.add_(_difference(codec, own_mean_exact, own_mean, own_mean_scale, out))
+            else:
+                _difference(codec, own_mean_exact, own_mean, own_mean_scale, out=own)
 
-    def _add_difference(
-        self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float
-    ) -> None:
-        assert self.residual is not None
-        difference = exact.clone()
-        codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -1.0, difference)
-        if scale != 1.0:
-            difference.mul_(scale)
-        self.residual[offset : offset + exact.numel()].add_(difference)
+
+def _difference(
+    codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, scale: float, out: torch.Tensor
+) -> torch.Tensor:
+    """What encoding dropped, times ``scale``; into ``out``, which is returned."""
+    out.copy_(exact)
+    codec.accumulate_into(encoded, -1.0, out)
+    return out.mul_(scale) if scale != 1.0 else out

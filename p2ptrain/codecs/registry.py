@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.base import Codec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
@@ -42,6 +44,7 @@ def get_codec(name: str) -> Codec:
     return codec
 
 
+@lru_cache(maxsize=16)
 def dense_codec(codec: Codec) -> Codec:
     """What encodes a mean of vectors in ``codec`` that is not sent as a list of them: the same, or int8 if sparse."""
     if isinstance(codec, MixedCodec):
