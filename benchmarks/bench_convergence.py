@@ -83,10 +83,10 @@ def train(
     started = time.process_time()
     cursor = 0
     for number in range(num_rounds):
-        for peer, worker in zip(peers, swarm, strict=True):
+        for rank, (peer, worker) in enumerate(zip(peers, swarm, strict=True)):
             for step in range(training.every):
                 first = step * training.local_batch
-                samples = sampler.batch(cursor, peers, peer, number, first, training.local_batch)
+                samples = sampler.batch(cursor, (rank, workers), peer, number, first, training.local_batch)
                 worker.step(torch.from_numpy(samples), number * training.every + step)
         cursor = advance(cursor, [training.every * training.local_batch] * workers)
         if workers > 1:

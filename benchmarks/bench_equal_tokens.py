@@ -104,7 +104,7 @@ def train_alone(manifest: Manifest, corpus: Corpus, tokens: Sequence[int]) -> It
     sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
     cursor = 0
     for step in range(due[-1]):
-        worker.step(torch.from_numpy(sampler.batch(cursor, ["alone"], "alone", step, 0, batch)), step)
+        worker.step(torch.from_numpy(sampler.batch(cursor, (0, 1), "alone", step, 0, batch)), step)
         cursor = advance(cursor, [batch])
         for _ in range(due.count(step + 1)):
             yield evaluate(worker.model, manifest, corpus)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
 from p2ptrain.averaging.encodings import lists_parts, mean_codec
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.head import MAX_PRESENT, Head
 from p2ptrain.averaging.robust import vote_weights
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import TemporaryError
@@ -60,7 +61,10 @@ class Attempt:
         head: The head that the result will extend.
         bounds: Share offsets, ``len(roster) + 1``.
         codec: How the whole vector is encoded.
+        swarm: The manifest's digest, 32 bytes.
         spec: The rule by which shares are reduced.
+        levels: Of the round's tree.
+        credential: Above level 0: the certificate of the result that this peer brings, in wire form.
         means: Encoded mean of each share, as far as they arrived.
         hashes: Their `bulk_hash`.
         contributors: Indices into the roster, once agreed.
@@ -78,6 +82,8 @@ class Attempt:
     codec: Codec
     swarm: bytes
     spec: AveragingSpec
+    levels: int = 1
+    credential: bytes = b""
     means: list[bytes | bytearray | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
@@ -149,7 +155,12 @@ class Attempt:
         """The body for what is held."""
         assert self.contributors is not None
         assert self.is_complete()
+        return self.body_of(self.contributors, tuple(self.hashes))
+
+    def body_of(self, contributors: tuple[int, ...], hashes: tuple[bytes, ...]) -> Body:
+        """The only body that this roster can have with these contributors and means."""
         tickets = self.roster.tickets
+        level, peers = tickets[0].level, tuple(ticket.peers for ticket in tickets)
         return Body(
             swarm=self.swarm,
             round=self.head.round,
@@ -158,10 +169,15 @@ class Attempt:
             samples_before=self.head.samples,
             group_id=self.roster.group_id,
             members=self.roster.members,
-            contributors=tuple((i, tickets[i].tokens, tickets[i].samples) for i in self.contributors),
+            contributors=tuple((i, tickets[i].tokens, tickets[i].samples) for i in contributors),
             codec=f"{self.codec.name}/{self.codec.version}",
             bounds=self.bounds,
-            hashes=tuple(self.hashes),
+            hashes=hashes,
+            present=min(MAX_PRESENT, max(sum(peers), median_low(ticket.sees for ticket in tickets))),
+            level=level,
+            levels=self.levels,
+            peers=peers,
+            children=tuple(ticket.child for ticket in tickets) if level else (),
         )
 
     def add_proof(self, peer: str, proof: Any, verifier: Signer) -> bool:

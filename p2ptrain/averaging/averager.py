@@ -1,32 +1,36 @@
-"""One peer's averaging: find a group, reduce, certify; retry without who failed; typed errors for the rest."""
+"""One peer's averaging: find a group, reduce, certify; retry without who failed; typed errors for the rest.
+
+While the swarm fits in one group, that ends the round. In a larger one the group's result goes up the tree
+(`p2ptrain.averaging.cells`): one delegate takes it to a group of delegates, in the same way, and the others wait for
+what becomes of it (`p2ptrain.averaging.descent`). If a delegate fails, the next one stands in.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
+from p2ptrain.averaging.attempt import AttemptFailedError
+from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.certificate import Certificate, Roster, Ticket
-from p2ptrain.averaging.encodings import part_codecs
-from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.history import History, Result
+from p2ptrain.averaging.certificate import Body, Certificate, Ticket
+from p2ptrain.averaging.descent import Ascent, Descent
+from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.feedback import Encoded
+from p2ptrain.averaging.grid import delegate_order
+from p2ptrain.averaging.head import MAX_PRESENT, Head
+from p2ptrain.averaging.history import History, Means, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.robust import feedback_scale
-from p2ptrain.averaging.settle import Settlements
-from p2ptrain.averaging.shares import share_weights, split_shares
-from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
 from p2ptrain.codecs import Codec, dense_codec
-from p2ptrain.errors import PeerRefusedError
+from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -37,9 +41,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
-ROSTER_WAIT_SECONDS = 5.0
+MAX_DELEGATES = 3
+"""So many members of a group may stand for it, one after the other."""
 MIN_HISTORY_BYTES = 64 << 20
-ROUNDS_REMEMBERED = 16
+MAX_PARTIAL_RESULTS = 8
 
 
 @dataclass(frozen=True)
@@ -47,31 +52,52 @@ class RoundOutcome:
     """A certified round, as one member takes it home.
 
     Attributes:
-        result: The certificate and the encoded means.
+        result: The certificate that ends the round, and the encoded means.
         contributed: Whether this peer's contribution is in the mean.
-        sent_parts: By share: this peer's encoded parts, for error feedback; its own share's too if that is sparse.
-        part_codec: How they are encoded.
-        own_index: Its place in the roster.
-        own_mean_exact: The mean of its share before encoding; None when the result came from another member, or its
-            encoding lost nothing.
-        own_mean_scale: What that mean's loss is multiplied by for error feedback.
-        attempts: How many attempts it took.
-        matchmaking_seconds: Time spent finding groups.
-        transfer_seconds: Time spent reducing and signing.
+        place: Among all peers of the round, and their number: which samples it reads in the next.
+        encoded: What this peer encoded on its way, for error feedback.
+        attempts: How many attempts it took until this peer's group had a result.
+        matchmaking_seconds: Time spent finding that group.
+        transfer_seconds: Time spent reducing and signing, up and down the tree included.
         refusal: Why the group refused this peer's contribution for good; empty when it did not.
     """
 
     result: Result
     contributed: bool
-    sent_parts: dict[int, bytearray]
-    part_codec: Codec
-    own_index: int
-    own_mean_exact: torch.Tensor | None
-    own_mean_scale: float
+    place: tuple[int, int]
+    encoded: tuple[Encoded, ...]
     attempts: int
     matchmaking_seconds: float
     transfer_seconds: float
     refusal: str
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What this peer's ticket says on one level."""
+
+    tokens: int
+    samples: int
+    bandwidth: int
+    level: int = 0
+    child: bytes = b""
+    peers: int = 1
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A group's result on one level, as one member came to it."""
+
+    butterfly: Butterfly
+    certificate: Certificate
+    attempts: int
+    matchmaking_seconds: float
+    transfer_seconds: float
+
+    @property
+    def means(self) -> Means:
+        """The encoded means of all shares."""
+        return [mean if mean is not None else b"" for mean in self.butterfly.attempt.means]
 
 
 class Averager:
@@ -83,7 +109,6 @@ class Averager:
         matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
         history: The last results, for laggards.
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
-        gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
     """
 
     def __init__(
@@ -126,17 +151,15 @@ class Averager:
         history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
         self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
         self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
-        self.gave_up_on = b""
         self.is_reachable: Callable[[], bool] = lambda: True
-        self._speeds = Speeds()
-        self._durations: deque[float] = deque(maxlen=ROUNDS_REMEMBERED)
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
-        self._settlements = Settlements(rpc, signer, self.history)
-        self._running: dict[bytes, Butterfly] = {}
-        self._arrived = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
-        rpc.serve_channel("butterfly", self._serve_butterfly)
+        self._attempts = Attempts(
+            rpc, runtime, signer, swarm, spec, codec, membership, self.matchmaker, self.history, num_values
+        )
+        self._attempts.on_phase = self._enter
+        self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
+        self._own_results: deque[Body] = deque(maxlen=MAX_PARTIAL_RESULTS)
 
     @property
     def head(self) -> Head:
@@ -147,15 +170,16 @@ class Averager:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
         self.matchmaker.move(head)
 
+    @property
+    def gave_up_on(self) -> bytes:
+        """The lineage of the last head at which an attempt was given up that others may have completed."""
+        return self._attempts.gave_up_on
+
     async def close(self) -> None:
         """End everything that this averager started."""
         await self.matchmaker.close()
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        for butterfly in list(self._running.values()):
-            await butterfly.stop_sending()
-            await butterfly.stop_serving(linger=False)
+        self._descent.close()
+        await self._attempts.close()
 
     async def average(self, vector: torch.Tensor, tokens: int, samples: int, bandwidth: int = 0) -> RoundOutcome:
         """Average ``vector`` with the other peers' for the round of the current head.
@@ -170,8 +194,28 @@ class Averager:
             BehindError: The swarm is ahead, or on a lineage that wins.
             MismatchError: This peer's state is not that of the others.
             NoGroupError: No group within the deadline.
-            AttemptFailedError: Every attempt broke.
+            AttemptFailedError: Every attempt broke, or nothing came of the group's result.
             UnencodableError: ``vector`` does not fit the codec.
+        """
+        loop, head = asyncio.get_running_loop(), self.head
+        wish = _Wish(tokens, samples, bandwidth)
+        above: list[_Stage] = []
+        try:
+            ground = await self._average_level(head, vector, wish, b"")
+            risen = loop.time()
+            if ground.certificate.body.is_last:
+                ascent = Ascent((), ground.means)
+            else:
+                ascent, above = await self._rise(head, ground, wish)
+        finally:
+            self._enter("idle")
+        return self._outcome(ground, ascent, above, loop.time() - risen)
+
+    async def _average_level(self, head: Head, vector: torch.Tensor, wish: _Wish, credential: bytes) -> _Stage:
+        """Find a group on one level of the tree, and average with it.
+
+        Raises:
+            See `average`.
         """
         loop = asyncio.get_running_loop()
         matchmaking = transfer = 0.0
@@ -179,143 +223,163 @@ class Averager:
         for attempt_number in range(1, MAX_ATTEMPTS + 1):
             started = loop.time()
             self._enter("matchmaking")
-            try:
-                roster = await self.matchmaker.find_group(self._ticket(tokens, samples, bandwidth))
-                matched = loop.time()
-                matchmaking += matched - started
-                butterfly = self._prepare(roster, vector)
-                self._enter("scatter")
-                certificate, failure = await self._attempt_round(butterfly, failure)
-                transfer += loop.time() - matched
-            finally:
-                self._enter("idle")
+            roster = await self.matchmaker.find_group(self._ticket(head, wish))
+            matched = loop.time()
+            matchmaking += matched - started
+            butterfly = self._attempts.prepare(roster, head, vector, credential)
+            self._enter("scatter")
+            certificate, failure = await self._attempts.run(butterfly, failure)
+            transfer += loop.time() - matched
             if certificate is not None:
-                return self._outcome(butterfly, certificate, attempt_number, matchmaking, transfer)
+                return _Stage(butterfly, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
-    def _outcome(
-        self, butterfly: Butterfly, certificate: Certificate, attempts: int, matchmaking: float, transfer: float
-    ) -> RoundOutcome:
+    async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+        """See a group's result through to the end of the round: stand for the group, or wait for who does.
+
+        Returns:
+            What became of it, and this peer's stages further up, the lowest first.
+
+        Raises:
+            AttemptFailedError: Nothing that this peer knows of.
+        """
+        body = stage.certificate.body
+        if body.level == 0:
+            self._own_results.append(body)
+        self._descent.expect(body)
+        ascent, above = None, list[_Stage]()
+        try:
+            for delegate in self._delegates(stage)[:MAX_DELEGATES]:
+                try:
+                    if delegate == self._rpc.peer_id:
+                        ascent, above = await self._represent(head, stage, wish)
+                    else:
+                        self._enter("gather")
+                        ascent = await self._descent.fetch(delegate, body, self._num_values, self._seconds_above(body))
+                    break
+                except (TemporaryError, IntegrityError) as error:
+                    logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
+                    if delegate == self._rpc.peer_id:
+                        self._descent.conclude(body, None)
+        finally:
+            self._descent.conclude(body, ascent)
+        if ascent is None:
+            self._attempts.gave_up_on = head.lineage
+            raise AttemptFailedError("no delegate brought the group's result to the others")
+        return ascent, above
+
+    def _delegates(self, stage: _Stage) -> list[str]:
+        """Who stands for a group, in order: its contributors, those first that others can open streams to."""
+        body, tickets = stage.certificate.body, stage.butterfly.attempt.roster.tickets
+        members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
+        order = delegate_order(body.lineage, body.round, body.level, members)
+        return sorted(order, key=lambda peer: not members[peer])
+
+    def _seconds_above(self, body: Body) -> float:
+        """How long the levels above a result may take."""
+        spec, levels = self._spec, body.levels - 1 - body.level
+        return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
+
+    async def _represent(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+        """Take a group's result to the next level, and from there on up."""
+        body = stage.certificate.body
+        vector = await self._runtime.compute(self._decode, body, stage.means)
+        brought = replace(
+            wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
+            peers=sum(body.peers),
+        )  # fmt: skip
+        upper = await self._average_level(head, vector, brought, stage.certificate.to_bytes())
+        if upper.certificate.body.is_last:
+            return Ascent((upper.certificate,), upper.means), [upper]
+        ascent, above = await self._rise(head, upper, brought)
+        return Ascent((upper.certificate, *ascent.path), ascent.means), [upper, *above]
+
+    def counted(self, body: Body) -> bool:
+        """Whether this peer's work is in a round's result that it did not see completed: then it must not count again.
+
+        Where that cannot be told, because the way up the tree is not known here, it is if anybody spoke for its cell.
+        """
+        own = self._rpc.peer_id
+        if body.levels == 1:
+            return any(body.members[index] == own for index, *_ in body.contributors)
+        mine = [result for result in self._own_results if result.lineage == body.lineage]
+        mine = [result for result in mine if own in [result.members[index] for index, *_ in result.contributors]]
+        if not mine and self.gave_up_on != body.lineage:
+            return False
+        brought = {body.children[index] for index, *_ in body.contributors}
+        if mine and body.level == 1 and self.gave_up_on != body.lineage:
+            return any(result.body_hash in brought for result in mine)
+        cells, head = self.matchmaker.cells, self.head
+        key = cells.key_of(head, own, body.level)
+        return cells.slot(key, own) in {cells.slot(key, body.members[index]) for index, *_ in body.contributors}
+
+    def _decode(self, body: Body, means: Means) -> torch.Tensor:
+        import torch
+
+        vector = torch.empty(self._num_values, dtype=torch.float32)
+        codec = mean_codec_of(self._spec, self._codec, body)
+        for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
+            if mean:
+                codec.part(low, high).decode_into(mean, vector[low:high])
+        return vector
+
+    def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:
+        body, butterfly = ground.certificate.body, ground.butterfly
         own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
-        indices = [index for index, *_ in certificate.body.contributors]
-        tokens = [tokens for _, tokens, _ in certificate.body.contributors]
-        contributed = own_index in indices
+        last = ascent.path[-1] if ascent.path else ground.certificate
+        contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
+        encoded = self._encoded([ground, *above]) if contributed else ()
+        for stage in [ground, *above]:
+            if stage.certificate is not last:
+                stage.butterfly.attempt.means = []
         return RoundOutcome(
-            result=Result(certificate, [mean if mean is not None else b"" for mean in butterfly.attempt.means]),
+            result=Result(last, ascent.means),
             contributed=contributed,
-            sent_parts=butterfly.exchange.sent_parts,
-            part_codec=butterfly.exchange.part_codec,
-            own_index=own_index,
-            own_mean_exact=butterfly.own_mean_exact,
-            own_mean_scale=feedback_scale(self._spec, tokens, indices.index(own_index)) if contributed else 0.0,
-            attempts=attempts,
-            matchmaking_seconds=matchmaking,
-            transfer_seconds=transfer,
+            place=ascent.place_of(body, own_index),
+            encoded=encoded,
+            attempts=ground.attempts,
+            matchmaking_seconds=ground.matchmaking_seconds,
+            transfer_seconds=ground.transfer_seconds + seconds_above,
             refusal=butterfly.refusal,
         )
+
+    def _encoded(self, stages: list[_Stage]) -> tuple[Encoded, ...]:
+        """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
+        encoded, scale = [], 1.0
+        for stage in stages:
+            body, butterfly = stage.certificate.body, stage.butterfly
+            own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+            indices = [index for index, *_ in body.contributors]
+            if own_index not in indices:
+                break
+            tokens = [tokens for _, tokens, _ in body.contributors]
+            mean_scale = scale * feedback_scale(self._spec, tokens, indices.index(own_index))
+            encoded.append(
+                Encoded(
+                    butterfly.exchange.vector,
+                    body.bounds,
+                    butterfly.exchange.sent_parts,
+                    butterfly.exchange.part_codec,
+                    scale,
+                    own_index,
+                    butterfly.own_mean_exact,
+                    stage.means[own_index],
+                    dense_codec(butterfly.attempt.codec),
+                    mean_scale,
+                )
+            )
+            scale = mean_scale
+        return tuple(encoded)
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
         self.on_phase(phase, self.head.round)
 
-    def _ticket(self, tokens: int, samples: int, bandwidth: int) -> Ticket:
-        head = self.head
+    def _ticket(self, head: Head, wish: _Wish) -> Ticket:
         ticket = Ticket(
-            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, tokens, samples, bandwidth,
-            self.is_reachable(), self._speeds.told(), self._runtime.random.randbytes(16),
+            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
+            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), self._runtime.random.randbytes(16),
+            min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())), head.present, wish.level, wish.child,
+            wish.peers,
         )  # fmt: skip
         return ticket.signed(self._swarm, self._signer)
-
-    def _prepare(self, roster: Roster, vector: torch.Tensor) -> Butterfly:
-        tickets, codec, spec = roster.tickets, self._codec, self._spec
-        rates = agreed_rates(tickets)
-        weights = share_weights(owner_rates(tickets, rates))
-        shares = split_shares(self._num_values, weights, codec.block_size)
-        bounds = (0, *(high for _, high in shares))
-        usual, *smaller = part_codecs(spec, codec, self._num_values)
-        part = part_codec(
-            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
-            self._num_values, spec.grace_seconds,
-        )  # fmt: skip
-        attempt = Attempt(roster, self.head, bounds, codec, self._swarm, spec)
-        streams = len(tickets) - 1
-        butterfly = Butterfly(
-            attempt, vector, self._rpc, self._runtime, self._signer, spec, self._enter,
-            attempt_seconds(self._durations, spec), part,
-            lambda peer, num_bytes, seconds: self._speeds.observe(peer, num_bytes, seconds, streams),
-        )  # fmt: skip
-        self._settlements.remember(attempt)
-        self._running[roster.group_id] = butterfly
-        self._arrived.set()
-        self._arrived = asyncio.Event()
-        return butterfly
-
-    async def _attempt_round(
-        self, butterfly: Butterfly, failure: AttemptFailedError
-    ) -> tuple[Certificate | None, AttemptFailedError]:
-        """Run one attempt to a certificate, settling it when it breaks; (None, why) when it is given up."""
-        attempt = butterfly.attempt
-        group = attempt.roster.group_id
-        certificate = None
-        started = asyncio.get_running_loop().time()
-        try:
-            try:
-                certificate = await butterfly.run()
-                self._durations.append(asyncio.get_running_loop().time() - started)
-            except AttemptFailedError as error:
-                failure = error
-                if isinstance(error, LateError):
-                    self._durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
-                logger.info("round %d: attempt failed: %s", attempt.head.round, error)
-                for peer in error.suspects:
-                    self.matchmaker.lost(peer)
-                    if isinstance(error, LateError):
-                        self._membership.suspect(peer, str(error))
-                        if error.as_owners:  # How slowly it sends was measured.
-                            self._speeds.was_late(peer)
-                    else:
-                        self._membership.broke_with(peer, str(error), self.matchmaker.last_leader)
-                butterfly.give_up(error.suspects)
-                await butterfly.stop_sending()
-                certificate = await self._settlements.settle(attempt)
-                if certificate is None:
-                    if not attempt.withholds:
-                        self.gave_up_on = attempt.head.lineage
-                    self.matchmaker.group_broke()
-                    if isinstance(error, UnencodableError):
-                        raise
-            self._judge(butterfly, certificate)
-        finally:
-            await asyncio.shield(butterfly.stop_sending())
-            task = asyncio.create_task(self._linger(group, butterfly, certificate is not None), name="linger")
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
-        return certificate, failure
-
-    def _judge(self, butterfly: Butterfly, certificate: Certificate | None) -> None:
-        """Remember with whom a round came to its end, and who sent what had to be refused."""
-        for peer, reason in butterfly.exchange.refused.items():
-            self._membership.broke_with(peer, reason)
-        if certificate is not None:
-            body = certificate.body
-            for index, *_ in body.contributors:
-                self._membership.finished_with(body.members[index])
-                self._speeds.was_in_time(body.members[index])
-
-    async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
-        try:
-            await butterfly.stop_serving(linger=committed)
-        finally:
-            self._running.pop(group, None)
-
-    async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
-        group = request.get("group")
-        if type(group) is not bytes:
-            raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running and not self._settlements.knows(group):
-                    await self._arrived.wait()
-        if group not in self._running:
-            raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
-        await self._running[group].serve(channel, request)

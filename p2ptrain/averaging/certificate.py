@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from p2ptrain.averaging.head import DIGEST_BYTES, MAX_COUNT, Head
+from p2ptrain.averaging.head import DIGEST_BYTES, MAX_COUNT, MAX_PRESENT, Head
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.signing import Signer
@@ -23,6 +23,7 @@ MAX_MEMBERS = 256
 MAX_PROOF_BYTES = 2048
 MAX_RATES_BYTES = 1024
 MAX_CERTIFICATE_BYTES = 1 << 20
+MAX_LEVELS = 16
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class Ticket:
         reachable: Whether others can open streams to it; who cannot be reached owns no share.
         rates: How fast others sent to it lately; see `p2ptrain.averaging.speeds`.
         nonce: Makes every attempt of a peer distinct, 16 bytes.
+        sees: Trainers that the peer knows of, itself included; their median is what the next head counts.
+        present: Peers that its head counts.
+        level: Of the tree (`p2ptrain.averaging.cells`); above 0 a delegate brings the result of a group of the level
+            below, whose tokens and most samples of a peer are the ticket's.
+        child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
+        peers: Peers for whom the ticket speaks: 1 on level 0.
         proof: Its signature.
     """
 
@@ -55,6 +62,11 @@ class Ticket:
     reachable: bool
     rates: bytes
     nonce: bytes
+    sees: int = 1
+    present: int = 0
+    level: int = 0
+    child: bytes = b""
+    peers: int = 1
     proof: bytes = b""
 
     def message(self, swarm: bytes) -> bytes:
@@ -64,7 +76,8 @@ class Ticket:
     def _fields(self) -> list[Any]:
         return [
             self.peer, self.round, self.lineage, self.digest, self.layout,
-            self.tokens, self.samples, self.bandwidth, self.reachable, self.rates, self.nonce, self.proof,
+            self.tokens, self.samples, self.bandwidth, self.reachable, self.rates, self.nonce,
+            self.sees, self.present, self.level, self.child, self.peers, self.proof,
         ]  # fmt: skip
 
     def signed(self, swarm: bytes, signer: Signer) -> Ticket:
@@ -82,7 +95,7 @@ class Ticket:
         Raises:
             IntegrityError: A field is missing or out of range, or the signature does not match.
         """
-        if not (isinstance(values, list) and len(values) == 12):
+        if not (isinstance(values, list) and len(values) == 17):
             raise IntegrityError("a ticket is malformed")
         ticket = cls(*values)
         hashes = (ticket.lineage, ticket.digest, ticket.layout)
@@ -99,10 +112,16 @@ class Ticket:
             and len(ticket.nonce) == 16
             and type(ticket.proof) is bytes
             and len(ticket.proof) <= MAX_PROOF_BYTES
+            and all(type(count) is int and 0 <= count <= MAX_PRESENT for count in (ticket.sees, ticket.present))
+            and all(type(count) is int for count in (ticket.level, ticket.peers))
+            and 0 <= ticket.level < MAX_LEVELS
+            and type(ticket.child) is bytes
+            and len(ticket.child) == (DIGEST_BYTES if ticket.level else 0)
+            and 1 <= ticket.peers <= (MAX_PRESENT if ticket.level else 1)
         ):
             raise IntegrityError("a ticket has fields out of range")
-        if not (type(ticket.tokens) is int and 0 < ticket.tokens <= max_weight):
-            raise IntegrityError(f"a ticket claims a weight outside 1 to {max_weight:g} tokens")
+        if not (type(ticket.tokens) is int and 0 < ticket.tokens <= max_weight * ticket.peers):
+            raise IntegrityError(f"a ticket claims a weight outside 1 to {max_weight:g} tokens for each peer")
         if ticket.samples > max_weight:  # Or one ticket could push the data position out of every head's range.
             raise IntegrityError(f"a ticket claims more than {max_weight:g} samples")
         if not verifier.verify(ticket.peer, ticket.message(swarm), ticket.proof):
@@ -152,6 +171,11 @@ class Body:
         codec: Name and version of the codec, such as ``int8/1``.
         bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
         hashes: `bulk_hash` of each owner's encoded mean; of nothing for an empty share.
+        present: Peers that the swarm has, by the members' median count: how the next round's tree is shaped.
+        level: Of the tree on which this roster averaged.
+        levels: That the tree has; only a result of the last one ends the round.
+        peers: By member: peers for whom it spoke; all 1 on level 0.
+        children: By member: the result of the level below that it brought, 32 bytes each; empty on level 0.
     """
 
     swarm: bytes
@@ -165,12 +189,18 @@ class Body:
     codec: str
     bounds: tuple[int, ...]
     hashes: tuple[bytes, ...]
+    present: int = 0
+    level: int = 0
+    levels: int = 1
+    peers: tuple[int, ...] = ()
+    children: tuple[bytes, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Canonical msgpack."""
         return canonical_bytes([
             self.swarm, self.round, self.lineage, self.tokens_before, self.samples_before, self.group_id,
             list(self.members), [list(c) for c in self.contributors], self.codec, list(self.bounds), list(self.hashes),
+            self.present, self.level, self.levels, list(self.peers), list(self.children),
         ])  # fmt: skip
 
     @property
@@ -190,8 +220,18 @@ class Body:
 
     @property
     def next_samples(self) -> int:
-        """The data position after this round: every member's stride advances as far as the fastest one read."""
-        return self.samples_before + len(self.members) * max((samples for *_, samples in self.contributors), default=0)
+        """The data position after this round: every peer's stride advances as far as the fastest one read."""
+        return self.samples_before + sum(self.peers) * self.most_samples
+
+    @property
+    def most_samples(self) -> int:
+        """What the fastest contributor read."""
+        return max((samples for *_, samples in self.contributors), default=0)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this result ends the round: it is of the tree's last level."""
+        return self.level == self.levels - 1
 
     def next_head(self, digest: bytes, certificate: bytes) -> Head:
         """The head after this result.
@@ -199,15 +239,21 @@ class Body:
         Args:
             digest: Of the state with this result applied, 32 bytes.
             certificate: In wire form.
+
+        Raises:
+            IntegrityError: The result is one of a part of the swarm only.
         """
+        if not self.is_last:
+            raise IntegrityError("a result of a part of the swarm does not end a round")
         return Head(
             self.round + 1,
             self.next_lineage,
             self.tokens_before + self.tokens,
             self.next_samples,
             digest,
-            self.members,
+            self.members if self.levels == 1 else (),
             certificate,
+            self.present,
         )
 
     @classmethod
@@ -219,15 +265,22 @@ class Body:
         """
         try:
             values = msgpack.unpackb(data, raw=False)
-            swarm, round_, lineage, tokens, samples, group, members, contributors, codec, bounds, hashes = values
+            (
+                swarm, round_, lineage, tokens, samples, group, members, contributors, codec, bounds, hashes,
+                present, level, levels, peers, children,
+            ) = values  # fmt: skip
             body = cls(
                 swarm, round_, lineage, tokens, samples, group, tuple(members),
                 tuple((i, t, s) for i, t, s in contributors), codec, tuple(bounds), tuple(hashes),
+                present, level, levels, tuple(peers), tuple(children),
             )  # fmt: skip
             size = len(body.members)
             indices = [index for index, *_ in body.contributors]
             valid = (
-                all(type(h) is bytes and len(h) == DIGEST_BYTES for h in (swarm, lineage, group, *body.hashes))
+                all(
+                    type(h) is bytes and len(h) == DIGEST_BYTES
+                    for h in (swarm, lineage, group, *body.hashes, *body.children)
+                )
                 and all(type(count) is int and 0 <= count < MAX_COUNT for count in (round_, tokens, samples, *bounds))
                 and 0 < size <= MAX_MEMBERS
                 and len(set(body.members)) == size
@@ -240,6 +293,12 @@ class Body:
                 and len(body.bounds) == size + 1
                 and len(body.hashes) == size
                 and list(body.bounds) == sorted(body.bounds)
+                and all(type(count) is int for count in (present, level, levels, *body.peers))
+                and 0 <= level < levels <= MAX_LEVELS
+                and len(body.peers) == size
+                and all(1 <= count <= (MAX_PRESENT if level else 1) for count in body.peers)
+                and sum(body.peers) <= present <= MAX_PRESENT
+                and len(body.children) == (size if level else 0)
                 and body.to_bytes() == data
             )
         except (ValueError, TypeError, msgpack.UnpackException) as error:

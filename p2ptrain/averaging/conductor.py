@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
+from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.leaders import Key, Leaders
+from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership, rank
 from p2ptrain.averaging.rally import Answer, Rally, decide
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
@@ -43,20 +44,28 @@ class Place:
 
     Attributes:
         head: Its head.
+        peer: Its id.
+        cells: Who averages where.
         participates: Whether it trains: a leader then waits for itself too.
-        following: The round for which it handed in a ticket, and to whom.
-        closing: The round that should be closed with what this peer has.
+        following: The group for which it handed in a ticket, and to whom.
+        closing: The group that should be formed with what this peer has.
     """
 
     head: Head
+    peer: str
+    cells: Cells
     participates: bool = False
     following: tuple[Key, str] | None = None
     closing: Key | None = None
 
     @property
     def key(self) -> Key:
-        """The round in progress."""
-        return self.head.round, self.head.lineage
+        """The group of level 0 in which it averages in the round in progress."""
+        return self.cells.key_of(self.head, self.peer)
+
+    def is_of(self, key: Key) -> bool:
+        """Whether a group is one of the round in progress."""
+        return key[:3] == (self.head.round, self.head.lineage, self.head.present)
 
     def close(self, key: Key) -> None:
         """Close the round in progress with what this peer has, if it is this one."""
@@ -76,7 +85,7 @@ async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any
         IntegrityError: Its head is malformed.
         DeadlineError: No answer in time.
     """
-    request = {"round": key[0], "lineage": key[1], "closing": closing}
+    request = {"key": list(key), "closing": closing}
     reply = await rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
     return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
 
@@ -114,6 +123,7 @@ class Conductor:
         self._leaders = leaders
         self._place = place
         self._batch_target = batch_target
+        self._cells = place.cells
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -143,32 +153,44 @@ class Conductor:
         own, rally = self._rpc.peer_id, self._rallies.get(key)
         if leader == own or rally is None or rally.over or not rally.members:
             return leader
-        if leader in rally.members and rank(own, *key) < rank(leader, *key):
+        if rally.has(leader) and rank(own, key) < rank(leader, key):
             return own
         rally.answer_all({"kind": "redirect", "peer": leader})
         return leader
 
-    def rally(self, head: Head) -> Rally:
-        """The rally for the round of this head, opened when there is none."""
-        key = (head.round, head.lineage)
+    def rally(self, head: Head, key: Key) -> Rally:
+        """The rally for a group of the round after this head, opened when there is none."""
         rally = self._rallies.get(key)
         if rally is None or rally.over:
             while len(self._rallies) >= MAX_RALLIES:
                 # Never let tickets for made-up rounds push out the real one.
-                own = self._place.key
-                oldest = min(self._rallies, key=lambda k: (k == own, self._rallies[k].last_activity))
+                oldest = min(self._rallies, key=lambda k: (self._place.is_of(k), self._rallies[k].last_activity))
                 self._rallies.pop(oldest).answer_all({"kind": "refused", "reason": "too many rallies at once"})
-            rally = self._rallies[key] = Rally(head, self._spec, GlobalBatch(self._batch_target, self._pace))
+            target = -(-self._batch_target // self._cells.num_cells(key)) if key.level == 0 else 0
+            rally = self._rallies[key] = Rally(
+                head, key, self._spec_of(key), GlobalBatch(target, self._pace), lambda peer: self._cells.slot(key, peer)
+            )
             rally.last_activity = asyncio.get_running_loop().time()
             task = asyncio.create_task(self._conduct(key, rally), name=f"rally-{head.round}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return rally
 
+    def _spec_of(self, key: Key) -> AveragingSpec:
+        """Quorum, grace, deadlines of one group.
+
+        A small cell is as good as a large one: the minimum is that of the swarm. Groups of delegates get theirs after
+        others took up their grace periods.
+        """
+        alone = self._cells.num_levels(key.present) == 1
+        grace = self._spec.grace_seconds * (1 + key.level)
+        return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
+
     async def _serve_join(self, channel: Channel, request: dict[str, Any]) -> None:
         ticket = Ticket.from_wire(request.get("ticket"), self._swarm, self._signer, self._spec.max_weight)
         head = Head.from_dict(request.get("head"))
-        if ticket.peer != channel.remote or (head.round, head.lineage) != (ticket.round, ticket.lineage):
+        same = (head.round, head.lineage, head.present) == (ticket.round, ticket.lineage, ticket.present)
+        if ticket.peer != channel.remote or not same or ticket.level >= self._cells.num_levels(ticket.present):
             raise IntegrityError("this ticket is not yours, or not for your head")
         tried, hops, avoid = request.get("tried"), request.get("hops"), request.get("avoid")
         if not (isinstance(tried, list) and type(hops) is int and isinstance(avoid, list)):
@@ -193,14 +215,14 @@ class Conductor:
         own = self._rpc.peer_id
         if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
             return {"kind": "behind", "peer": own}
-        key = (ticket.round, ticket.lineage)
-        if self._place.following == (key, ticket.peer) and rank(ticket.peer, *key) < rank(own, *key):
+        key = self._cells.key_of(ticket, ticket.peer, ticket.level)
+        if self._place.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
             return {"kind": "redirect", "peer": ticket.peer}  # Tickets crossed: see `settle_on`.
         if hops < MAX_HOPS:
             best = self._leaders.candidates(key, tried)[0]
             if best not in (own, ticket.peer):
                 return {"kind": "redirect", "peer": best}
-        rally = self.rally(head)
+        rally = self.rally(head, key)
         answer = rally.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid[:MAX_AVOIDED_PEERS]))
         try:
             return await answer
@@ -227,7 +249,7 @@ class Conductor:
             ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch.
         """
         loop = asyncio.get_running_loop()
-        rally = self.rally(head)
+        rally = self.rally(head, self._cells.key_of(head, peer))
         rally.report(peer, Report(*told, loop.time()))
         deadline = loop.time() + REPORT_WAIT_SECONDS
         while not (rally.closing or rally.batch.is_full or rally.over):
@@ -243,11 +265,13 @@ class Conductor:
         return self._leaders.order(key, peer) < self._leaders.order(key, self._rpc.peer_id)
 
     def _expected(self, rally: Rally) -> list[str]:
-        told = {*rally.batch.peers, *self._leaders.nudgers((rally.head.round, rally.head.lineage))}
+        """The slots that a rally waits for."""
+        told = {*rally.batch.peers, *self._leaders.nudgers(rally.key)}
         peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
         peers.discard(self._rpc.peer_id)
-        mine = self._place.key == (rally.head.round, rally.head.lineage)
-        return sorted([*peers, self._rpc.peer_id] if self._place.participates and mine else peers)
+        if self._place.participates and self._place.is_of(rally.key):
+            peers.add(self._rpc.peer_id)
+        return sorted({rally.slot_of(peer) for peer in peers if self._cells.includes(rally.key, peer)})
 
     async def _conduct(self, key: Key, rally: Rally) -> None:
         """Run one rally to its end; the leader's main loop."""
@@ -275,7 +299,9 @@ class Conductor:
                     break
                 if not rally.members and now - rally.last_activity > IDLE_RALLY_SECONDS:
                     break
-                missing = [peer for peer in expected if peer not in rally.members and peer != self._rpc.peer_id]
+                # Above level 0 nobody is asked: who stands for a cell is the cell's business.
+                missing = [] if key.level else [peer for peer in expected if peer not in rally.members]
+                missing = [peer for peer in missing if peer != self._rpc.peer_id]
                 for peer in missing if rally.members or rally.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
@@ -298,7 +324,7 @@ class Conductor:
                 del self._rallies[key]
 
     def _finish(self, rally: Rally, expected: list[str], reason: str) -> None:
-        late = [peer for peer in expected if peer not in rally.members]
+        late = [] if rally.key.level else [peer for peer in expected if peer not in rally.members]
         members = rally.form()
         for peer in late:
             self._membership.missed_round(peer)

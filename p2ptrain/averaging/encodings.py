@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.averaging.robust import COORDINATE_RULES, VOTING_RULES
-from p2ptrain.codecs import Codec, Decoder, PartList, dense_codec, smaller_codecs
+from p2ptrain.codecs import Codec, Decoder, PartList, codec_at, dense_codec, smaller_codecs
 from p2ptrain.codecs.traffic import fewer_bytes_listed
 from p2ptrain.manifest import AveragingSpec
 
@@ -72,4 +72,4 @@ def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: 
 
 def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:
     """How the means of a result are encoded; see `mean_codec`."""
-    return mean_codec(spec, codec, body.bounds[-1], len(body.members), len(body.contributors))
+    return mean_codec(spec, codec_at(codec, body.level), body.bounds[-1], len(body.members), len(body.contributors))

@@ -9,16 +9,51 @@ What a rule of aggregation takes from a contribution, by clipping or by preferri
 not kept: a peer that was clipped is not to bring the rest in the next round. Under rules by coordinate (`median`,
 `trimmed` of `p2ptrain.averaging.robust`) the second loss is given up, because a value that one member alone brings
 would be dropped as an outlier. Under ``norm_clip``, what an owner brings in this way counts towards its norm.
+
+A delegate encodes more than its own: what its group's mean loses on the way up, and what a mean of delegates loses,
+belongs to all that they stand for, and is scaled accordingly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2ptrain.codecs import Codec, dense_codec
+from p2ptrain.codecs import Codec
 
 if TYPE_CHECKING:
     import torch
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What one peer encoded in one group.
+
+    Attributes:
+        vector: The contribution, fp32, ``[num_values]``.
+        bounds: Share offsets.
+        sent_parts: By share: the encoded part of ``vector``; the own share, if it was encoded too.
+        part_codec: How they are encoded.
+        part_scale: What their loss is multiplied by: 1, or more where the peer brought more than its own.
+        own_index: The own share.
+        own_mean_exact: The own share's mean before encoding; None when it was not reduced here, or its encoding lost
+            nothing.
+        own_mean: The same, encoded.
+        mean_codec: How.
+        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.robust.feedback_scale`.
+    """
+
+    vector: torch.Tensor
+    bounds: tuple[int, ...]
+    sent_parts: dict[int, bytearray]
+    part_codec: Codec
+    part_scale: float
+    own_index: int
+    own_mean_exact: torch.Tensor | None
+    own_mean: bytes | bytearray
+    mean_codec: Codec
+    mean_scale: float
 
 
 class ErrorFeedback:
@@ -31,7 +66,6 @@ class ErrorFeedback:
     def __init__(self, num_values: int, codec: Codec) -> None:
         import torch
 
-        self._codec = codec
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
     def add_to(self, vector: torch.Tensor) -> None:
@@ -44,53 +78,30 @@ class ErrorFeedback:
         if self.residual is not None:
             self.residual.zero_()
 
-    def update(
-        self,
-        vector: torch.Tensor,
-        bounds: tuple[int, ...],
-        sent_parts: dict[int, bytearray],
-        part_codec: Codec,
-        own_index: int,
-        own_mean_exact: torch.Tensor | None,
-        own_mean: bytes | bytearray,
-        own_mean_scale: float,
-    ) -> None:
+    def update(self, encoded: Sequence[Encoded]) -> None:
         """Replace the residual after a committed round to which this peer contributed.
 
         Args:
-            vector: The contribution that was encoded, fp32, ``[num_values]``.
-            bounds: Share offsets.
-            sent_parts: By share: the encoded part of ``vector``; the own share, if it was encoded too.
-            part_codec: How they are encoded.
-            own_index: The own share.
-            own_mean_exact: The own share's mean before encoding; None when it was not reduced here, or its encoding
-                lost nothing.
-            own_mean: The same, encoded.
-            own_mean_scale: What the loss of ``own_mean`` is multiplied by; see
-                `p2ptrain.averaging.robust.feedback_scale`.
+            encoded: What it encoded, on each level of the tree.
         """
-        import torch
-
         if self.residual is None:
             return
         self.residual.zero_()
-        for index, part in sent_parts.items():
-            low, high = bounds[index], bounds[index + 1]
-            _difference(part_codec.part(low, high), vector[low:high], part, 1.0, out=self.residual[low:high])
-        if own_mean_exact is not None and own_mean_scale:
-            low, high = bounds[own_index], bounds[own_index + 1]
-            own, codec = self.residual[low:high], dense_codec(self._codec).part(low, high)
-            if own_index in sent_parts:
-                out = torch.empty_like(own)
-                own.add_(_difference(codec, own_mean_exact, own_mean, own_mean_scale, out))
-            else:
-                _difference(codec, own_mean_exact, own_mean, own_mean_scale, out=own)
+        for each in encoded:
+            bounds = each.bounds
+            for index, part in each.sent_parts.items():
+                exact = each.vector[bounds[index] : bounds[index + 1]]
+                self._add_loss(each.part_codec, exact, part, bounds[index], each.part_scale)
+            if each.own_mean_exact is not None:
+                self._add_loss(
+                    each.mean_codec, each.own_mean_exact, each.own_mean, bounds[each.own_index], each.mean_scale
+                )
 
-
-def _difference(
-    codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, scale: float, out: torch.Tensor
-) -> torch.Tensor:
-    """What encoding dropped, times ``scale``; into ``out``, which is returned."""
-    out.copy_(exact)
-    codec.accumulate_into(encoded, -1.0, out)
-    return out.mul_(scale) if scale != 1.0 else out
+    def _add_loss(
+        self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float
+    ) -> None:
+        assert self.residual is not None
+        if scale:
+            out = self.residual[offset : offset + exact.numel()]
+            out.add_(exact, alpha=scale)
+            codec.part(offset, offset + exact.numel()).accumulate_into(encoded, -scale, out)

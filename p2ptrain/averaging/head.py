@@ -10,6 +10,8 @@ from p2ptrain.errors import IntegrityError
 
 DIGEST_BYTES = 32
 MAX_COUNT = 1 << 62
+MAX_PRESENT = 1 << 16
+"""Peers that a swarm counts at most: enough for any, and few enough that the shape of a tree is computed in no time."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,10 @@ class Head:
         tokens: Tokens that contributed to it, over all rounds; the lineage with more of them wins.
         samples: Position in the data up to which the lineage has handed out samples.
         digest: Merkle root of parameters, buffers and shared optimizer state at the start of the round, 32 bytes.
-        members: The roster of the round that led here, in roster order; empty at the start.
+        members: The roster of the round that led here, in roster order; empty at the start, and where that was one of
+            delegates.
         certificate: That round's certificate in wire form; empty at the start.
+        present: Peers that the swarm counted in that round; 0 at the start.
     """
 
     round: int
@@ -33,6 +37,7 @@ class Head:
     digest: bytes
     members: tuple[str, ...] = ()
     certificate: bytes = b""
+    present: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for the wire."""
@@ -44,6 +49,7 @@ class Head:
             "digest": self.digest,
             "members": list(self.members),
             "certificate": self.certificate,
+            "present": self.present,
         }
 
     @classmethod
@@ -62,6 +68,7 @@ class Head:
                 digest=values["digest"],
                 members=tuple(values["members"]),
                 certificate=values["certificate"],
+                present=values["present"],
             )
         except (TypeError, KeyError) as error:
             raise IntegrityError("a head lacks fields: the peer that sent it is broken or hostile") from error
@@ -72,6 +79,8 @@ class Head:
             and len(head.members) <= 256
             and all(type(member) is str and len(member) <= 128 for member in head.members)
             and type(head.certificate) is bytes
+            and type(head.present) is int
+            and 0 <= head.present <= MAX_PRESENT
         )
         if not valid:
             raise IntegrityError("a head has fields out of range: the peer that sent it is broken or hostile")
@@ -79,7 +88,7 @@ class Head:
 
     def without_proof(self) -> Head:
         """This head without members and certificate, for messages that need not prove it."""
-        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest)
+        return Head(self.round, self.lineage, self.tokens, self.samples, self.digest, present=self.present)
 
     def outranks(self, other: Head) -> bool:
         """The lineage rule: more tokens win; then more rounds; then the smaller hash, so that all agree."""

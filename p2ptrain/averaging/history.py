@@ -11,7 +11,7 @@ from typing import Any
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.encodings import mean_codec_of
-from p2ptrain.codecs import Codec, CodecError, Decoder
+from p2ptrain.codecs import Codec, CodecError, Decoder, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.hashing import bulk_hash
 from p2ptrain.manifest import AveragingSpec
@@ -136,10 +136,10 @@ class History:
         certificates = []
         for item in raw:
             try:
-                certificate = Certificate.from_bytes(item, self._swarm, self._signer)
+                certificate = self.verified(item)
             except IntegrityError as error:
                 raise ProtocolError(peer, f"sent a history in which {error}") from error
-            if certificate.body.lineage != lineage:
+            if certificate.body.lineage != lineage or not certificate.body.is_last:
                 raise ProtocolError(peer, "sent a history that does not connect")
             lineage = certificate.body.next_lineage
             certificates.append(certificate)
@@ -152,17 +152,7 @@ class History:
             PeerError, DeadlineError: It failed.
             ProtocolError: It sent bytes with other hashes, or the body does not fit this model.
         """
-        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
-            raise ProtocolError(peer, "offers a result of another size than this model")
-        if body.codec != f"{self._codec.name}/{self._codec.version}":
-            raise ProtocolError(peer, f"offers a result in codec {body.codec}")
-        if not body.contributors:
-            raise ProtocolError(peer, "offers a result of nobody's contributions")
-        codec = mean_codec_of(self._spec, self._codec, body)
-        try:
-            codecs = [codec.part(low, high) for low, high in pairwise(body.bounds)]
-        except ValueError as error:
-            raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
+        codecs = self.codecs_of(peer, body, num_values)
         means: Means = []
         request = {"body": body.body_hash}
         total = sum(
@@ -178,8 +168,44 @@ class History:
                 data = await channel.receive_bytes(codec.encoded_bytes(high - low), timeout_seconds)
                 means.append(bytes(data) if isinstance(data, memoryview) else data)
             await channel.receive(timeout_seconds)
-        await self._runtime.compute(self._check_means, peer, body, means, codecs)
+        await self.check_means(peer, body, means)
         return means
+
+    def verified(self, certificate: bytes) -> Certificate:
+        """A certificate that came over the wire.
+
+        Raises:
+            IntegrityError: It is malformed, of another swarm, or lacks valid signatures of a majority.
+        """
+        return Certificate.from_bytes(certificate, self._swarm, self._signer)
+
+    def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Decoder]:
+        """How the shares of a result are encoded that a peer offers.
+
+        Raises:
+            ProtocolError: The body does not fit this model.
+        """
+        if body.bounds[0] != 0 or body.bounds[-1] != num_values:
+            raise ProtocolError(peer, "offers a result of another size than this model")
+        codec = codec_at(self._codec, body.level)
+        if body.codec != f"{codec.name}/{codec.version}":
+            raise ProtocolError(peer, f"offers a result in codec {body.codec}")
+        if not body.contributors:
+            raise ProtocolError(peer, "offers a result of nobody's contributions")
+        means = mean_codec_of(self._spec, self._codec, body)
+        try:
+            return [means.part(low, high) for low, high in pairwise(body.bounds)]
+        except ValueError as error:
+            raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
+
+    async def check_means(self, peer: str, body: Body, means: Means) -> None:
+        """Check the means that a peer sent of a result which fits this model.
+
+        Raises:
+            ProtocolError: They are not those of the body, or not well-formed.
+        """
+        codecs = self.codecs_of(peer, body, body.bounds[-1])
+        await self._runtime.compute(self._check_means, peer, body, means, codecs)
 
     def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Decoder]) -> None:
         for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):

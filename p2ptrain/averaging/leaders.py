@@ -12,11 +12,10 @@ for the leader, or both insist. Rank alone, which everybody agrees on, decides b
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass, field
 
+from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.membership import Membership, rank
-
-Key = tuple[int, bytes]
-"""A round of a lineage."""
 
 MAX_NUDGERS = 64
 MAX_FAILED = 1024
@@ -24,30 +23,46 @@ MAX_TOLD = 16
 MOST_BELIEVED = 3
 
 
-class Leaders:
-    """The candidates for one round after the other, seen from one peer; forgets a round when asked about another."""
+@dataclass
+class _Seen:
+    """What was seen of one group to be."""
 
-    def __init__(self, own_id: str, membership: Membership) -> None:
+    failures: Counter[str] = field(default_factory=Counter)
+    unreachable: set[str] = field(default_factory=set)
+    nudgers: set[str] = field(default_factory=set)
+
+
+class Leaders:
+    """The candidates for one round after the other, seen from one peer.
+
+    Of each level of the tree it remembers one group, and forgets it when it is told of another.
+    """
+
+    def __init__(self, own_id: str, membership: Membership, cells: Cells) -> None:
         self._own_id = own_id
         self._membership = membership
-        self._key: Key | None = None
-        self._failures: Counter[str] = Counter()
-        self._unreachable: set[str] = set()
-        self._nudgers: set[str] = set()
+        self._cells = cells
+        self._seen: dict[int, tuple[Key, _Seen]] = {}
 
-    def _turn_to(self, key: Key) -> None:
-        if key != self._key:
-            self._key, self._failures, self._unreachable, self._nudgers = key, Counter(), set(), set()
+    def _turn_to(self, key: Key) -> _Seen:
+        if key.level not in self._seen or self._seen[key.level][0] != key:
+            self._seen[key.level] = (key, _Seen())
+        return self._seen[key.level][1]
+
+    def _seen_of(self, key: Key) -> _Seen:
+        """What was seen of this group; nothing of one that was not turned to."""
+        known, seen = self._seen.get(key.level, (None, _Seen()))
+        return seen if known == key else _Seen()
 
     def failed(self, key: Key, leader: str) -> None:
-        """Note that nothing came of a round that this peer led."""
-        self._turn_to(key)
-        if leader in self._failures or len(self._failures) < MAX_FAILED:
-            self._failures[leader] += 1
+        """Note that nothing came of a group that this peer led."""
+        seen = self._turn_to(key)
+        if leader in seen.failures or len(seen.failures) < MAX_FAILED:
+            seen.failures[leader] += 1
 
-    def told(self) -> dict[str, int]:
-        """How often each leader of the round in progress failed, for a peer that comes new; bounded."""
-        return dict(self._failures.most_common(MAX_TOLD))
+    def told(self, key: Key) -> dict[str, int]:
+        """How often each leader of this group failed, for a peer that comes new; bounded."""
+        return dict(self._seen_of(key).failures.most_common(MAX_TOLD))
 
     def learn(self, key: Key, failures: object) -> None:
         """Take over what another peer `told`, if this one saw nothing of the round itself; nonsense is ignored.
@@ -57,49 +72,52 @@ class Leaders:
         """
         if not isinstance(failures, dict) or len(failures) > MAX_TOLD:
             return
-        self._turn_to(key)
-        if not self._failures and all(type(p) is str and type(n) is int and n > 0 for p, n in failures.items()):
-            self._failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures.items()})
+        seen = self._turn_to(key)
+        if not seen.failures and all(type(p) is str and type(n) is int and n > 0 for p, n in failures.items()):
+            seen.failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures.items()})
 
     def not_reached(self, key: Key, leader: str) -> None:
         """Note that a leader could not be asked."""
-        self._turn_to(key)
-        if len(self._unreachable) < MAX_FAILED:
-            self._unreachable.add(leader)
+        seen = self._turn_to(key)
+        if len(seen.unreachable) < MAX_FAILED:
+            seen.unreachable.add(leader)
 
     def unreachable(self, key: Key) -> set[str]:
-        """Leaders of this round that could not be asked, and were not `reached` since."""
-        return self._unreachable if key == self._key else set()
+        """Leaders of this group that could not be asked, and were not `reached` since."""
+        return self._seen_of(key).unreachable
 
     def reached(self, peer: str) -> None:
         """Note that a peer answered or asked: it may have started again, and is connected now."""
-        self._unreachable.discard(peer)
+        for _, seen in self._seen.values():
+            seen.unreachable.discard(peer)
 
     def nudged_by(self, key: Key, peer: str) -> None:
         """Note that a peer is in this round, though no record may have told of it yet: it asked, or was in the last."""
-        self._turn_to(key)
+        seen = self._turn_to(key)
         self.reached(peer)
-        if len(self._nudgers) < MAX_NUDGERS:
-            self._nudgers.add(peer)
+        if len(seen.nudgers) < MAX_NUDGERS:
+            seen.nudgers.add(peer)
 
     def lost(self, peer: str) -> None:
         """Note that a peer does not answer; the membership knows only those that have a record."""
-        self._nudgers.discard(peer)
+        for _, seen in self._seen.values():
+            seen.nudgers.discard(peer)
 
     def nudgers(self, key: Key) -> set[str]:
         """Peers that are in this round by their own account."""
-        return self._nudgers if key == self._key else set()
+        return self._seen_of(key).nudgers
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:
         """A peer's place in line; the smallest leads."""
-        failures = self._failures[peer] if key == self._key else 0
-        return (failures + (peer in self.unreachable(key)), rank(peer, *key))
+        seen = self._seen_of(key)
+        return (seen.failures[peer] + (peer in seen.unreachable), rank(peer, key))
 
     def candidates(self, key: Key, excluded: list[str]) -> list[str]:
-        """All that may lead, this peer among them, the first in line first.
+        """All that may lead, the first in line first: those of the cell, and at least this peer.
 
         Also those that are not waited for: if peers that left each other out did not ask each other, they would go on
         as lone lineages for ever.
         """
         others = {*self._membership.alive_trainers(), *self.nudgers(key)}.difference(excluded)
-        return sorted({*others, self._own_id}, key=lambda peer: self.order(key, peer))
+        there = {peer for peer in {*others, self._own_id} if self._cells.includes(key, peer)} or {self._own_id}
+        return sorted(there, key=lambda peer: self.order(key, peer))

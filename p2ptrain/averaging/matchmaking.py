@@ -12,10 +12,11 @@ import logging
 from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
+from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.conductor import MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
 from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.leaders import Key, Leaders
+from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.rally import Answer
 from p2ptrain.errors import (
@@ -83,9 +84,11 @@ class Matchmaker:
         self._swarm = swarm
         self._spec = spec
         self._membership = membership
-        self._place = Place(head)
+        self.cells = Cells(spec.group_size)
+        """Who averages where."""
+        self._place = Place(head, rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self._leaders = Leaders(rpc.peer_id, membership)
+        self._leaders = Leaders(rpc.peer_id, membership, self.cells)
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
         rpc.serve("rally.nudge", self._serve_nudge)
 
@@ -116,7 +119,8 @@ class Matchmaker:
         """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
         self._place.head = head
         for peer in head.members:
-            if peer != self._rpc.peer_id and self._membership.is_news(peer):
+            here = self.cells.includes(self._place.key, peer)
+            if here and peer != self._rpc.peer_id and self._membership.is_news(peer):
                 self._leaders.nudged_by(self._place.key, peer)
 
     async def close(self) -> None:
@@ -124,12 +128,12 @@ class Matchmaker:
         await self._conductor.close()
 
     async def announce(self) -> None:
-        """Tell all peers that train, or are about to, that this one takes part in the round in progress.
+        """Tell all of its cell that train, or are about to, that this peer takes part in the round in progress.
 
         Records spread with a delay; without this, two peers that start together would each end their first round alone.
         """
         key = self._place.key
-        peers = self._membership.present()[:MAX_GREETED]
+        peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
         await asyncio.gather(*(self._greet(peer, key) for peer in peers))
 
     async def _greet(self, peer: str, key: Key) -> None:
@@ -141,20 +145,16 @@ class Matchmaker:
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
     async def _serve_nudge(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        key = (request.get("round"), request.get("lineage"))
-        if type(key[0]) is not int or type(key[1]) is not bytes:
-            raise IntegrityError("malformed nudge")
-        checked: Key = (key[0], key[1])
+        key = self.cells.check(request.get("key"))
         if request.get("closing") is True:
-            self._place.close(checked)
-        current = checked == self._place.key
-        if current:
-            self._leaders.nudged_by(checked, peer)
+            self._place.close(key)
+        if key == self._place.key and self.cells.includes(key, peer):
+            self._leaders.nudged_by(key, peer)
         followed = self._place.following
-        following = followed[1] if followed is not None and followed[0] == checked else ""
-        if following == self._rpc.peer_id and self._conductor.give_way(checked, peer):
+        following = followed[1] if followed is not None and followed[0] == key else ""
+        if following == self._rpc.peer_id and self._conductor.give_way(key, peer):
             following = peer
-        failed = self._leaders.told() if current else {}
+        failed = self._leaders.told(key)
         return {"head": self.head.without_proof().to_dict(), "leader": following, "failed": failed}
 
     def lost(self, peer: str) -> None:
@@ -177,8 +177,9 @@ class Matchmaker:
             NoGroupError: The deadline passed, or too few peers are there.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._spec.matchmaking_seconds + self._spec.grace_seconds + PROBE_TIMEOUT_SECONDS
-        key = (ticket.round, ticket.lineage)
+        grace = (1 + ticket.level) * self._spec.grace_seconds
+        deadline = loop.time() + self._spec.matchmaking_seconds + grace + PROBE_TIMEOUT_SECONDS
+        key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         tried: list[str] = []
         target, hops = "", 0
         try:
@@ -243,7 +244,7 @@ class Matchmaker:
             self._membership.suspect(leader, str(error))
             self._leaders.lost(leader)
             if isinstance(error, PeerUnreachableError):
-                self._leaders.not_reached((ticket.round, ticket.lineage), leader)
+                self._leaders.not_reached(self.cells.key_of(ticket, ticket.peer, ticket.level), leader)
             logger.info("leader %s of round %d failed: %s", leader[-8:], ticket.round, error)
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)
@@ -271,10 +272,15 @@ class Matchmaker:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
         roster = Roster(tickets)
-        agreed = {(t.round, t.lineage, t.digest, t.layout) for t in tickets}
+        agreed = {(t.digest, t.layout, self.cells.key_of(t, t.peer, t.level)) for t in tickets}
         ordered = list(roster.members) == sorted(set(roster.members))
-        if len(agreed) != 1 or ticket not in tickets or not ordered or len(tickets) < self._spec.min_peers:
+        key = self.cells.key_of(ticket, ticket.peer, ticket.level)
+        slots = {self.cells.slot(key, peer) for peer in roster.members}
+        if len(agreed) != 1 or ticket not in tickets or not ordered or len(slots) < len(tickets):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
+        peers, is_last = sum(t.peers for t in tickets), key.level == self.cells.num_levels(key.present) - 1
+        if is_last and peers < self._spec.min_peers:
+            raise NoGroupError(f"{peers} of at least {self._spec.min_peers} peers are ready")
         return roster
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:

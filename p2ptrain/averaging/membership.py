@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
+from p2ptrain.averaging.cells import Key
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.runtime import Runtime
 
@@ -209,6 +210,7 @@ class Membership:
         ]
 
 
-def rank(peer: str, round_: int, lineage: bytes) -> bytes:
-    """A peer's place in the order in which peers lead a round; the smallest leads. Differs from round to round."""
-    return hashlib.sha256(lineage + round_.to_bytes(8, "big") + peer.encode()).digest()
+def rank(peer: str, key: Key) -> bytes:
+    """A peer's place in the order in which peers lead a group; the smallest leads. Differs from round to round."""
+    numbers = b"".join(number.to_bytes(8, "big") for number in (key.round, key.present, key.level, key.cell))
+    return hashlib.sha256(key.lineage + numbers + peer.encode()).digest()

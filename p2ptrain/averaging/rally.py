@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from p2ptrain.averaging.batch import GlobalBatch, Report
+from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.membership import rank
@@ -113,19 +114,24 @@ class _Member:
 
 @dataclass
 class Rally:
-    """The tickets and reports for one round of one lineage, held by its leader.
+    """The tickets and reports for one group of one round, held by its leader.
 
     Attributes:
         head: The head whose round this closes, as its first member described it.
-        members: By peer: tickets handed in, in order of arrival.
+        key: Which group of that round.
+        spec: Quorum, grace, deadlines.
         batch: The global batch, as far as it was reported or handed in.
+        slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.cells.Cells.slot`.
+        members: By slot: tickets handed in, in order of arrival.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
     """
 
     head: Head
+    key: Key
     spec: AveragingSpec
     batch: GlobalBatch
+    slot_of: Callable[[str], str] = lambda peer: peer
     members: dict[str, _Member] = field(default_factory=dict)
     closing: bool = False
     over: bool = False
@@ -136,12 +142,20 @@ class Rally:
     _quorum_at: float | None = None
 
     def add(self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset()) -> asyncio.Future[Answer]:
-        """Take a ticket; the future resolves with the rally's answer. A peer's newer ticket replaces its older."""
-        previous = self.members.pop(ticket.peer, None)
+        """Take a ticket; the future resolves with the rally's answer.
+
+        A peer's newer ticket replaces its older. Two peers cannot speak for one cell: the second is refused.
+        """
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        slot = self.slot_of(ticket.peer)
+        previous = self.members.get(slot)
+        if previous is not None and previous.ticket.peer != ticket.peer:
+            answer.set_result({"kind": "refused", "reason": "another peer speaks for your cell"})
+            return answer
         if previous is not None and not previous.answer.done():
             previous.answer.set_result({"kind": "refused", "reason": "a newer ticket replaced this one"})
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self.members[ticket.peer] = _Member(ticket, answer, avoid)
+        self.members.pop(slot, None)
+        self.members[slot] = _Member(ticket, answer, avoid)
         self.batch.hand_in(ticket.peer, ticket.samples)
         self._first_ticket_at = now if self._first_ticket_at is None else self._first_ticket_at
         self.last_activity = now
@@ -150,10 +164,15 @@ class Rally:
 
     def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
         """Forget a member that went away, unless it came again meanwhile."""
-        member = self.members.get(peer)
+        member = self.members.get(self.slot_of(peer))
         if member is not None and member.answer is answer:
-            del self.members[peer]
+            del self.members[self.slot_of(peer)]
             self.stir()
+
+    def has(self, peer: str) -> bool:
+        """Whether this peer handed in a ticket."""
+        member = self.members.get(self.slot_of(peer))
+        return member is not None and member.ticket.peer == peer
 
     def report(self, peer: str, report: Report) -> None:
         """Note how far a peer is in this round."""
@@ -174,8 +193,8 @@ class Rally:
                 await self._stirred.wait()
 
     def situation(self, expected: list[str], now: float) -> Situation:
-        """The facts for `decide`."""
-        missing = [peer for peer in expected if peer not in self.members]
+        """The facts for `decide`, if these slots are waited for."""
+        missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
         situation = Situation(len(self.members), len(missing), self.batch.is_full, waiting, None)
         if not has_quorum(situation, self.spec):
@@ -210,8 +229,9 @@ class Rally:
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
         chosen: list[Ticket] = []
-        for peer in sorted(self.members, key=lambda p: rank(p, self.head.round, self.head.lineage)):
-            member = self.members[peer]
+        by_peer = {member.ticket.peer: member for member in self.members.values()}
+        for peer in sorted(by_peer, key=lambda p: rank(p, self.key)):
+            member = by_peer[peer]
             if member.answer.done():
                 continue
             if (member.ticket.digest, member.ticket.layout) != common:
@@ -222,13 +242,11 @@ class Rally:
                 )
             else:
                 chosen.append(member.ticket)
-        kept = without_conflicts({t.peer: self.members[t.peer].avoid for t in chosen}, self.spec.min_peers)
+        kept = without_conflicts({t.peer: by_peer[t.peer].avoid for t in chosen}, self.spec.min_peers)
         for ticket in [ticket for ticket in chosen if ticket.peer not in kept[: self.spec.group_size]]:
             full = ticket.peer in kept
             why = "the group is full" if full else "rounds with you and another member broke again and again"
-            self.members[ticket.peer].answer.set_result(
-                {"kind": "refused", "reason": f"{why}: your work waits a round"}
-            )
+            by_peer[ticket.peer].answer.set_result({"kind": "refused", "reason": f"{why}: your work waits a round"})
             chosen.remove(ticket)
         roster = Roster(tuple(sorted(chosen, key=lambda ticket: ticket.peer)))
         wire = {"kind": "roster", "tickets": [ticket.to_wire() for ticket in roster.tickets]}

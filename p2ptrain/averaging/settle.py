@@ -129,22 +129,12 @@ class Settlements:
     async def _take_over(self, attempt: Attempt, peer: str, body: Body, proofs: list[Any]) -> None:
         """Adopt a signer's body if it is this attempt's, fetch its means, and sign it."""
         if attempt.body is None:
-            matches = (
-                body.group_id == attempt.roster.group_id
-                and body.members == attempt.roster.members
-                and (body.round, body.lineage) == (attempt.head.round, attempt.head.lineage)
-                and (body.tokens_before, body.samples_before) == (attempt.head.tokens, attempt.head.samples)
-                and body.bounds == attempt.bounds
-                and all(
-                    (tokens, samples) == (attempt.roster.tickets[i].tokens, attempt.roster.tickets[i].samples)
-                    for i, tokens, samples in body.contributors
-                )
-            )
-            if not matches:
+            contributors = tuple(index for index, *_ in body.contributors)
+            if len(body.members) != len(attempt.means) or body != attempt.body_of(contributors, body.hashes):
                 raise IntegrityError("its result is not one of this roster")
             means = await self._history.fetch_means(peer, body, attempt.bounds[-1], SETTLE_SECONDS)
             if attempt.body is None:
-                attempt.contributors = tuple(index for index, *_ in body.contributors)
+                attempt.contributors = contributors
                 own = attempt.roster.index_of(self._rpc.peer_id)
                 try:
                     for index, mean in enumerate(means):

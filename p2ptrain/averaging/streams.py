@@ -160,6 +160,7 @@ class OpenedStreams:
         peer, size = attempt.roster.members[index], attempt.size(index)
         try:
             header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
+            header |= {"credential": attempt.credential} if attempt.credential else {}
             part_codec = exchange.part_codec.part(attempt.bounds[index], attempt.bounds[index + 1])
             total = part_codec.encoded_bytes(size) + attempt.mean_codec_of(index).encoded_bytes(size)
             async with exchange.rpc.open(

@@ -9,9 +9,18 @@ from __future__ import annotations
 
 from p2ptrain.codecs.base import Codec, CodecError, Decoder
 from p2ptrain.codecs.part_list import PartList
-from p2ptrain.codecs.registry import codec_names, dense_codec, get_codec, smaller_codecs
+from p2ptrain.codecs.registry import codec_at, codec_names, dense_codec, get_codec, smaller_codecs
 from p2ptrain.codecs.warm import warm_up
 
 __all__ = [
-    "Codec", "CodecError", "Decoder", "PartList", "codec_names", "dense_codec", "get_codec", "smaller_codecs", "warm_up"
-]  # fmt: skip
+    "Codec",
+    "CodecError",
+    "Decoder",
+    "PartList",
+    "codec_at",
+    "codec_names",
+    "dense_codec",
+    "get_codec",
+    "smaller_codecs",
+    "warm_up",
+]

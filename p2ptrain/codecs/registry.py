@@ -52,6 +52,15 @@ def dense_codec(codec: Codec) -> Codec:
     return _CODECS[DENSE] if codec.sparse else codec
 
 
+def codec_at(codec: Codec, level: int) -> Codec:
+    """How groups on a level of the tree average in a swarm with this codec.
+
+    Above level 0 they average means: those of sparse or low-rank contributions are neither any more.
+    """
+    sparse = any(name in codec.name for name in (TopKCodec.name, PowerSgdCodec.name))
+    return _CODECS[Int8Codec.name] if level and sparse else codec
+
+
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     """What a member too slow for ``codec`` may send its own parts in, with less and less bytes; none beside fp32.
 

@@ -36,7 +36,7 @@ from p2ptrain.training.tensor_file import hash_file, write_tensors
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SHARED_FILE = "shared.safetensors"
 LOCAL_FILE = "local.safetensors"
 DESCRIPTION_FILE = "checkpoint.json"

@@ -3,9 +3,10 @@
 The training tokens are cut into ``W`` windows of ``context`` tokens (each sample has one more, the last target). The
 swarm consumes *positions*: position ``p`` lies in pass ``p // W`` at slot ``p % W``, and each pass has its own keyed
 permutation from slots to windows. At the start of a round the lineage says how many positions are consumed (the
-*cursor*) and who the members are; the member of rank ``k`` of ``n`` reads positions ``cursor + k``, ``cursor + k + n``,
-``cursor + k + 2n``, … (`advance` gives the next cursor). So while membership holds nothing is read twice within a pass,
-whatever each member's speed. A newcomer, who is in no certificate yet, reads windows drawn by a keyed hash instead.
+*cursor*) and who took part in the last round; the peer of rank ``k`` of ``n`` reads positions ``cursor + k``,
+``cursor + k + n``, ``cursor + k + 2n``, … (`advance` gives the next cursor). So while membership holds nothing is read
+twice within a pass, whatever each member's speed. A newcomer, who is in no certificate yet, reads windows drawn by a
+keyed hash instead.
 
 The permutation is a Feistel network over the next power of four, walked until it lands inside (Black and Rogaway,
 *Ciphers with Arbitrary Finite Domains*, CT-RSA 2002, section "cycle-walking"): constant memory, same on every machine.
@@ -25,6 +26,14 @@ from p2ptrain.errors import ConfigError
 
 _FEISTEL_ROUNDS = 6
 _MASK = (1 << 64) - 1
+
+Place = tuple[int, int]
+"""A peer's rank among those that read, and their number."""
+
+
+def place_among(members: Collection[str], peer: str) -> Place | None:
+    """The place of one of the members, in the order of their ids; None for others."""
+    return (sorted(members).index(peer), len(members)) if peer in members else None
 
 
 class Sampler:
@@ -47,19 +56,19 @@ class Sampler:
         if self.num_windows < 1:
             raise ConfigError(f"{len(tokens)} training tokens are too few for a context of {context}: give more text")
 
-    def window(self, cursor: int, members: Sequence[str], peer: str, round: int, index: int) -> int:
+    def window(self, cursor: int, place: Place | None, peer: str, round: int, index: int) -> int:
         """The window of the sample that ``peer`` reads as number ``index`` (0, 1, …) of a round.
 
         Args:
             cursor: Positions that the lineage consumed before this round.
-            members: The last certificate's peers, sorted.
-            peer: Who reads; if it is not a member, its windows may overlap with anybody's.
+            place: The peer's among those of the last round; if it has none, its windows may overlap with anybody's.
+            peer: Who reads.
             round: The round; changes a newcomer's windows only.
             index: How many samples the peer has read in this round before.
         """
-        if peer in members:
-            position = cursor + members.index(peer) + len(members) * index
-            return self.window_at(position)
+        if place is not None:
+            rank, count = place
+            return self.window_at(cursor + rank + count * index)
         return _keyed_hash("newcomer", self.seed, peer, round, index) % self.num_windows
 
     def window_at(self, position: int) -> int:
@@ -68,7 +77,7 @@ class Sampler:
         return permute(slot, self.num_windows, _pass_keys(self.seed, data_pass))
 
     def batch(
-        self, cursor: int, members: Sequence[str], peer: str, round: int, first_index: int, size: int
+        self, cursor: int, place: Place | None, peer: str, round: int, first_index: int, size: int
     ) -> npt.NDArray[np.int64]:
         """Samples ``first_index`` to ``first_index + size - 1`` of a peer's round (arguments as in `window`).
 
@@ -77,7 +86,7 @@ class Sampler:
         """
         samples = np.empty((size, self.context + 1), dtype=np.int64)
         for row in range(size):
-            start = self.window(cursor, members, peer, round, first_index + row) * self.context
+            start = self.window(cursor, place, peer, round, first_index + row) * self.context
             samples[row] = self.tokens[start : start + self.context + 1]
         return samples
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.history import Result
@@ -149,8 +149,11 @@ class Follower:
             return
         for certificate in certificates:
             body = certificate.body
-            if (body.tokens_before, body.samples_before) != (self._state.head.tokens, self._state.head.samples):
+            head = self._state.head
+            if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
+            if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
+                raise IntegrityError("a certificate is of another tree than its lineage has")
             try:
                 means = await self._averager.history.fetch_means(
                     source, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
@@ -158,12 +161,8 @@ class Follower:
             except PeerRefusedError:  # Its rounds are faster than this replay.
                 await self._download(source, work, keep_work=True)
                 return
-            await self._apply(Result(certificate, means), work, self._is_contributor(body))
+            await self._apply(Result(certificate, means), work, self._averager.counted(body))
             logger.info("replayed round %d from peer %s", body.round, source[-8:])
-
-    def _is_contributor(self, body: Body) -> bool:
-        """Whether this peer's work is in a result that it did not see completed: then it must not count again."""
-        return any(body.members[index] == self._rpc.peer_id for index, *_ in body.contributors)
 
     def others_hold_another_state(self) -> bool:
         """Whether peers announce another digest than this one has, at the same lineage."""

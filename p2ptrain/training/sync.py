@@ -31,6 +31,7 @@ from p2ptrain.network.records import RoundReport
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.training.data import Place, place_among
 from p2ptrain.training.following import Follower, whole
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import StateServer
@@ -101,6 +102,7 @@ class Synchronizer:
         )  # fmt: skip
         self.feedback = ErrorFeedback(state.layout.num_values, codec)
         self._buffer: torch.Tensor | None = None
+        self._place: tuple[bytes, Place] | None = None
         self._follower = Follower(
             rpc, runtime, signer, swarm, membership, state, self.averager, self.feedback, self._apply, self._move,
             drop_stale=manifest.training.every == 1,
@@ -117,6 +119,13 @@ class Synchronizer:
     def head(self) -> Head:
         """Where this peer stands."""
         return self.state.head
+
+    @property
+    def place(self) -> Place | None:
+        """This peer's place among the peers of the last round, by which it reads samples; None if it was not there."""
+        if self._place is not None and self._place[0] == self.head.lineage:
+            return self._place[1]
+        return place_among(self.head.members, self._rpc.peer_id)
 
     @property
     def resyncs(self) -> int:
@@ -259,25 +268,21 @@ class Synchronizer:
     async def _take_home(self, outcome: RoundOutcome, work: Work) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
-            assert self._buffer is not None
-            await self._runtime.compute(
-                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
-                outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index],
-                outcome.own_mean_scale,
-            )  # fmt: skip
+            await self._runtime.compute(self.feedback.update, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
             # It would be refused again and again, and longer each time.
             reason = (await self._drop(work, f"this peer {outcome.refusal}")).reason
             logger.warning("round %d: %s", self.head.round, reason)
         await self._apply(outcome.result, work, outcome.contributed)
+        self._place = (self.head.lineage, outcome.place)
         return RoundResult(
             committed=True,
             round=self.head.round,
             reason=reason,
             contributed=outcome.contributed,
-            members=len(body.members),
-            contributors=len(body.contributors),
+            members=sum(body.peers),
+            contributors=sum(body.peers[index] for index, *_ in body.contributors),
             matchmaking_seconds=outcome.matchmaking_seconds,
             transfer_seconds=outcome.transfer_seconds,
         )

@@ -165,7 +165,7 @@ class Trainer:
         if head.round != self._round:
             self._round, self._index = head.round, 0
         size = self._spec.local_batch
-        batch = self._sampler.batch(head.samples, sorted(head.members), self._peer, head.round, self._index, size)
+        batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
         self._index += size
         tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.butterfly import OUT_OF_PROPORTION, Butterfly
 from p2ptrain.averaging.certificate import Roster, Ticket
+from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.rally import Answer
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -92,16 +94,16 @@ def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
 
 def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
-    prepare, left = trainer.sync.averager._prepare, times
+    prepare, left = trainer.sync.averager._attempts.prepare, times
 
-    def prepare_more(roster: Roster, vector: torch.Tensor) -> Butterfly:
+    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, credential: bytes) -> Butterfly:
         nonlocal left
         if len(roster.members) < 3 or left <= 0:
-            return prepare(roster, vector)
+            return prepare(roster, head, vector, credential)
         left -= 1
-        return prepare(roster, vector * 1000)
+        return prepare(roster, head, vector * 1000, credential)
 
-    trainer.sync.averager._prepare = prepare_more  # type: ignore[method-assign]
+    trainer.sync.averager._attempts.prepare = prepare_more  # type: ignore[method-assign]
 
 
 def test_a_thousandfold_contribution_is_counted_against_its_sender_and_in_no_result() -> None:
@@ -161,7 +163,7 @@ def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
 @pytest.mark.parametrize("silent_about", ["mask", "proof"])
 def test_a_member_that_falls_silent_in_a_round_is_left_out_of_the_next(silent_about: str) -> None:
     def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._serve_butterfly
+        serve = evil.sync.averager._attempts._serve_butterfly
 
         async def silent(channel: Any, request: Message) -> None:
             send = channel.send
@@ -260,8 +262,8 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
         swarm, honest, _ = await start(network, lambda evil: None)
         evil, victim = swarm.trainers["evil"], honest[0]
         head = evil.sync.head
-        own = evil.sync.averager._ticket(10, 1, 0)
-        stolen = victim.sync.averager._ticket(10, 1, 0)
+        own = evil.sync.averager._ticket(head, _Wish(10, 1, 0))
+        stolen = victim.sync.averager._ticket(head, _Wish(10, 1, 0))
         forged = [
             change_ticket(own, evil, tokens=0),
             change_ticket(own, evil, tokens=-5),

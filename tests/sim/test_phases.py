@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.membership import rank
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -24,7 +25,7 @@ def leads(swarm: SimulatedSwarm, trainer: SimulatedTrainer) -> bool:
     """Whether it is this trainer's turn to lead the round in progress."""
     head = trainer.sync.head
     peers = [other.peer.peer_id for other in swarm.alive]
-    return trainer.peer.peer_id == min(peers, key=lambda peer: rank(peer, head.round, head.lineage))
+    return trainer.peer.peer_id == min(peers, key=lambda peer: rank(peer, Key(head.round, head.lineage, head.present)))
 
 
 def set_trap(swarm: SimulatedSwarm, phase: str, role: str, fault: Callable[[SimulatedTrainer], object]) -> list[str]:

@@ -60,10 +60,7 @@ class Contributor:
             return None
         outcome = self.peer.outcomes[-1]
         assert outcome.contributed
-        self.feedback.update(
-            self.peer.vector, outcome.result.certificate.body.bounds, outcome.sent_parts, outcome.part_codec,
-            outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index], outcome.own_mean_scale,
-        )  # fmt: skip
+        self.feedback.update(outcome.encoded)
         self._waiting.zero_()
         self.applied += self.peer.mean()
         return outcome.result

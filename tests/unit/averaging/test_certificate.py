@@ -33,6 +33,7 @@ def make_body(members: tuple[str, ...] = ("a", "b", "c"), contributors: tuple[in
     return Body(
         SWARM, 3, b"l" * 32, 500, 60, b"g" * 32, members, tuple((i, 100, 8 + i) for i in contributors), "int8/1",
         tuple(range(size + 1)), tuple(hashlib.sha256(bytes([i])).digest() for i in range(size)),
+        size, 0, 1, (1,) * size,
     )  # fmt: skip
 
 

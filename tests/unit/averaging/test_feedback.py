@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.averaging.feedback import ErrorFeedback
+from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
 from p2ptrain.codecs import get_codec
 
 SIZE = 8192
@@ -32,8 +32,10 @@ def one_round(feedbacks: list[ErrorFeedback], updates: list[torch.Tensor], weigh
         sent.append(part)
         codec.decode_into(encoded[owner], mean[low:high])
     for me in (0, 1):
+        scale = total / weights[me]
+        sent_by_me = {1 - me: sent[1 - me]}
         feedbacks[me].update(
-            vectors[me], BOUNDS, {1 - me: sent[1 - me]}, codec, me, exact[me], encoded[me], total / weights[me]
+            [Encoded(vectors[me], BOUNDS, sent_by_me, codec, 1.0, me, exact[me], encoded[me], codec, scale)]
         )
     return mean
 
@@ -62,7 +64,8 @@ def test_a_lossless_codec_keeps_nothing() -> None:
     feedback = ErrorFeedback(8, get_codec("fp32"))
     vector = torch.ones(8)
     feedback.add_to(vector)
-    feedback.update(vector, (0, 8), {}, get_codec("fp32"), 0, vector, b"", 1.0)
+    codec = get_codec("fp32")
+    feedback.update([Encoded(vector, (0, 8), {}, codec, 1.0, 0, vector, b"", codec, 1.0)])
     feedback.reset()
     assert feedback.residual is None
     assert torch.equal(vector, torch.ones(8))
@@ -84,16 +87,16 @@ def test_a_share_that_another_member_reduced_leaves_no_residual(own_mean_exact: 
     feedback = ErrorFeedback(16, codec)
     assert feedback.residual is not None
     feedback.residual.fill_(5.0)
-    feedback.update(torch.ones(16), (0, 8, 16), {}, codec, 0, own_mean_exact, codec.encode(torch.ones(8)), 2.0)
+    mean = codec.encode(torch.ones(8))
+    feedback.update([Encoded(torch.ones(16), (0, 8, 16), {}, codec, 1.0, 0, own_mean_exact, mean, codec, 2.0)])
     assert float(feedback.residual.abs().max()) < 0.05
 
 
 def test_a_rule_that_drops_what_one_member_brings_keeps_no_loss_of_the_mean() -> None:
     codec = get_codec("int8")
     feedback, exact = ErrorFeedback(16, codec), torch.linspace(-1, 1, 8)
-    feedback.update(
-        torch.ones(16), (0, 8, 16), {1: codec.encode(torch.ones(8))}, codec, 0, exact, codec.encode(exact), 0.0
-    )
+    sent, mean = {1: codec.encode(torch.ones(8))}, codec.encode(exact)
+    feedback.update([Encoded(torch.ones(16), (0, 8, 16), sent, codec, 1.0, 0, exact, mean, codec, 0.0)])
     assert feedback.residual is not None
     assert torch.equal(feedback.residual[:8], torch.zeros(8))
 
@@ -103,11 +106,12 @@ def test_an_owner_of_a_sparse_share_keeps_what_its_part_lost_and_what_the_dense_
     vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(4))
     exact, feedback = 3 * vector[:4096] + 1, ErrorFeedback(SIZE, codec)
     parts = {index: codec.encode(vector[BOUNDS[index] : BOUNDS[index + 1]]) for index in (0, 1)}
-    feedback.update(vector, BOUNDS, parts, codec, 0, exact, dense.encode(exact), 2.5)
+    feedback.update([Encoded(vector, BOUNDS, parts, codec, 1.0, 0, exact, dense.encode(exact), dense, 2.5)])
     out, expected = torch.empty(4096), vector.clone()
     for index in (0, 1):
         codec.decode_into(parts[index], out)
         expected[BOUNDS[index] : BOUNDS[index + 1]] -= out
     dense.decode_into(dense.encode(exact), out)
     expected[:4096] += 2.5 * (exact - out)
+    assert feedback.residual is not None
     torch.testing.assert_close(feedback.residual, expected, rtol=0, atol=1e-5)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.conductor import MAX_RALLIES
 from p2ptrain.averaging.leaders import MOST_BELIEVED
@@ -23,7 +24,7 @@ from tests.support.averaging import HEAD, make_ticket
 from tests.support.simulation import SWARM, Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
-KEY = (HEAD.round, HEAD.lineage)
+KEY = Key(HEAD.round, HEAD.lineage)
 
 
 def record(peer: str) -> PeerRecord:
@@ -48,7 +49,7 @@ async def matchmakers(
             matchmaker = Matchmaker(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec, membership, HEAD)
             matchmaker.participates = True
             result.append((member, matchmaker, membership))
-        line = result[0][1]._leaders.candidates((HEAD.round, HEAD.lineage), [])
+        line = result[0][1]._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
         result.sort(key=lambda entry: line.index(entry[0].rpc.peer_id))
         try:
             yield result
@@ -84,12 +85,12 @@ def test_after_a_broken_group_another_peer_leads_also_for_those_that_come_new() 
         async with matchmakers(network, 4) as all_:
             in_group, new = all_[:3], all_[3]
             for _, matchmaker, _ in in_group:
-                matchmaker._leaders.failed((HEAD.round, HEAD.lineage), all_[0][0].rpc.peer_id)
+                matchmaker._leaders.failed(Key(HEAD.round, HEAD.lineage), all_[0][0].rpc.peer_id)
             rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in [*in_group, new]))
             assert len(set(rosters)) == 1
             assert len(rosters[0].tickets) == 4
             leader = all_[1][0].rpc.peer_id
-            assert [m._last_leader for _, m, _ in all_] == [((HEAD.round, HEAD.lineage), leader)] * 4
+            assert [m._last_leader for _, m, _ in all_] == [(Key(HEAD.round, HEAD.lineage), leader)] * 4
 
     simulate(main, seed=3)
 
@@ -153,11 +154,11 @@ def test_nonsense_about_failed_leaders_is_ignored() -> None:
             told: list[object] = [None, [], {"x": -1}, {"x": "1"}, {1: 1}, too_many]
             for nonsense in told:
                 leaders.learn(KEY, nonsense)
-                assert leaders.told() == {}
+                assert leaders.told(KEY) == {}
             leaders.learn(KEY, {"x": 1 << 40})
-            assert leaders.told() == {"x": MOST_BELIEVED}
+            assert leaders.told(KEY) == {"x": MOST_BELIEVED}
             leaders.learn(KEY, {"y": 1})
-            assert leaders.told() == {"x": MOST_BELIEVED}, "only who knows nothing learns"
+            assert leaders.told(KEY) == {"x": MOST_BELIEVED}, "only who knows nothing learns"
 
     simulate(main, seed=14)
 
@@ -196,7 +197,7 @@ async def answered(network: SimulatedNetwork, answer: dict[str, object]) -> None
             await matchmaker.find_group(make_ticket(member))
         finally:
             # Whatever it said, the next attempt has another leader.
-            assert matchmaker._leaders.candidates((HEAD.round, HEAD.lineage), [])[0] == all_[1][0].rpc.peer_id
+            assert matchmaker._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])[0] == all_[1][0].rpc.peer_id
 
 
 @pytest.mark.parametrize(
@@ -243,10 +244,10 @@ def test_rallies_are_bounded_and_the_real_one_stays() -> None:
             for number in range(50):
                 head = replace(HEAD, round=number + 1, tokens=number + 1)
                 ticket = make_ticket(evil[0], head=head)
-                victim[1]._conductor.rally(head).add(ticket, network.loop.time())
+                victim[1]._conductor.rally(head, Key(head.round, head.lineage)).add(ticket, network.loop.time())
                 await asyncio.sleep(0.01)
                 assert len(victim[1]._conductor._rallies) <= MAX_RALLIES
-            assert (HEAD.round, HEAD.lineage) in victim[1]._conductor._rallies
+            assert Key(HEAD.round, HEAD.lineage) in victim[1]._conductor._rallies
             assert not own.done()
             own.cancel()
             await asyncio.gather(own, return_exceptions=True)

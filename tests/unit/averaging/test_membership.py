@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.leaders import MAX_NUDGERS, Leaders
 from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, MAX_KNOWN_PEERS, Membership
 from p2ptrain.network.records import PeerRecord
@@ -165,32 +166,32 @@ def test_a_flood_of_records_is_bounded() -> None:
     assert len(membership.records()) == MAX_KNOWN_PEERS
 
 
-KEY = (3, b"l" * 32)
+KEY = Key(3, b"l" * 32)
 
 
 def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round() -> None:
     membership, _ = make_membership()
     see(membership, "a", "b")
-    leaders = Leaders("me", membership)
+    leaders = Leaders("me", membership, Cells(8))
     first, second, third = leaders.candidates(KEY, [])
     leaders.failed(KEY, first)
     assert leaders.candidates(KEY, []) == [second, third, first]
     leaders.failed(KEY, second)
     leaders.failed(KEY, third)
     assert leaders.candidates(KEY, []) == [first, second, third]
-    leaders.failed((4, b"m" * 32), "a")
+    leaders.failed(Key(4, b"m" * 32), "a")
     assert leaders.candidates(KEY, []) == [first, second, third]
 
 
 def test_a_peer_can_always_lead_itself() -> None:
     membership, _ = make_membership()
     see(membership, "a")
-    assert Leaders("me", membership).candidates(KEY, ["a", "me"]) == ["me"]
+    assert Leaders("me", membership, Cells(8)).candidates(KEY, ["a", "me"]) == ["me"]
 
 
 def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
     membership, _ = make_membership()
-    leaders = Leaders("me", membership)
+    leaders = Leaders("me", membership, Cells(8))
     leaders.nudged_by(KEY, "new")
     assert set(leaders.candidates(KEY, [])) == {"me", "new"}
     leaders.lost("new")

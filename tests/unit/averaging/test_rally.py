@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.batch import GlobalBatch, Report
+from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.rally import Rally, Situation, decide
@@ -16,6 +17,7 @@ from p2ptrain.manifest import AveragingSpec
 
 SPEC = AveragingSpec(grace_seconds=3, matchmaking_seconds=20, quorum=0.5, min_peers=2, group_size=8)
 HEAD = Head(3, b"l" * 32, 100, 40, b"d" * 32)
+KEY = Key(HEAD.round, HEAD.lineage)
 
 
 def situation(
@@ -79,7 +81,7 @@ def test_every_decision_keeps_the_manifest(
 
 def test_members_with_another_state_are_refused_and_the_majority_goes_on() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, SPEC, GlobalBatch(0))
+        rally = Rally(HEAD, KEY, SPEC, GlobalBatch(0))
         answers = {p: rally.add(ticket(p), 0.0) for p in ("a", "b")}
         answers["c"] = rally.add(ticket("c", digest=b"x" * 32), 0.0)
         assert rally.form() == ["a", "b"]
@@ -92,7 +94,7 @@ def test_members_with_another_state_are_refused_and_the_majority_goes_on() -> No
 
 def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, SPEC.model_copy(update={"group_size": 3}), GlobalBatch(0))
+        rally = Rally(HEAD, KEY, SPEC.model_copy(update={"group_size": 3}), GlobalBatch(0))
         answers = [rally.add(ticket(p), 0.0) for p in "abcde"]
         assert len(rally.form()) == 3
         assert sorted(answer.result()["kind"] for answer in answers) == [
@@ -108,7 +110,7 @@ def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
 
 def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, SPEC, GlobalBatch(0))
+        rally = Rally(HEAD, KEY, SPEC, GlobalBatch(0))
         first = rally.add(ticket("a"), 0.0)
         second = rally.add(ticket("a"), 1.0)
         assert first.result()["kind"] == "refused"
@@ -121,7 +123,7 @@ def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
 
 @pytest.mark.parametrize(("samples", "full"), [((30, 33), False), ((30, 34), True)])
 def test_the_global_batch_counts_every_peer_once(samples: tuple[int, int], full: bool) -> None:
-    rally = Rally(HEAD, SPEC, GlobalBatch(64))
+    rally = Rally(HEAD, KEY, SPEC, GlobalBatch(64))
     rally.report("a", Report(5, 5, 1.0, 0.0))
     rally.report("a", Report(samples[0], 5, 1.0, 1.0))
     rally.report("b", Report(samples[1], 5, 1.0, 1.0))

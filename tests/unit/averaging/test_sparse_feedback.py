@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.averaging.feedback import ErrorFeedback
+from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
 from p2ptrain.codecs import Codec, PartList, get_codec
 
 WORKERS = 4
@@ -54,7 +54,9 @@ def average(codec: Codec, vectors: list[torch.Tensor], feedbacks: list[ErrorFeed
         parts.write([1 / WORKERS] * WORKERS, [sent[worker][owner] for worker in range(WORKERS)], means[owner])
         parts.decode_into(means[owner], mean[bounds[owner] : bounds[owner + 1]])
     for worker, feedback in enumerate(feedbacks or []):
-        feedback.update(vectors[worker], bounds, sent[worker], codec, worker, None, means[worker], float(WORKERS))
+        feedback.update(
+            [Encoded(vectors[worker], bounds, sent[worker], codec, 1.0, worker, None, means[worker], codec, WORKERS)]
+        )
     return mean
 
 

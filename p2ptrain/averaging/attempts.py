@@ -1,0 +1,235 @@
+"""One peer's attempts at averaging in one group: prepare, run, settle what broke, remember who was at fault."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
+from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.certificate import Certificate, Roster
+from p2ptrain.averaging.encodings import part_codecs
+from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.history import History
+from p2ptrain.averaging.matchmaking import Matchmaker
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.patience import attempt_seconds
+from p2ptrain.averaging.settle import Settlements
+from p2ptrain.averaging.shares import share_weights, split_shares
+from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
+from p2ptrain.codecs import Codec, codec_at
+from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+ROSTER_WAIT_SECONDS = 5.0
+ROUNDS_REMEMBERED = 16
+MAX_REQUEST_BYTES = 1 << 20
+"""A delegate's request holds the certificate of the result that it brings."""
+
+
+class Attempts:
+    """Runs this peer's attempts, and answers the other members of their groups.
+
+    Attributes:
+        on_phase: Called with each new phase of an attempt.
+        is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
+        speeds: How fast others send.
+        gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        runtime: Runtime,
+        signer: Signer,
+        swarm: bytes,
+        spec: AveragingSpec,
+        codec: Codec,
+        membership: Membership,
+        matchmaker: Matchmaker,
+        history: History,
+        num_values: int,
+    ) -> None:
+        """See `p2ptrain.averaging.averager.Averager`, whose arguments these are."""
+        self._rpc = rpc
+        self._runtime = runtime
+        self._signer = signer
+        self._swarm = swarm
+        self._spec = spec
+        self._codec = codec
+        self._membership = membership
+        self._matchmaker = matchmaker
+        self._num_values = num_values
+        self.on_phase: Callable[[str], None] = lambda phase: None
+        self.speeds = Speeds()
+        self.gave_up_on = b""
+        self._durations: dict[int, deque[float]] = {}
+        self._settlements = Settlements(rpc, signer, history)
+        self._running: dict[bytes, Butterfly] = {}
+        self._arrived = asyncio.Event()
+        self._background: set[asyncio.Task[None]] = set()
+        rpc.serve_channel("butterfly", self._serve_butterfly, max_request_bytes=MAX_REQUEST_BYTES)
+
+    async def close(self) -> None:
+        """End everything that was started here."""
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        for butterfly in list(self._running.values()):
+            await butterfly.stop_sending()
+            await butterfly.stop_serving(linger=False)
+
+    def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, credential: bytes) -> Butterfly:
+        """Get ready for an attempt; the others may open their streams from now on.
+
+        Args:
+            roster: Who takes part.
+            head: Whose round it is.
+            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until the attempt is over.
+            credential: See `Attempt`.
+        """
+        tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
+        codec = codec_at(self._codec, level)
+        rates = agreed_rates(tickets)
+        weights = share_weights(owner_rates(tickets, rates))
+        shares = split_shares(self._num_values, weights, codec.block_size)
+        bounds = (0, *(high for _, high in shares))
+        usual, *smaller = part_codecs(spec, codec, self._num_values)
+        part = part_codec(
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
+            self._num_values, spec.grace_seconds,
+        )  # fmt: skip
+        levels = self._matchmaker.cells.num_levels(head.present)
+        attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
+        streams = len(tickets) - 1
+        butterfly = Butterfly(
+            attempt, vector, self._rpc, self._runtime, self._signer, spec, self.on_phase,
+            attempt_seconds(self._durations_of(level), spec), part,
+            lambda peer, num_bytes, seconds: self.speeds.observe(peer, num_bytes, seconds, streams),
+        )  # fmt: skip
+        self._settlements.remember(attempt)
+        self._running[roster.group_id] = butterfly
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+        return butterfly
+
+    def _durations_of(self, level: int) -> deque[float]:
+        return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
+
+    async def run(
+        self, butterfly: Butterfly, failure: AttemptFailedError
+    ) -> tuple[Certificate | None, AttemptFailedError]:
+        """Run one attempt to a certificate, settling it when it breaks; (None, why) when it is given up."""
+        attempt = butterfly.attempt
+        durations = self._durations_of(attempt.roster.tickets[0].level)
+        certificate = None
+        started = asyncio.get_running_loop().time()
+        try:
+            try:
+                certificate = await butterfly.run()
+                durations.append(asyncio.get_running_loop().time() - started)
+            except AttemptFailedError as error:
+                failure = error
+                if isinstance(error, LateError):
+                    durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
+                logger.info("round %d: attempt failed: %s", attempt.head.round, error)
+                self._blame(error)
+                butterfly.give_up(error.suspects)
+                await butterfly.stop_sending()
+                certificate = await self._settlements.settle(attempt)
+                if certificate is None:
+                    if not attempt.withholds:
+                        self.gave_up_on = attempt.head.lineage
+                    self._matchmaker.group_broke()
+                    if isinstance(error, UnencodableError):
+                        raise
+            self._judge(butterfly, certificate)
+        finally:
+            await asyncio.shield(butterfly.stop_sending())
+            group = attempt.roster.group_id
+            task = asyncio.create_task(self._linger(group, butterfly, certificate is not None), name="linger")
+            self._background.add(task)
+            task.add_done_callback(self._background.discard)
+        return certificate, failure
+
+    def _blame(self, error: AttemptFailedError) -> None:
+        for peer in error.suspects:
+            self._matchmaker.lost(peer)
+            if isinstance(error, LateError):
+                self._membership.suspect(peer, str(error))
+                if error.as_owners:  # How slowly it sends was measured.
+                    self.speeds.was_late(peer)
+            else:
+                self._membership.broke_with(peer, str(error), self._matchmaker.last_leader)
+
+    def _judge(self, butterfly: Butterfly, certificate: Certificate | None) -> None:
+        """Remember with whom a round came to its end, and who sent what had to be refused."""
+        for peer, reason in butterfly.exchange.refused.items():
+            self._membership.broke_with(peer, reason)
+        if certificate is not None:
+            body = certificate.body
+            for index, *_ in body.contributors:
+                self._membership.finished_with(body.members[index])
+                self.speeds.was_in_time(body.members[index])
+
+    async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
+        try:
+            await butterfly.stop_serving(linger=committed)
+        finally:
+            self._running.pop(group, None)
+
+    async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
+        group = request.get("group")
+        if type(group) is not bytes:
+            raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
+                while group not in self._running and not self._settlements.knows(group):
+                    await self._arrived.wait()
+        if group not in self._running:
+            raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
+        butterfly = self._running[group]
+        if butterfly.attempt.roster.tickets[0].level:
+            try:
+                await self._runtime.compute(
+                    self._check_credential, butterfly.attempt.roster, channel.remote, request.get("credential")
+                )
+            except IntegrityError as error:
+                butterfly.exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} stands for nobody: {error}")
+                raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
+        await butterfly.serve(channel, request)
+
+    def _check_credential(self, roster: Roster, peer: str, raw: object) -> None:
+        """Check that a delegate holds the result that its ticket speaks of, and may bring it here.
+
+        Raises:
+            IntegrityError: It does not, or may not.
+        """
+        index = roster.index_of(peer)
+        if index < 0 or type(raw) is not bytes:
+            raise IntegrityError("its result's certificate is missing")
+        ticket = roster.tickets[index]
+        body = Certificate.from_bytes(raw, self._swarm, self._signer).body
+        if (
+            (body.body_hash, body.tokens, body.most_samples, sum(body.peers))
+            != (ticket.child, ticket.tokens, ticket.samples, ticket.peers)
+            or (body.round, body.lineage, body.level + 1) != (ticket.round, ticket.lineage, ticket.level)
+            or peer not in body.members
+        ):
+            raise IntegrityError("its ticket says otherwise than its result's certificate")
+        cells = self._matchmaker.cells
+        if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
+            raise IntegrityError("its result is not one of a cell")

@@ -1,0 +1,327 @@
+"""The way down the tree: how the result of a round reaches those that averaged in a cell and sent a delegate up.
+
+A member asks its delegate, which answers once it holds the result: the certificates of all levels above, by which the
+member sees that its cell's result is in it, and a hash of each piece of the encoded means. Then every member fetches
+its own pieces, one in n, from the delegate, and all others from the members whose own they are. So the delegate sends
+one vector, whatever the number of members, and nobody sends or receives more than one. What somebody fails to bring is
+fetched from the delegate; every piece is checked by itself, so that who sends a false one is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from p2ptrain.averaging.certificate import MAX_LEVELS, Body, Certificate
+from p2ptrain.averaging.history import History, Means
+from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError
+from p2ptrain.hashing import HASH_BYTES, bulk_hash
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 1 << 18
+OPEN_TIMEOUT_SECONDS = 8.0
+KNOWN_WAIT_SECONDS = 5.0
+"""How long a member may take to come to know of a cell's result that another member holds."""
+MAX_REPLY_BYTES = 8 << 20
+MAX_KEPT = 2
+MAX_CELLS_KEPT = 8
+
+
+@dataclass(frozen=True)
+class Ascent:
+    """What became of a cell's result.
+
+    Attributes:
+        path: The certificates of the levels above the cell's, up to the one that ends the round.
+        means: The encoded means of the last one's shares.
+    """
+
+    path: tuple[Certificate, ...]
+    means: Means
+
+    def counts(self, body: Body) -> bool:
+        """Whether a cell's result is in the round's, by the way that `path` shows."""
+        for certificate in self.path:
+            above = certificate.body
+            brought = {above.children[index] for index, *_ in above.contributors}
+            if body.body_hash not in brought:
+                return False
+            body = above
+        return True
+
+    def place_of(self, body: Body, index: int) -> tuple[int, int]:
+        """A member's place among all peers of the round, and their number.
+
+        Args:
+            body: Of the group of level 0.
+            index: The member's, in that group.
+        """
+        for certificate in self.path:
+            above = certificate.body
+            index += sum(above.peers[: above.children.index(body.body_hash)])
+            body = above
+        return index, sum(body.peers)
+
+
+@dataclass
+class _Pieces:
+    """Encoded means, in the making or complete."""
+
+    means: Means
+    cuts: list[tuple[int, int, int]]
+    there: list[bool]
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def view(self, piece: int) -> memoryview:
+        """The piece's bytes."""
+        share, low, high = self.cuts[piece]
+        return memoryview(self.means[share])[low:high]
+
+    def arrived(self, piece: int) -> None:
+        """Let the piece go on to others."""
+        self.there[piece] = True
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+def cut_pieces(sizes: list[int]) -> list[tuple[int, int, int]]:
+    """(share, first byte, the byte after its last) of all pieces of means of so many bytes."""
+    return [
+        (share, low, min(low + PIECE_BYTES, size))
+        for share, size in enumerate(sizes)
+        for low in range(0, size, PIECE_BYTES)
+    ]
+
+
+class Descent:
+    """Hands the results of rounds on to those that wait for them, and fetches them from others."""
+
+    def __init__(self, rpc: Rpc, runtime: Runtime, history: History, grace_seconds: float) -> None:
+        """
+        Args:
+            rpc: To reach the others.
+            runtime: For arithmetic.
+            history: Checks what was fetched.
+            grace_seconds: How long those may take that are slower than most.
+        """
+        self._rpc = rpc
+        self._runtime = runtime
+        self._history = history
+        self._grace_seconds = grace_seconds
+        self._ends: OrderedDict[bytes, asyncio.Future[Ascent | None]] = OrderedDict()
+        self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
+        self._changed = asyncio.Event()
+        rpc.serve_channel("descent.result", self._serve_result)
+        rpc.serve_channel("descent.pieces", self._serve_pieces)
+
+    def expect(self, cell: Body) -> None:
+        """Note that this peer holds a cell's result, and will know what becomes of it."""
+        self._begin(cell)
+
+    def conclude(self, cell: Body, ascent: Ascent | None) -> None:
+        """Tell those that wait what became of a cell's result: None for nothing that this peer could bring about."""
+        end = self._ends.get(cell.body_hash)
+        if end is None or end.done():
+            end = self._begin(cell)
+        if ascent is not None and ascent.path[-1].body.body_hash not in self._kept:
+            cuts = cut_pieces([len(mean) for mean in ascent.means])
+            self._keep(ascent.path[-1].body, _Pieces(ascent.means, cuts, [True] * len(cuts)))
+        end.set_result(ascent)
+        self._wake()
+
+    def close(self) -> None:
+        """Nobody waits here any more."""
+        for end in self._ends.values():
+            end.cancel()
+
+    def _begin(self, cell: Body) -> asyncio.Future[Ascent | None]:
+        end = self._ends[cell.body_hash] = asyncio.get_running_loop().create_future()
+        while len(self._ends) > MAX_CELLS_KEPT:
+            self._ends.popitem(last=False)[1].cancel()
+        return end
+
+    def _keep(self, body: Body, pieces: _Pieces) -> None:
+        self._kept[body.body_hash] = pieces
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # --- serving ---------------------------------------------------------------------------------------------------
+
+    async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
+        cell = request.get("cell")
+        await self._wait_until_known(self._ends, cell, "this peer knows of no such result")
+        assert isinstance(cell, bytes)
+        ascent = await asyncio.shield(self._ends[cell])
+        if ascent is None:
+            raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
+        pieces = self._kept.get(ascent.path[-1].body.body_hash)
+        if pieces is None:
+            raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
+        hashes = await self._runtime.compute(_hash_all, pieces)
+        await channel.send({"path": [certificate.to_bytes() for certificate in ascent.path], "pieces": hashes})
+
+    async def _serve_pieces(self, channel: Channel, request: dict[str, Any]) -> None:
+        body, wanted = request.get("body"), request.get("pieces")
+        await self._wait_until_known(self._kept, body, "this result is not kept here")
+        assert isinstance(body, bytes)
+        pieces = self._kept[body]
+        if not isinstance(wanted, list) or not all(
+            type(piece) is int and 0 <= piece < len(pieces.cuts) for piece in wanted
+        ):
+            raise IntegrityError("malformed request for pieces")
+        for piece in wanted[: len(pieces.cuts)]:
+            while not pieces.there[piece]:
+                await pieces.changed.wait()
+            await channel.send_bytes(pieces.view(piece))
+        await channel.send({"done": True})
+
+    async def _wait_until_known(self, known: OrderedDict[bytes, Any], key: object, otherwise: str) -> None:
+        try:
+            async with asyncio.timeout(KNOWN_WAIT_SECONDS):
+                while type(key) is not bytes or key not in known:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise PeerRefusedError(self._rpc.peer_id, otherwise) from None
+
+    # --- fetching --------------------------------------------------------------------------------------------------
+
+    async def fetch(self, delegate: str, cell: Body, num_values: int, seconds: float) -> Ascent:
+        """What became of a cell's result, by way of a member that stands for it or waits for who does.
+
+        Args:
+            delegate: Another member of the cell.
+            cell: Its result, as all its members hold it.
+            num_values: Length of the vectors.
+            seconds: How long the round may take up there.
+
+        Raises:
+            PeerError, DeadlineError: It failed, or nothing came of the result.
+            ProtocolError: What it sent does not verify.
+        """
+        request = {"cell": cell.body_hash}
+        async with self._rpc.open(delegate, "descent.result", request, OPEN_TIMEOUT_SECONDS) as channel:
+            reply = await channel.receive(seconds, max_bytes=MAX_REPLY_BYTES)
+        try:
+            path = self._check_path(cell, reply.get("path"))
+        except IntegrityError as error:
+            raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
+        body = path[-1].body
+        codecs = self._history.codecs_of(delegate, body, num_values)
+        sizes = [
+            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+        ]
+        cuts, hashes = cut_pieces(sizes), reply.get("pieces")
+        if type(hashes) is not bytes or len(hashes) != HASH_BYTES * len(cuts):
+            raise ProtocolError(delegate, "sent a malformed list of hashes")
+        means: Means = await self._runtime.compute(lambda: [bytearray(size) for size in sizes])
+        pieces = _Pieces(means, cuts, [False] * len(cuts))
+        self._keep(body, pieces)
+        try:
+            await self._fill(pieces, body, hashes, delegate, cell.members, seconds)
+            await self._history.check_means(delegate, body, means)
+        except BaseException:
+            self._kept.pop(body.body_hash, None)
+            raise
+        return Ascent(path, means)
+
+    def _check_path(self, cell: Body, raw: Any) -> tuple[Certificate, ...]:
+        if not isinstance(raw, list) or not 0 < len(raw) < MAX_LEVELS or not all(type(item) is bytes for item in raw):
+            raise IntegrityError("certificates are missing")
+        path: list[Certificate] = []
+        below = cell
+        for item in raw:
+            certificate = self._history.verified(item)
+            above = certificate.body
+            if not (
+                (above.round, above.lineage, above.levels) == (cell.round, cell.lineage, cell.levels)
+                and (above.tokens_before, above.samples_before) == (cell.tokens_before, cell.samples_before)
+                and above.level == below.level + 1
+                and below.body_hash in above.children
+            ):
+                raise IntegrityError("one does not follow from the other")
+            path.append(certificate)
+            below = above
+        if not below.is_last:
+            raise IntegrityError("the last is missing")
+        return tuple(path)
+
+    async def _fill(
+        self, pieces: _Pieces, body: Body, hashes: bytes, delegate: str, members: tuple[str, ...], seconds: float
+    ) -> None:
+        """Fetch all pieces: the own ones from the delegate, the others from those whose own they are."""
+        others, loop = [member for member in members if member != delegate], asyncio.get_running_loop()
+        began = loop.time()
+        by_source: dict[str, list[int]] = {}
+        for piece in range(len(pieces.cuts)):
+            holder = others[piece % len(others)]
+            by_source.setdefault(delegate if holder == self._rpc.peer_id else holder, []).append(piece)
+        pulls = {
+            asyncio.create_task(self._pull(pieces, body, hashes, source, wanted, seconds), name=f"pull-{source[-8:]}")
+            for source, wanted in by_source.items()
+        }
+        pending, until = set(pulls), began + seconds
+        try:
+            while pending and loop.time() < until:
+                _, pending = await asyncio.wait(
+                    pending, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if until == began + seconds and len(pulls) - len(pending) >= quorum_of_others(len(pulls), 0.5):
+                    waited = loop.time() - began
+                    until = min(until, loop.time() + patience_seconds(waited, self._grace_seconds))
+        finally:
+            for pull in pulls:
+                pull.cancel()
+            await asyncio.gather(*pulls, return_exceptions=True)
+        missing = [piece for piece, there in enumerate(pieces.there) if not there]
+        if missing:
+            logger.debug("round %d: %d pieces come from the delegate after all", body.round, len(missing))
+            await self._pull(pieces, body, hashes, delegate, missing, max(1.0, began + seconds - loop.time()))
+        if not all(pieces.there):
+            raise DeadlineError("not all of the result came")
+
+    async def _pull(
+        self, pieces: _Pieces, body: Body, hashes: bytes, source: str, wanted: list[int], seconds: float
+    ) -> None:
+        """Fetch pieces from one peer, as far as it brings them."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        request = {"body": body.body_hash, "pieces": wanted}
+        total = sum(len(pieces.view(piece)) for piece in wanted)
+        try:
+            async with self._rpc.open(
+                source, "descent.pieces", request, OPEN_TIMEOUT_SECONDS, expected_bytes=total
+            ) as channel:
+                for piece in wanted:
+                    room = bytearray(len(pieces.view(piece)))
+                    await channel.receive_bytes(
+                        len(room), deadline - asyncio.get_running_loop().time(), memoryview(room)
+                    )
+                    if await self._runtime.compute(bulk_hash, room) != _hash_of(hashes, piece):
+                        self._rpc.count_refusal(source, "a piece of a result that is not of it")
+                        raise ProtocolError(source, "sent a piece that is not of the result")
+                    pieces.view(piece)[:] = room
+                    pieces.arrived(piece)
+                await channel.receive(deadline - asyncio.get_running_loop().time())
+        except (PeerError, DeadlineError) as error:
+            logger.debug("round %d: pieces from peer %s did not come: %s", body.round, source[-8:], error)
+
+
+def _hash_all(pieces: _Pieces) -> bytes:
+    return b"".join(bulk_hash(pieces.view(piece)) for piece in range(len(pieces.cuts)))
+
+
+def _hash_of(hashes: bytes, piece: int) -> bytes:
+    return hashes[HASH_BYTES * piece : HASH_BYTES * (piece + 1)]
