@@ -158,6 +158,31 @@ def test_what_all_applied_and_keep_is_what_all_contributed(rule: str) -> None:
     simulate(main, 4)
 
 
+def test_holders_of_a_result_of_a_tree_hold_the_same_bits() -> None:
+    """Lists on the ground, dense means of them above."""
+    spec = AveragingSpec(codec="topk", aggregation="mean", grace_seconds=1.0, group_size=4)
+
+    async def main(network: SimulatedNetwork) -> None:
+        peers = await start_averagers(network, [network.add_peer(f"p{i}") for i in range(8)], spec, NUM_VALUES)
+        group = [Contributor(peer, 10, 200 + i) for i, peer in enumerate(peers)]
+        means: dict[bytes, bytes] = {}
+        rounds_above = 0
+        try:
+            for _ in range(4):
+                for each in group:
+                    each.compute()
+                for each, result in zip(group, await asyncio.gather(*(each.average() for each in group)), strict=True):
+                    if result is not None:
+                        mean = each.peer.mean().numpy().tobytes()
+                        assert means.setdefault(result.certificate.body.body_hash, mean) == mean
+                        rounds_above += result.certificate.body.level > 0
+            assert rounds_above >= len(group)
+        finally:
+            await stop_averagers(peers)
+
+    simulate(main, 5)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(40, 46))
 def test_schedules_of_faults_end_in_agreement(seed: int) -> None:

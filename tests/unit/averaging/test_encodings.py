@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.averaging.encodings import lists_parts, mean_codec, part_codecs
+from p2ptrain.averaging.certificate import Body
+from p2ptrain.averaging.encodings import lists_parts, mean_codec, mean_codec_of, part_codecs
 from p2ptrain.codecs import Codec, PartList, codec_names, dense_codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.manifest import AveragingSpec
@@ -76,3 +77,16 @@ def test_the_dense_form_of_a_mixture_keeps_its_small_tensors_and_its_cuts() -> N
     assert b"".join(dense.part(low, high).encode(vector[low:high]) for low, high in pieces) == encoded
     assert not dense.sparse
     assert dense_codec(dense) is dense
+
+
+def test_delegates_average_means_densely() -> None:
+    def body(level: int) -> Body:
+        """Of two members."""
+        return Body(
+            b"s" * 32, 3, b"l" * 32, 0, 0, b"g" * 32, ("a", "b"), ((0, 1, 1), (1, 1, 1)), "", (0, 4096, NUM_VALUES),
+            (b"h" * 32,) * 2, 4, level, 2, (2, 2), (),
+        )  # fmt: skip
+
+    codecs = [mean_codec_of(spec("mean"), get_codec("topk"), body(level)) for level in (0, 1)]
+    assert isinstance(codecs[0], PartList)
+    assert codecs[1] is get_codec("int8")
