@@ -29,6 +29,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "convergence": ["benchmarks.bench_convergence"],
     "moshpit": ["benchmarks.bench_moshpit"],
     "reduction": ["benchmarks.bench_reduction"],
+    "part_lists": ["benchmarks.bench_part_lists"],
     "attacks": ["benchmarks.bench_attacks"],
 }
 """By name: the module and its arguments."""
@@ -118,6 +119,9 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
         return [
             (f"{name}: norm_clip, of mean's CPU", f"{group['norm_clip']['median'] / group['mean']['median']:.2f}", "")
         ]
+    if name == "part_lists":
+        listed, dense = (found["8"][way]["received_bytes"] for way in ("list", "int8"))
+        return [(f"{name}: bytes of a list of 8 parts, of int8's", f"{listed / dense:.2f}", "")]
     if name == "attacks":
         ratios = [ratio["median"] for case, ratio in found.items() if case.endswith(", centered_clip")]
         return [(f"{name}: worst loss with liars, of the clean loss", f"{max(ratios):.2f}", "")]

@@ -20,6 +20,7 @@ from benchmarks.answers import hear, say
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.codecs import get_codec, warm_up
@@ -47,7 +48,7 @@ class Peer:
         warm_up()
         self._vector = initial_vector(options["index"], options["values"])
         self._membership = Membership(rpc.peer_id, self._runtime)
-        spec = AveragingSpec(
+        self._spec = spec = AveragingSpec(
             codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS,
             spot_checks=options["spot_checks"],
         )  # fmt: skip
@@ -92,10 +93,12 @@ class Peer:
         }
 
     def _decode(self, outcome: RoundOutcome) -> None:
-        bounds = outcome.result.certificate.body.bounds
+        body = outcome.result.certificate.body
+        codec, bounds = mean_codec_of(self._spec, self._codec, body), body.bounds
         for index, encoded in enumerate(outcome.result.means):
             if encoded:
-                self._codec.decode_into(encoded, self._vector[bounds[index] : bounds[index + 1]])
+                part = codec.part(bounds[index], bounds[index + 1])
+                part.decode_into(encoded, self._vector[bounds[index] : bounds[index + 1]])
 
     async def anew(self, number: int) -> dict[str, Any]:
         """Begin lineage ``number`` and forget how earlier rounds went, so that no round depends on those before it."""

@@ -8,11 +8,17 @@ from statistics import median_low
 from typing import Any
 
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
+from p2ptrain.averaging.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.head import MAX_PRESENT, Head
-from p2ptrain.codecs import Codec
+from p2ptrain.averaging.robust import vote_weights
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.signing import Signer
+
+WEIGHT_SLACK = 1 + 2**-20
+"""Weights may exceed what tokens give by this factor, because they are rounded to fp32."""
 
 
 class AttemptFailedError(TemporaryError):
@@ -56,11 +62,13 @@ class Attempt:
         bounds: Share offsets, ``len(roster) + 1``.
         codec: How the whole vector is encoded.
         swarm: The manifest's digest, 32 bytes.
+        spec: The rule by which shares are reduced.
         levels: Of the round's tree.
         credential: Above level 0: the certificate of the result that this peer brings, in wire form.
         means: Encoded mean of each share, as far as they arrived.
         hashes: What names them; see `p2ptrain.averaging.reduction.mean_tree`.
         contributors: Indices into the roster, once agreed.
+        sent_parts: By share: what this member sent, encoded, where means are lists of parts; see `check_quotes`.
         body: Once every mean is here.
         proofs: By peer: valid signatures of ``body``.
         phase: What this peer is doing, for logs and reports.
@@ -75,11 +83,13 @@ class Attempt:
     bounds: tuple[int, ...]
     codec: Codec
     swarm: bytes
+    spec: AveragingSpec
     levels: int = 1
     credential: bytes = b""
     means: list[bytes | bytearray | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
+    sent_parts: dict[int, bytearray] = field(default_factory=dict)
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
@@ -96,9 +106,43 @@ class Attempt:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
-    def codec_of(self, index: int) -> Codec:
-        """How a member's share is encoded."""
-        return self.codec.part(self.bounds[index], self.bounds[index + 1])
+    @property
+    def lists_parts(self) -> bool:
+        """Whether means are lists of their parts."""
+        return lists_parts(self.spec, self.codec, self.bounds[-1], len(self.roster.tickets))
+
+    def mean_codec_of(self, index: int) -> Decoder:
+        """How the mean of a member's share is encoded; until the contributors are agreed on, as if all were."""
+        members = len(self.roster.tickets)
+        contributors = members if self.contributors is None else len(self.contributors)
+        codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
+        return codec.part(self.bounds[index], self.bounds[index + 1])
+
+    def check_quotes(self, index: int, mean: bytes | bytearray | memoryview, own_index: int) -> None:
+        """Hold an owner's list of parts against what this member knows of them; other means pass.
+
+        So an owner that puts other bytes in the place of an honest member's loses that member's signature; nor can it
+        let anybody count for more than its tokens.
+
+        Args:
+            index: Whose share's mean it is; the contributors must be agreed on.
+            mean: Complete and valid.
+            own_index: This member.
+
+        Raises:
+            CodecError: It is not what this member can sign.
+        """
+        codec, contributors = self.mean_codec_of(index), self.contributors
+        if not isinstance(codec, PartList) or contributors is None or not self.size(index):
+            return
+        limits = vote_weights(self.spec, [self.roster.tickets[i].tokens for i in contributors])
+        weights, parts = codec.split(mean, self.size(index))
+        for contributor, weight, limit, part in zip(contributors, weights, limits, parts, strict=True):
+            if weight > limit * WEIGHT_SLACK:
+                raise CodecError("a part weighs more than its sender's tokens allow")
+            sent = self.sent_parts.get(index) if contributor == own_index else None
+            if sent is not None and part != sent:
+                raise CodecError("this peer's own part is not what it sent")
 
     def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
         """Take in a share's mean and its hash, unless one is here."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster
+from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History
@@ -22,7 +23,7 @@ from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
-from p2ptrain.codecs import Codec, codec_at, smaller_codecs
+from p2ptrain.codecs import Codec, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -114,12 +115,13 @@ class Attempts:
         weights = share_weights(owner_rates(tickets, rates))
         shares = split_shares(self._num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
+        usual, *smaller = part_codecs(spec, codec, self._num_values)
         part = part_codec(
-            codec, smaller_codecs(codec, self._num_values), rates, weights, roster.index_of(self._rpc.peer_id),
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
             self._num_values, spec.grace_seconds,
         )  # fmt: skip
         levels = self._matchmaker.cells.num_levels(head.present)
-        attempt = Attempt(roster, head, bounds, codec, self._swarm, levels, credential)
+        attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
         streams = len(tickets) - 1
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self.on_phase,

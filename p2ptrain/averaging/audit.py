@@ -227,7 +227,7 @@ class Audit:
         tickets = [attempt.roster.tickets[index] for index in attempt.contributors]
         if [(each.sender, each.tokens) for each in answer.commitments] != [(t.peer, t.tokens) for t in tickets]:
             raise IntegrityError("made its mean of other contributions than was agreed")
-        codec = attempt.codec_of(owner)
+        codec = attempt.mean_codec_of(owner)
         for position, chunk in enumerate(chunks):
             low, high = self._rules.span(attempt.bounds[owner], attempt.bounds[owner + 1], chunk)
             piece = bytes(memoryview(mean)[codec.encoded_bytes(low) : codec.encoded_bytes(high)])

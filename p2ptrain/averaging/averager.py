@@ -20,6 +20,7 @@ from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.descent import Ascent, Descent
+from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.feedback import Encoded
 from p2ptrain.averaging.grid import delegate_order
@@ -28,7 +29,7 @@ from p2ptrain.averaging.history import History, Means, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.robust import feedback_scale
-from p2ptrain.codecs import Codec, codec_at
+from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
@@ -148,8 +149,8 @@ class Averager:
         self._membership = membership
         self._num_values = num_values
         self._layout = layout
-        history_bytes = max(MIN_HISTORY_BYTES, 2 * codec.encoded_bytes(num_values))
-        self.history = History(rpc, runtime, signer, swarm, codec, spec.history_rounds, history_bytes)
+        history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
+        self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
         self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
         self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
@@ -322,7 +323,7 @@ class Averager:
         import torch
 
         vector = torch.empty(self._num_values, dtype=torch.float32)
-        codec = codec_at(self._codec, body.level)
+        codec = mean_codec_of(self._spec, self._codec, body)
         for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if mean:
                 codec.part(low, high).decode_into(mean, vector[low:high])
@@ -369,7 +370,7 @@ class Averager:
                     own_index,
                     butterfly.own_mean_exact,
                     stage.means[own_index],
-                    butterfly.attempt.codec,
+                    dense_codec(butterfly.attempt.codec),
                     mean_scale,
                 )
             )

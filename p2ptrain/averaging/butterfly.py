@@ -15,8 +15,9 @@ j → i                 j's signature of the body, once j holds the mean of ever
 The contributors are the intersection of all owners' masks: incomplete at one owner counts nowhere. An owner closes its
 mask when every part is there, or when a quorum is and the rest had time enough (`p2ptrain.averaging.patience`); by the
 same rule members wait for masks and means. The owner encodes its mean once and decodes those bytes like everybody else.
-(Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.) A member may encode its own parts with another
-codec than the mean's, when it is slow.
+(Moshpit SGD, arXiv 2103.03239, section 3; the certificate is ours.) Sparse parts are not encoded again: their list is
+the mean. A member that is slow may encode its own parts with another codec than the mean's
+(`p2ptrain.averaging.encodings`).
 
 Members that no stream can be opened to own no share. What two of them cannot tell each other, owners pass on.
 
@@ -37,7 +38,7 @@ from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing, new_buffer
-from p2ptrain.averaging.reduction import chunk_values, mean_tree
+from p2ptrain.averaging.reduction import chunk_values, mean_root, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
 from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
@@ -60,7 +61,8 @@ class Butterfly:
     Attributes:
         attempt: The roster and what was learnt.
         exchange: What the streams and this state machine share.
-        own_mean_exact: The mean of the own share before encoding, fp32, kept for error feedback.
+        own_mean_exact: The mean of the own share before encoding, fp32, kept for error feedback; None if its encoding
+            lost nothing.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class Butterfly:
             self.exchange.unencodable = str(error)
             self.exchange.agreed.set()
             return
+        if self._share.own_part:
+            self.exchange.sent_parts[self._index] = self._share.own_part
         loop, others = asyncio.get_running_loop(), len(self.attempt.roster.tickets) - 1
         quorum_at: float | None = None
         while len(self._share.parts.keys() | self._refused_indices()) < others:
@@ -179,6 +183,7 @@ class Butterfly:
             raise AttemptFailedError("no contribution was complete at every owner")
         attempt.contributors = tuple(sorted(agreed))
         self.exchange.agreed_on.set()
+        attempt.changed.set()
         self._enter("reduce")
         if attempt.size(self._index):
             try:
@@ -205,15 +210,19 @@ class Butterfly:
         """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
         attempt = self.attempt
         assert attempt.contributors is not None
-        codec, size = attempt.codec_of(self._index), attempt.size(self._index)
+        codec, size = attempt.mean_codec_of(self._index), attempt.size(self._index)
         mean = Growing(await new_buffer(self._runtime, codec, size))
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
-        tree = await self._runtime.compute(mean_tree, codec, mean.data, size, chunk_values(attempt.codec))
-        if self.exchange.audit is not None:
+        chunk = chunk_values(attempt.codec)
+        if self.exchange.audit is None:
+            root = await self._runtime.compute(mean_root, codec, mean.data, size, chunk)
+        else:
+            tree = await self._runtime.compute(mean_tree, codec, mean.data, size, chunk)
             await self.exchange.audit.state(attempt.contributors, tree)
-        attempt.add_mean(self._index, mean.data, tree.root[0])
+            root = tree.root[0]
+        attempt.add_mean(self._index, mean.data, root)
 
     def _enter(self, phase: str) -> None:
         self.attempt.phase = phase

@@ -11,7 +11,7 @@ from p2ptrain.averaging.audit import Audit, FalseMeanError
 from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare, chunk_values
-from p2ptrain.codecs import Codec
+from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import DeadlineError, IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -58,7 +58,8 @@ class Exchange:
         unencodable: Why this member's own part cannot be encoded; empty while it can.
         refused: By other member: why its part was refused. The round goes on without it.
         refused_by: By owner, this member included: why this member's own part was refused.
-        sent_parts: By share: the encoded parts that this member sent, kept for error feedback.
+        sent_parts: By share: the encoded parts that this member sent, kept for error feedback; under a sparse codec
+            that of its own share too.
         audit: The spot checks; None when the manifest switches them off, or nobody else is there.
         agreed_on: Set once the contributors are.
         checked: Owners whose share passed this member's checks.
@@ -95,11 +96,12 @@ class Exchange:
         self.began = loop.time()
         self.part_codec = part_codec or attempt.codec
         self.index = attempt.roster.index_of(rpc.peer_id)
-        own = vector[attempt.bounds[self.index] : attempt.bounds[self.index + 1]]
-        codec = attempt.codec_of(self.index)
-        attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1
+        low, high = attempt.bounds[self.index : self.index + 2]
+        # Sparse parts are few enough that all members see all of them, and hold them against what they sent.
+        attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1 and not attempt.codec.sparse
         self.share = OwnShare(
-            codec, spec, own, self.index, len(attempt.roster.tickets),
+            dense_codec(attempt.codec).part(low, high), spec, vector[low:high], self.index, len(attempt.roster.tickets),
+            attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
             chunk=chunk_values(attempt.codec), audited=attempt.audited,
         )  # fmt: skip
         self.part_changed = asyncio.Event()
@@ -117,7 +119,7 @@ class Exchange:
         self.unencodable = ""
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
-        self.sent_parts: dict[int, bytearray] = {}
+        self.sent_parts: dict[int, bytearray] = attempt.sent_parts if attempt.lists_parts else {}
         self.audit = Audit(attempt, self.share, self.index, runtime, signer, spec, vector) if attempt.audited else None
         self.agreed_on = asyncio.Event()
         self.checked: set[int] = set()

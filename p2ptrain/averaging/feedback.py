@@ -1,8 +1,9 @@
 """Error feedback: what a lossy codec dropped is added to the next contribution.
 
 Two losses are kept: what encoding this peer's own parts dropped (Seide et al. 2014; Karimireddy et al. 2019,
-arXiv 1901.09847), and what encoding the mean of its own share dropped. The second belongs to everybody; its owner adds
-it to its next contribution scaled by (total weight) / (own weight), so that in the next mean it counts once.
+arXiv 1901.09847), and what encoding the mean of its own share dropped, which is nothing if that is the list of the
+parts (`p2ptrain.codecs.part_list`). The second belongs to everybody; its owner adds it to its next contribution scaled
+by (total weight) / (own weight), so that in the next mean it counts once.
 
 What a rule of aggregation takes from a contribution, by clipping or by preferring others, is no loss of encoding and is
 not kept: a peer that was clipped is not to bring the rest in the next round. Under rules by coordinate (`median`,
@@ -32,11 +33,12 @@ class Encoded:
     Attributes:
         vector: The contribution, fp32, ``[num_values]``.
         bounds: Share offsets.
-        sent_parts: By share: the encoded part of ``vector``; the own share was not encoded.
+        sent_parts: By share: the encoded part of ``vector``; the own share, if it was encoded too.
         part_codec: How they are encoded.
         part_scale: What their loss is multiplied by: 1, or more where the peer brought more than its own.
         own_index: The own share.
-        own_mean_exact: The own share's mean before encoding; None when it was not reduced here.
+        own_mean_exact: The own share's mean before encoding; None when it was not reduced here, or its encoding lost
+            nothing.
         own_mean: The same, encoded.
         mean_codec: How.
         mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.robust.feedback_scale`.

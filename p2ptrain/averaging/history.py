@@ -10,9 +10,11 @@ from typing import Any
 
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
-from p2ptrain.averaging.reduction import chunk_values, mean_tree
-from p2ptrain.codecs import Codec, CodecError, codec_at
+from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.reduction import chunk_values, mean_root
+from p2ptrain.codecs import Codec, CodecError, Decoder, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
@@ -40,18 +42,25 @@ class Result:
 class History:
     """Keeps results, serves them, and fetches those of others.
 
-    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept.
+    Bounded by ``spec.history_rounds`` and ``max_bytes``; the newest result is always kept.
     """
 
     def __init__(
-        self, rpc: Rpc, runtime: Runtime, signer: Signer, swarm: bytes, codec: Codec, max_rounds: int, max_bytes: int
+        self,
+        rpc: Rpc,
+        runtime: Runtime,
+        signer: Signer,
+        swarm: bytes,
+        codec: Codec,
+        spec: AveragingSpec,
+        max_bytes: int,
     ) -> None:
         self._rpc = rpc
         self._runtime = runtime
         self._signer = signer
         self._swarm = swarm
         self._codec = codec
-        self._max_rounds = max_rounds
+        self._spec = spec
         self._max_bytes = max_bytes
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
@@ -66,9 +75,12 @@ class History:
         if (attempt := self.find_attempt(body.body_hash)) is not None:
             attempt.means = []
         while len(self._results) > 1 and (
-            len(self._results) > self._max_rounds or sum(r.num_bytes for r in self._results.values()) > self._max_bytes
+            len(self._results) > self._spec.history_rounds or self._num_bytes() > self._max_bytes
         ):
             self._results.popitem(last=False)
+
+    def _num_bytes(self) -> int:
+        return sum(result.num_bytes for result in self._results.values())
 
     def clear(self) -> None:
         """Forget everything: this peer moved to another lineage."""
@@ -165,7 +177,7 @@ class History:
         """
         return Certificate.from_bytes(certificate, self._swarm, self._signer)
 
-    def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Codec]:
+    def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Decoder]:
         """How the shares of a result are encoded that a peer offers.
 
         Raises:
@@ -176,8 +188,11 @@ class History:
         codec = codec_at(self._codec, body.level)
         if body.codec != f"{codec.name}/{codec.version}":
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
+        if not body.contributors:
+            raise ProtocolError(peer, "offers a result of nobody's contributions")
+        means = mean_codec_of(self._spec, self._codec, body)
         try:
-            return [codec.part(low, high) for low, high in pairwise(body.bounds)]
+            return [means.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
@@ -197,15 +212,13 @@ class History:
         codecs = self.codecs_of(peer, body, body.bounds[-1])
         await self._runtime.compute(self._check_means, peer, body, means, codecs)
 
-    def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Codec]) -> None:
+    def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Decoder]) -> None:
         for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):
             size = body.bounds[index + 1] - body.bounds[index]
             if not size:
                 continue
-            if (
-                mean_tree(codec, mean, size, chunk_values(codec_at(self._codec, body.level))).root[0]
-                != body.hashes[index]
-            ):
+            chunk = chunk_values(codec_at(self._codec, body.level))
+            if mean_root(codec, mean, size, chunk) != body.hashes[index]:
                 raise ProtocolError(peer, "sent a result that does not match its certificate")
             try:
                 codec.validate(mean, size)

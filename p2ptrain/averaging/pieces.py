@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from p2ptrain.codecs import Codec, CodecError
+from p2ptrain.codecs import Codec, CodecError, Decoder
 from p2ptrain.errors import ProtocolError
 from p2ptrain.hashing import BulkHasher
 from p2ptrain.network.channel import Channel
@@ -34,7 +34,7 @@ def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> l
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
-async def new_buffer(runtime: Runtime, codec: Codec, num_values: int) -> bytearray:
+async def new_buffer(runtime: Runtime, codec: Decoder, num_values: int) -> bytearray:
     """Room for an encoded share; off the event loop, because clearing fresh memory takes milliseconds."""
     return await runtime.compute(bytearray, codec.encoded_bytes(num_values))
 
@@ -106,7 +106,7 @@ async def send_encoded(
 async def receive_checked(
     channel: Channel,
     runtime: Runtime,
-    codec: Codec,
+    codec: Decoder,
     num_values: int,
     timeout_seconds: float,
     check: Check,
@@ -155,7 +155,7 @@ class _Arriving:
     """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
 
     def __init__(
-        self, runtime: Runtime, codec: Codec, num_values: int, data: bytearray, check: Check, hashed: bool
+        self, runtime: Runtime, codec: Decoder, num_values: int, data: bytearray, check: Check, hashed: bool
     ) -> None:
         self.data = data
         self._runtime = runtime

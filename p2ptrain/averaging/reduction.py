@@ -23,8 +23,8 @@ from p2ptrain.averaging.robust import (
     vote_weights,
 )
 from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hash
-from p2ptrain.codecs import Codec, CodecError
-from p2ptrain.hashing import EMPTY_HASH
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
+from p2ptrain.hashing import EMPTY_HASH, bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 
@@ -52,7 +52,12 @@ def chunk_values(codec: Codec) -> int:
     return math.lcm(CHUNK_VALUES, codec.block_size)
 
 
-def mean_tree(codec: Codec, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> SumTree:
+def mean_root(codec: Decoder, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> bytes:
+    """What names an encoded mean: the root of its `mean_tree`, or the hash of a list of parts, which has no chunks."""
+    return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
+
+
+def mean_tree(codec: Decoder, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> SumTree:
     """The tree over the chunks of an encoded mean, whose root names it; all energies are zero.
 
     Args:
@@ -72,7 +77,7 @@ class RangeCheck:
         codec: How the share is encoded.
     """
 
-    def __init__(self, codec: Codec, spec: AveragingSpec) -> None:
+    def __init__(self, codec: Decoder, spec: AveragingSpec) -> None:
         self.codec = codec
         self._max_value = spec.max_value
 
@@ -93,6 +98,8 @@ class PartCheck(RangeCheck):
     Attributes:
         leaves: Of the chunks so far: hash and energy, the former only if ``hashed``, the latter if ``measured``.
     """
+
+    codec: Codec
 
     def __init__(self, codec: Codec, spec: AveragingSpec, chunk: int, *, measured: bool, hashed: bool) -> None:
         """
@@ -147,6 +154,7 @@ class OwnShare:
         refused: By member, the owner itself included: why `judge` left it out.
         trees: By member, the owner itself included: what `PartCheck` found in its part.
         is_measured: Whether norms are taken.
+        own_part: The owner's own part, encoded, once `measure_own` is done; None if it counts as it is.
     """
 
     def __init__(
@@ -156,21 +164,33 @@ class OwnShare:
         own: torch.Tensor,
         own_index: int,
         num_members: int,
+        own_codec: Codec | None = None,
+        lists_parts: bool = False,
         *,
         chunk: int = 0,
         audited: bool = False,
     ) -> None:
         """
         Args:
-            codec: How the result is encoded.
+            codec: How the result is encoded, unless it is the list of the parts.
             spec: The rule and the limits.
             own: The owner's own part, fp32, ``[num_values]``; not changed.
             own_index: Its place in the roster.
             num_members: Size of the roster.
+            own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
+                is. It should be encoded if the codec is sparse: beside what is left of the others' it would be long.
+            lists_parts: Whether the result is a `PartList`, of parts in ``own_codec``.
             chunk: `chunk_values` of the whole vector's codec; 0 if ``codec`` is that.
             audited: Whether members check slices of the result: then parts are hashed, and kept after it is made.
+
+        Raises:
+            ValueError: Such a list is asked for without ``own_codec``.
         """
+        if lists_parts and own_codec is None:
+            raise ValueError("a list of parts needs the owner's own part encoded")
         self._codec = codec
+        self._own_codec = own_codec
+        self._lists_parts = lists_parts
         self._spec = spec
         self._own = own
         self._own_index = own_index
@@ -180,17 +200,21 @@ class OwnShare:
         self.trees: dict[int, SumTree] = {}
         self.parts: dict[int, tuple[Codec, bytearray]] = {}
         self.refused: dict[int, str] = {}
+        self.own_part: bytearray | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
         """A check for one part that will arrive in this codec."""
         return PartCheck(codec, self._spec, self._chunk, measured=self.is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
-        """Check and measure the owner's own part; for the compute thread.
+        """Check and measure the owner's own part, encoded if it is to be; for the compute thread.
 
         Raises:
-            CodecError: A value is not finite or beyond ``max_value``.
+            CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
         """
+        if self._own_codec is not None:
+            self._encode_own(self._own_codec)
+            return
         from p2ptrain.codecs.norms import sums_of_squares
 
         leaves: list[Node] = []
@@ -202,6 +226,13 @@ class OwnShare:
             else:
                 leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
+
+    def _encode_own(self, codec: Codec) -> None:
+        part, check = codec.encode(self._own), self.new_check(codec)
+        for low, high in cut(len(self._own), codec.block_size):
+            check(memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
+        self.own_part = part
+        self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
     def add(self, index: int, part: bytearray, check: PartCheck, tree: SumTree | None = None) -> None:
         """Take in another member's part, with the check that it passed, and the tree over its leaves, if known."""
@@ -221,7 +252,7 @@ class OwnShare:
 
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: Growing
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """Combine the contributors' parts and encode the result, piece by piece.
 
         Unless members check slices of it, the parts are then forgotten.
@@ -233,15 +264,22 @@ class OwnShare:
             mean: Grows with each piece.
 
         Returns:
-            The result before encoding, fp32, ``[num_values]``.
+            The result before encoding, fp32, ``[num_values]``; None when it is a list of parts, which loses nothing.
 
         Raises:
             CodecError: The result cannot be encoded.
         """
         import torch
 
-        exact = torch.empty(len(self._own), dtype=torch.float32)
         weights = self.weights(contributors, tokens)
+        if self.own_part is not None and self._own_codec is not None:
+            self.parts[self._own_index] = self._own_codec, self.own_part
+        if self._lists_parts:
+            await runtime.compute(self._list_parts, contributors, weights, mean.data)
+            mean.grow(len(mean.data))
+            self.parts.clear()
+            return None
+        exact = torch.empty(len(self._own), dtype=torch.float32)
         for low, high in cut(len(self._own), self._block_size()):
             await runtime.compute(self.reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
@@ -253,6 +291,11 @@ class OwnShare:
         """What each contributor's part is multiplied by."""
         norms = self.norms()
         return part_weights(self._spec, [norms[index] for index in contributors], tokens)
+
+    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray) -> None:
+        assert self._own_codec is not None
+        parts = [self.parts[index][1] for index in contributors]
+        PartList(self._own_codec, len(parts)).write(weights, parts, encoded)
 
     def reduce_piece(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
@@ -279,11 +322,11 @@ class OwnShare:
     def _add_up(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
     ) -> None:
-        """The weighted sum: the owner's part first, then the others' in the order of the roster."""
+        """The weighted sum, in the order of the roster; but the owner's part first where it is not encoded."""
         import torch
 
         weight_of = dict(zip(contributors, weights, strict=True))
-        if self._own_index in weight_of:
+        if self._own_index in weight_of and self._own_index not in self.parts:
             torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
         else:
             exact.zero_()
@@ -294,7 +337,7 @@ class OwnShare:
     def _decoded(self, index: int, low: int, high: int) -> torch.Tensor:
         import torch
 
-        if index == self._own_index:
+        if index == self._own_index and index not in self.parts:
             return self._own[low:high].clone()
         values = torch.empty(high - low, dtype=torch.float32)
         codec, piece = self._encoded(index, low, high)

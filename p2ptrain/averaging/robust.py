@@ -42,7 +42,10 @@ from p2ptrain.manifest import AveragingSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-VOTING_RULES = ("median", "trimmed", "centered_clip")
+COORDINATE_RULES = ("median", "trimmed")
+"""Rules that look at each value by itself, and drop what few members bring."""
+
+VOTING_RULES = (*COORDINATE_RULES, "centered_clip")
 """Rules by which every member has one vote, whatever its tokens; they need all contributions to a value at once."""
 
 MIN_FOR_MEDIAN = 3
@@ -130,7 +133,7 @@ def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) ->
     Returns:
         0 under rules by coordinate, which would drop as an outlier what only one member brings.
     """
-    if spec.aggregation in ("median", "trimmed"):
+    if spec.aggregation in COORDINATE_RULES:
         return 0.0
     return 1 / vote_weights(spec, tokens)[position]
 

@@ -16,6 +16,7 @@ from typing import Any
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate, vote
 from p2ptrain.averaging.history import History
+from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.signing import Signer
@@ -133,8 +134,14 @@ class Settlements:
                 raise IntegrityError("its result is not one of this roster")
             means = await self._history.fetch_means(peer, body, attempt.bounds[-1], SETTLE_SECONDS)
             if attempt.body is None:
-                attempt.means = list(means)
                 attempt.contributors = contributors
+                own = attempt.roster.index_of(self._rpc.peer_id)
+                try:
+                    for index, mean in enumerate(means):
+                        attempt.check_quotes(index, mean, own)
+                except CodecError as error:
+                    raise IntegrityError(f"its result is not to be signed: {error}") from error
+                attempt.means = list(means)
                 attempt.body = body
                 if not attempt.audited:  # Nobody vouches for means that it could not check.
                     attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))

@@ -12,12 +12,13 @@ from collections import Counter
 from typing import Any
 
 from p2ptrain.averaging.audit import Audit
+from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import least_mask
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
-from p2ptrain.codecs import Codec, CodecError, smaller_codecs
+from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -132,7 +133,7 @@ class ServedStreams:
     def _codec_of_part(self, peer: str, name: Any) -> Codec:
         attempt, index = self._exchange.attempt, self._exchange.index
         own, low, high = attempt.codec, *attempt.bounds[index : index + 2]
-        for codec in (own, *smaller_codecs(own, attempt.bounds[-1])):
+        for codec in part_codecs(attempt.spec, own, attempt.bounds[-1]):
             if codec.name == name:
                 return codec.part(low, high)
         reason = f"encodes its part in a way that is not allowed beside {own.name}"
@@ -213,7 +214,7 @@ class OpenedStreams:
             header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
             header |= {"credential": attempt.credential} if attempt.credential else {}
             part_codec = exchange.part_codec.part(attempt.bounds[index], attempt.bounds[index + 1])
-            total = part_codec.encoded_bytes(size) + attempt.codec_of(index).encoded_bytes(size)
+            total = part_codec.encoded_bytes(size) + attempt.mean_codec_of(index).encoded_bytes(size)
             async with exchange.rpc.open(
                 peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total
             ) as channel:
@@ -258,7 +259,11 @@ class OpenedStreams:
         exchange.agreed.set()
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
-        codec = attempt.codec_of(index)
+        if attempt.lists_parts:
+            await self._receive_list(channel, index, len(part), deadline)
+            return True
+        codec = attempt.mean_codec_of(index)
+        assert isinstance(codec, Codec)
         hashes = PartCheck(codec, exchange.spec, chunk_values(attempt.codec), measured=False, hashed=True)
         mean, _ = await receive_checked(
             channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
@@ -302,6 +307,21 @@ class OpenedStreams:
         except (PeerError, DeadlineError) as error:
             exchange.find_fault(index, chunks, str(error), late=True)
             return False
+
+    async def _receive_list(self, channel: Channel, index: int, size: int, deadline: float) -> None:
+        """Receive a share's mean that is the list of the parts: its length depends on how many contributed."""
+        exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
+        async with asyncio.timeout_at(deadline):
+            await exchange.agreed_on.wait()
+        codec = attempt.mean_codec_of(index)
+        check_range = RangeCheck(codec, exchange.spec)
+
+        def check(piece: memoryview, low: int, high: int) -> None:
+            check_range(piece, low, high)
+            attempt.check_quotes(index, piece, exchange.index)
+
+        mean, digest = await receive_checked(channel, exchange.runtime, codec, size, deadline - loop.time(), check)
+        attempt.add_mean(index, mean, digest)
 
     async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
         """Receive a member's signature of the body; and those that it passes on, should they be needed."""

@@ -1,4 +1,4 @@
-"""The contract of a codec: a flat fp32 vector to bytes and back."""
+"""The contract of a codec: a flat fp32 vector to bytes and back; and of what can only be decoded."""
 
 from __future__ import annotations
 
@@ -15,33 +15,21 @@ class CodecError(ValueError):
     """Encoded bytes are not what this codec writes: wrong length, or values that are not finite."""
 
 
-class Codec(ABC):
-    """Encodes flat fp32 CPU vectors. Stateless; safe to call from any thread.
+class Decoder(ABC):
+    """Reads encoded flat fp32 vectors. Stateless; safe to call from any thread.
 
-    Decoding is deterministic: equal bytes give equal bits on every machine, decoded or accumulated. Encoding gives
-    equal bytes for equal input on one machine; a vector is encoded once, so nobody else has to come to the same bytes.
-
-    A vector may be split at any multiple of ``block_size`` values: encoding the pieces one by one, each with the codec
-    that `part` gives for it, gives the same bytes as encoding the whole, piece by piece.
+    Decoding is deterministic: equal bytes give equal bits on every machine.
 
     Attributes:
-        name: The name in the manifest.
-        version: Raised whenever the bytes change; peers with another version are refused.
-        block_size: The number of values that are encoded together.
-        lossy: Whether decoding can differ from the input, so that error feedback is needed.
-        reproducible: Whether encoding gives equal bytes on every machine; if not, another machine's are about as close.
+        block_size: The number of values that are encoded together: the bytes may be cut at multiples of it.
     """
 
-    name: str
-    version: int = 1
     block_size: int = 1
-    lossy: bool = False
-    reproducible: bool = True
 
-    def part(self, low: int, high: int) -> Codec:
-        """The codec of the values ``[low, high)`` of the vectors that this one encodes.
+    def part(self, low: int, high: int) -> Decoder:
+        """What reads the values ``[low, high)`` of the vectors that this one reads, encoded by themselves.
 
-        Both are multiples of ``block_size`` or the vector's end. This is the same codec, unless it treats values
+        Both are multiples of ``block_size`` or the vector's end. This is the same decoder, unless it treats values
         differently by their position, as `p2ptrain.codecs.mixed` does.
 
         Raises:
@@ -52,6 +40,59 @@ class Codec(ABC):
     @abstractmethod
     def encoded_bytes(self, num_values: int) -> int:
         """The exact size in bytes of ``num_values`` encoded values, the first ones where positions matter."""
+
+    @abstractmethod
+    def decode_into(self, data: bytes | bytearray | memoryview, out: torch.Tensor) -> None:
+        """Decode into ``out`` (fp32, shape ``[num_values]``, contiguous, CPU), overwriting it.
+
+        Raises:
+            CodecError: The length is wrong. Call `validate` first on bytes from the network.
+        """
+
+    @abstractmethod
+    def validate(self, data: bytes | bytearray | memoryview, num_values: int) -> None:
+        """Check that ``data`` decodes to ``num_values`` finite numbers.
+
+        Raises:
+            CodecError: It does not; the message says why.
+        """
+
+    @abstractmethod
+    def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
+        """A bound on the magnitudes of the decoded values; NaN or infinity when a value is not finite.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+
+
+class Codec(Decoder):
+    """Encodes flat fp32 CPU vectors too, and accumulates them, as deterministically as it decodes.
+
+    Encoding gives equal bytes for equal input on one machine; a vector is encoded once, so nobody else has to come to
+    the same bytes.
+
+    A vector may be split at any multiple of ``block_size`` values: encoding the pieces one by one, each with the codec
+    that `part` gives for it, gives the same bytes as encoding the whole, piece by piece.
+
+    Attributes:
+        name: The name in the manifest.
+        version: Raised whenever the bytes change; peers with another version are refused.
+        lossy: Whether decoding can differ from the input, so that error feedback is needed.
+        sparse: Whether most values decode to zero. The mean of several such vectors has other non-zeros than each of
+            them, so this codec would lose most of it: see `p2ptrain.codecs.part_list`.
+        reproducible: Whether encoding gives equal bytes on every machine; if not, another machine's are about as close.
+    """
+
+    name: str
+    version: int = 1
+    lossy: bool = False
+    sparse: bool = False
+    reproducible: bool = True
+
+    def part(self, low: int, high: int) -> Codec:
+        """See `Decoder.part`."""
+        return self
 
     def encode(self, vector: torch.Tensor) -> bytearray:
         """Encode ``vector`` (fp32, shape ``[num_values]``, contiguous, CPU; it is not changed).
@@ -72,24 +113,8 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode_into(self, data: bytes | bytearray | memoryview, out: torch.Tensor) -> None:
-        """Decode into ``out`` (fp32, shape ``[num_values]``, contiguous, CPU), overwriting it.
-
-        Raises:
-            CodecError: The length is wrong. Call `validate` first on bytes from the network.
-        """
-
-    @abstractmethod
     def accumulate_into(self, data: bytes | bytearray | memoryview, weight: float, out: torch.Tensor) -> None:
         """Add ``weight`` times the decoded values to ``out`` (fp32, ``[num_values]``) without large temporaries."""
-
-    @abstractmethod
-    def validate(self, data: bytes | bytearray | memoryview, num_values: int) -> None:
-        """Check that ``data`` decodes to ``num_values`` finite numbers.
-
-        Raises:
-            CodecError: It does not; the message says why.
-        """
 
     def largest(self, data: bytes | bytearray | memoryview, num_values: int) -> float:
         """The largest magnitude among the decoded values, or a bound at most some roundings above it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -87,6 +87,7 @@ class MixedCodec(Codec):
         self.block_size = math.lcm(*(codec.block_size for *_, codec in spans))
         self.lossy = any(codec.lossy for *_, codec in spans)
         self.reproducible = all(codec.reproducible for *_, codec in spans)
+        self.sparse = any(codec.sparse for *_, codec in spans)
         names = dict.fromkeys(f"{codec.name}/{codec.version}" for *_, codec in spans)
         self.name = f"mixed({','.join(names)})"
         self._num_values = end
@@ -106,10 +107,19 @@ class MixedCodec(Codec):
         if len(clipped) == 1:
             return clipped[0][2]
         piece = object.__new__(MixedCodec)
-        piece.block_size, piece.lossy, piece.name = self.block_size, self.lossy, self.name
+        piece.block_size, piece.lossy, piece.sparse, piece.name = self.block_size, self.lossy, self.sparse, self.name
         piece.reproducible = self.reproducible
         piece._num_values, piece._segments = high - low, _place(clipped)
         return piece
+
+    def mapped(self, change: Callable[[Codec], Codec]) -> MixedCodec:
+        """The same spans in other codecs.
+
+        Args:
+            change: What a span of this codec is encoded with instead.
+        """
+        spans = [(segment.start, segment.stop, change(segment.codec)) for segment in self._segments]
+        return MixedCodec(spans)
 
     def encoded_bytes(self, num_values: int) -> int:
         """The bytes of the first ``num_values`` values."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.base import Codec
 from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
+from p2ptrain.codecs.mixed import MixedCodec
 from p2ptrain.codecs.powersgd import PowerSgdCodec
 from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
 from p2ptrain.codecs.topk import TopKCodec
@@ -13,6 +16,8 @@ from p2ptrain.errors import IncompatibleError
 _KINDS: tuple[type[Codec], ...] = (
     Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec, PowerSgdCodec, TopKCodec
 )  # fmt: skip
+DENSE = "int8"
+"""What a sum of sparse vectors is encoded in."""
 _CODECS: dict[str, Codec] = {kind.name: kind() for kind in _KINDS}
 
 COMPACT = ("int4", "topk")
@@ -37,6 +42,14 @@ def get_codec(name: str) -> Codec:
             f"unknown codec {name!r}; this version has {known}: correct the name or update p2ptrain"
         )
     return codec
+
+
+@lru_cache(maxsize=16)
+def dense_codec(codec: Codec) -> Codec:
+    """What encodes a mean of vectors in ``codec`` that is not sent as a list of them: the same, or int8 if sparse."""
+    if isinstance(codec, MixedCodec):
+        return codec.mapped(dense_codec) if codec.sparse else codec
+    return _CODECS[DENSE] if codec.sparse else codec
 
 
 def codec_at(codec: Codec, level: int) -> Codec:

@@ -74,6 +74,7 @@ class TopKCodec(KernelCodec):
     block_size = topk_rows.CHUNK
     kernel_values = topk_rows.CHUNK
     lossy = True
+    sparse = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
 
     def encoded_bytes(self, num_values: int) -> int:
@@ -117,6 +118,12 @@ class TopKCodec(KernelCodec):
                 fault = topk_rows.check(encoded[piece], columns)
                 if fault != topk_rows.WELL_FORMED:
                     raise CodecError(f"topk: {_FAULTS[fault]}")
+
+    def largest(self, data: Buffer, num_values: int) -> float:
+        """The larger level of any chunk: see `Codec.largest`. No value need have it in chunks that others made."""
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        peaks = [topk_rows.largest(self._rows(array, start, rows)) for start, rows, _ in self._spans(0, num_values)]
+        return float(np.max(peaks, initial=0.0))
 
     def _scatter(self, operation: str, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Decode or accumulate."""

@@ -159,6 +159,12 @@ def add(data: Bytes, weight: np.float32, out: Floats) -> bool:
     return True
 
 
+def largest(data: Bytes) -> float:
+    """The largest magnitude of all levels of encoded rows, NaN or infinity if one is; rows are ``[rows, bytes]``."""
+    levels = (data[:, :LEVEL_BYTES].copy().view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return float(np.abs(levels).max())
+
+
 def _fields(data: Bytes, columns: int) -> list[Bytes]:
     """The bits of the three fields, padding included, each ``[rows, bits]``."""
     ends = np.cumsum((LEVEL_BYTES, *field_bytes(columns)))

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.certificate import Body
+from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import Means, Result
 from p2ptrain.averaging.matchmaking import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.codecs import Codec, codec_at
+from p2ptrain.codecs import Codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records import RoundReport
@@ -306,7 +307,7 @@ class Synchronizer:
             carry.mul_(self._spec.late_decay)
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-        mean, codec = self._buffer, codec_at(self._codec, body.level)
+        mean, codec = self._buffer, mean_codec_of(self._spec, self._codec, body)
         for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if encoded:
                 codec.part(low, high).decode_into(encoded, mean[low:high])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.matchmaking import BehindError
 from p2ptrain.averaging.membership import Membership
@@ -34,6 +35,7 @@ class AveragingPeer:
     rpc: Rpc
     membership: Membership
     averager: Averager
+    spec: AveragingSpec
     vector: torch.Tensor
     others: list[AveragingPeer] = field(default_factory=list)
     outcomes: list[RoundOutcome] = field(default_factory=list)
@@ -78,10 +80,10 @@ class AveragingPeer:
         """The last round's mean, decoded."""
         result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
         bounds = result.certificate.body.bounds
-        codec = get_codec(result.certificate.body.codec.split("/")[0])
+        codec = mean_codec_of(self.spec, get_codec(self.spec.codec), result.certificate.body)
         for index, mean in enumerate(result.means):
             if mean:
-                codec.decode_into(mean, out[bounds[index] : bounds[index + 1]])
+                codec.part(*bounds[index : index + 2]).decode_into(mean, out[bounds[index] : bounds[index + 1]])
         return out
 
 
@@ -109,7 +111,7 @@ async def start_averagers(
         averager.matchmaker.participates = True
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
-        started.append(AveragingPeer(peer, rpc, membership, averager, vector))
+        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector))
     for each in started:
         each.others = [other for other in started if other is not each]
     return started

@@ -58,10 +58,10 @@ def make_roster(
     bounds = bounds or tuple(round(NUM_VALUES * i / len(swarm)) for i in range(len(swarm) + 1))
     result = []
     for i in order:
-        member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM)
+        member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
         butterfly = Butterfly(attempt, vectors[i], rpc, runtime, signer, spec)
-        history = History(rpc, runtime, signer, SWARM, codec, 4, 1 << 20)
+        history = History(rpc, runtime, signer, SWARM, codec, spec, 1 << 20)
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)
 

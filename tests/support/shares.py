@@ -61,11 +61,11 @@ class Group:
 
     def audit(self, index: int) -> tuple[Audit, OwnShare]:
         """A member's side; for a running loop."""
-        attempt = Attempt(self.roster, HEAD, self.bounds, self.codec, SWARM)
+        attempt = Attempt(self.roster, HEAD, self.bounds, self.codec, SWARM, self.spec)
         attempt.contributors = tuple(range(len(self.names)))
         low, high = self.bounds[index : index + 2]
         share = OwnShare(
-            attempt.codec_of(index), self.spec, self.vectors[index][low:high], index, len(self.names),
+            self.codec.part(low, high), self.spec, self.vectors[index][low:high], index, len(self.names),
             chunk=chunk_values(self.codec), audited=True,
         )  # fmt: skip
         share.measure_own()

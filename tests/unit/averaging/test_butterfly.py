@@ -30,7 +30,7 @@ def decoded(member: RosterMember) -> torch.Tensor:
     for index, mean in enumerate(attempt.means):
         assert mean is not None
         if mean:
-            attempt.codec_of(index).decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
+            attempt.mean_codec_of(index).decode_into(mean, out[attempt.bounds[index] : attempt.bounds[index + 1]])
     return out
 
 

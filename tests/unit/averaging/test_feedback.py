@@ -99,3 +99,19 @@ def test_a_rule_that_drops_what_one_member_brings_keeps_no_loss_of_the_mean() ->
     feedback.update([Encoded(torch.ones(16), (0, 8, 16), sent, codec, 1.0, 0, exact, mean, codec, 0.0)])
     assert feedback.residual is not None
     assert torch.equal(feedback.residual[:8], torch.zeros(8))
+
+
+def test_an_owner_of_a_sparse_share_keeps_what_its_part_lost_and_what_the_dense_mean_lost() -> None:
+    codec, dense = get_codec("topk"), get_codec("int8")
+    vector = torch.randn(SIZE, generator=torch.Generator().manual_seed(4))
+    exact, feedback = 3 * vector[:4096] + 1, ErrorFeedback(SIZE, codec)
+    parts = {index: codec.encode(vector[BOUNDS[index] : BOUNDS[index + 1]]) for index in (0, 1)}
+    feedback.update([Encoded(vector, BOUNDS, parts, codec, 1.0, 0, exact, dense.encode(exact), dense, 2.5)])
+    out, expected = torch.empty(4096), vector.clone()
+    for index in (0, 1):
+        codec.decode_into(parts[index], out)
+        expected[BOUNDS[index] : BOUNDS[index + 1]] -= out
+    dense.decode_into(dense.encode(exact), out)
+    expected[:4096] += 2.5 * (exact - out)
+    assert feedback.residual is not None
+    torch.testing.assert_close(feedback.residual, expected, rtol=0, atol=1e-5)

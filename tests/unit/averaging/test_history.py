@@ -13,8 +13,9 @@ from p2ptrain.averaging.history import History, Result
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import NUM_VALUES, RosterMember, make_roster, stop
+from tests.support.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
 from tests.support.simulation import SWARM, Member, members
 
 
@@ -27,6 +28,10 @@ async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[lis
     result = Result(certificate, [mean or b"" for mean in roster[0].attempt.means])
     roster[0].history.add(result)
     return roster, result
+
+
+def with_rounds(count: int) -> AveragingSpec:
+    return SPEC.model_copy(update={"history_rounds": count})
 
 
 def following(result: Result, swarm: list[Member]) -> Result:
@@ -77,7 +82,7 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
             roster, result = await certify(swarm)
             member = roster[1].member
             signer, codec = member.peer.signer, roster[1].attempt.codec
-            history = History(member.rpc, member.peer.runtime, signer, SWARM, codec, 2, 10**9)
+            history = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(2), 10**9)
             results = [result]
             for _ in range(3):
                 results.append(following(results[-1], swarm))
@@ -85,7 +90,7 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
                 history.add(each)
             assert history.chain(results[1].certificate.body.lineage) == []
             assert len(history.chain(results[2].certificate.body.lineage)) == 2
-            tiny = History(member.rpc, member.peer.runtime, signer, SWARM, codec, 8, 1)
+            tiny = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(8), 1)
             for each in results:
                 tiny.add(each)
             assert len(tiny.chain(results[3].certificate.body.lineage)) == 1

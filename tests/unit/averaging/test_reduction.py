@@ -12,7 +12,7 @@ from torch import Tensor
 from p2ptrain.averaging import pieces, reduction, robust
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare
-from p2ptrain.codecs import CodecError, codec_names, get_codec
+from p2ptrain.codecs import CodecError, PartList, codec_names, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
 
@@ -58,6 +58,7 @@ def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_n
     codec, num_values = get_codec(codec_name), len(share._own)
     mean = Growing(bytearray(codec.encoded_bytes(num_values)))
     exact = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean))
+    assert exact is not None
     assert codec.encode(exact) == mean.data
     return exact
 
@@ -173,3 +174,57 @@ def test_a_value_beyond_the_limit_is_refused_at_the_limit_it_is_not(codec: str) 
 def test_an_own_part_that_is_not_finite_is_refused(bad: float) -> None:
     with pytest.raises(CodecError):
         owned(make_spec(), [torch.tensor([0.0, bad]), torch.zeros(2)])
+
+
+def owned_sparsely(spec: AveragingSpec, parts: list[Tensor], owner: int, lists_parts: bool) -> OwnShare:
+    """As `owned`, with parts in topk, that of the owner too."""
+    codec = get_codec("topk")
+    share = OwnShare(get_codec("int8"), spec, parts[owner], owner, len(parts), codec, lists_parts)
+    share.measure_own()
+    for index, part in enumerate(parts):
+        if index != owner:
+            encoded, check = codec.encode(part), share.new_check(codec)
+            check(memoryview(encoded), 0, len(part))
+            share.add(index, encoded, check)
+    return share
+
+
+@pytest.mark.parametrize("rule", ["mean", "norm_clip"])
+@pytest.mark.parametrize("owner", [0, 2])
+def test_a_list_holds_every_contributor_s_part_and_its_clipped_weight(rule: str, owner: int) -> None:
+    parts, codec = make_parts(5, 9000, scales={3: 7.0}), get_codec("topk")
+    share, contributors, tokens = owned_sparsely(make_spec(rule), parts, owner, True), [0, 2, 3, 4], [10, 20, 30, 40]
+    reader = PartList(codec, 4)
+    mean = Growing(bytearray(reader.encoded_bytes(9000)))
+    assert asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean)) is None
+    weights, listed = reader.split(mean.data, 9000)
+    assert [bytes(part) for part in listed] == [bytes(codec.encode(parts[i])) for i in contributors]
+    norms = [float(decoded(parts[i], "topk").norm()) for i in contributors]
+    pace = sorted(norm / count for norm, count in zip(norms, tokens, strict=True))[1]
+    limits = [2 * max(sorted(norms)[1], pace * count) for count in tokens]
+    factors = [1.0 if rule == "mean" else min(1.0, limit / norm) for limit, norm in zip(limits, norms, strict=True)]
+    assert weights == pytest.approx([t / 100 * f for t, f in zip(tokens, factors, strict=True)], rel=1e-5)
+    assert (sum(weights) < 0.99) == (rule == "norm_clip")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_dense_mean_of_sparse_parts_counts_the_owner_s_part_as_others_would(rule: str) -> None:
+    parts = make_parts(4, 9000)
+    seen = [decoded(part, "topk") for part in parts]
+    found = reduced(owned_sparsely(make_spec(rule), parts, 1, False), [0, 1, 2, 3], [1] * 4, "int8")
+    if rule in robust.VOTING_RULES:
+        assert torch.equal(found, robust.combine(make_spec(rule), [part.clone() for part in seen]))
+    else:
+        torch.testing.assert_close(found, torch.stack(seen).mean(0))
+
+
+def test_an_owner_s_own_part_is_judged_as_it_is_sent() -> None:
+    parts = make_parts(5, 9000)
+    share = owned_sparsely(make_spec(), parts, 2, True)
+    assert share.norms() == pytest.approx({i: float(decoded(p, "topk").norm()) for i, p in enumerate(parts)}, rel=1e-5)
+    assert share.own_part == get_codec("topk").encode(parts[2])
+
+
+def test_a_list_needs_a_codec_for_the_owner_s_own_part() -> None:
+    with pytest.raises(ValueError, match="own part"):
+        OwnShare(get_codec("int8"), make_spec(), torch.zeros(10), 0, 2, lists_parts=True)

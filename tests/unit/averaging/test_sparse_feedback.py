@@ -1,7 +1,7 @@
 """Training through `topk` ends where exact averaging ends if error feedback is on, and stalls far from it if it is off.
 
 Four workers each hold another convex quadratic, and take outer steps on the mean of their gradients, in the rounds of
-`p2ptrain.averaging.butterfly`: every part and every owner's mean is encoded.
+`p2ptrain.averaging.butterfly`: every part is encoded, and an owner's mean is the list of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
-from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs import Codec, PartList, get_codec
 
 WORKERS = 4
 STEP, ROUNDS = 0.02, 400
@@ -47,22 +47,15 @@ def average(codec: Codec, vectors: list[torch.Tensor], feedbacks: list[ErrorFeed
     size = len(vectors[0]) // WORKERS
     bounds = tuple(size * i for i in range(WORKERS + 1))
     mean = torch.empty(len(vectors[0]))
-    sent: list[dict[int, bytearray]] = [{} for _ in vectors]
-    means, exacts = [], []
+    sent = [{o: codec.encode(vector[bounds[o] : bounds[o + 1]]) for o in range(WORKERS)} for vector in vectors]
+    means, parts = [], PartList(codec, WORKERS)
     for owner in range(WORKERS):
-        low, high = bounds[owner], bounds[owner + 1]
-        exact = vectors[owner][low:high] / WORKERS
-        for worker in range(WORKERS):
-            if worker != owner:
-                sent[worker][owner] = codec.encode(vectors[worker][low:high])
-                codec.accumulate_into(sent[worker][owner], 1 / WORKERS, exact)
-        exacts.append(exact)
-        means.append(codec.encode(exact))
-        codec.decode_into(means[owner], mean[low:high])
+        means.append(bytearray(parts.encoded_bytes(size)))
+        parts.write([1 / WORKERS] * WORKERS, [sent[worker][owner] for worker in range(WORKERS)], means[owner])
+        parts.decode_into(means[owner], mean[bounds[owner] : bounds[owner + 1]])
     for worker, feedback in enumerate(feedbacks or []):
-        exact, mean_of_share, scale = exacts[worker], means[worker], float(WORKERS)
         feedback.update(
-            [Encoded(vectors[worker], bounds, sent[worker], codec, 1.0, worker, exact, mean_of_share, codec, scale)]
+            [Encoded(vectors[worker], bounds, sent[worker], codec, 1.0, worker, None, means[worker], codec, WORKERS)]
         )
     return mean
 

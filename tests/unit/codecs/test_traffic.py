@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from p2ptrain.codecs import Codec, codec_names, get_codec
-from p2ptrain.codecs.traffic import fewer_bytes_gathered
+from p2ptrain.codecs.traffic import fewer_bytes_gathered, fewer_bytes_listed
 
 NUM_VALUES = 10 * 4096
 
@@ -56,3 +56,19 @@ def test_no_codec_is_worth_gathering_against_itself_nor_alone(name: str) -> None
     assert not fewer_bytes_gathered(codec, get_codec("fp32"), NUM_VALUES, 1)
     with pytest.raises(ValueError, match="0 peers"):
         fewer_bytes_gathered(codec, codec, NUM_VALUES, 0)
+
+
+@pytest.mark.parametrize("peers", [1, 2, 49, 50, 400])
+def test_a_list_is_compared_by_the_bytes_that_owners_send(peers: int) -> None:
+    codec, dense = get_codec("topk"), get_codec("int8")
+    to_owners = (peers - 1) / peers * codec.encoded_bytes(NUM_VALUES)
+    lists = to_owners + (peers - 1) / peers * peers * codec.encoded_bytes(NUM_VALUES)
+    means = to_owners + (peers - 1) / peers * dense.encoded_bytes(NUM_VALUES)
+    assert fewer_bytes_listed(codec, dense, NUM_VALUES, peers) == (peers == 1 or lists < means)
+
+
+def test_a_list_of_one_dense_part_is_not_shorter_and_of_none_refused() -> None:
+    codec = get_codec("int8")
+    assert not fewer_bytes_listed(codec, codec, NUM_VALUES, 1)
+    with pytest.raises(ValueError, match="0 peers"):
+        fewer_bytes_listed(codec, codec, NUM_VALUES, 0)

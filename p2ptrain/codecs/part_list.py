@@ -1,0 +1,128 @@
+"""A mean as the list of its parts: what a sparse codec's contributions add up to, without encoding the sum.
+
+The mean of sparse vectors has up to as many times more non-zeros as there are vectors. Encoded in their codec once
+more, it would lose most of them; the list of the parts loses nothing, and is shorter than a dense encoding while
+there are few parts (`p2ptrain.codecs.traffic.fewer_bytes_listed`). Whoever holds it adds the parts up in its order.
+SparseLoCo (https://arxiv.org/abs/2508.15706) gathers the contributions at every peer in this way.
+
+The bytes, for ``n`` parts of one length::
+
+    4 n   what each part is multiplied by, fp32, little-endian: finite, not negative, 1 or less in sum
+    ...   the parts as their senders encoded them, one after the other
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
+from p2ptrain.codecs.base import Codec, CodecError, Decoder
+
+WEIGHT = np.dtype("<f4")
+MAX_TOTAL = 1 + 2**-20
+"""What weights may add up to: they are shares of 1, each rounded to fp32, of at most some hundred parts."""
+UNDIVIDED = 1 << 62
+
+
+class PartList(Decoder):
+    """Reads the weighted sum of parts from the list of them; the module's docstring has the format.
+
+    A list cannot be cut: the weights are at its beginning, and each part is whole.
+    """
+
+    block_size = UNDIVIDED
+
+    def __init__(self, codec: Codec, num_parts: int) -> None:
+        """
+        Args:
+            codec: How each part is encoded.
+            num_parts: How many there are: as many as contributors to the mean.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if num_parts < 1:
+            raise ValueError("a mean has one contributor at least")
+        self._codec = codec
+        self._num_parts = num_parts
+
+    def part(self, low: int, high: int) -> PartList:
+        """The list of the same contributors' parts of a slice, such as a share."""
+        return PartList(self._codec.part(low, high), self._num_parts)
+
+    def encoded_bytes(self, num_values: int) -> int:
+        """Four bytes and an encoded vector for each part; nothing for no values."""
+        part_bytes = self._codec.encoded_bytes(num_values)
+        return self._num_parts * (WEIGHT.itemsize + part_bytes) if num_values else 0
+
+    def write(self, weights: Sequence[float], parts: Sequence[Buffer], out: bytearray | memoryview) -> None:
+        """Make the list.
+
+        Args:
+            weights: What each part is multiplied by; rounded to fp32 here.
+            parts: Valid in this codec, of one length, and in the order in which everybody adds them up.
+            out: Writable, exactly as long as the list.
+
+        Raises:
+            CodecError: A length is wrong, or weights that `validate` would refuse.
+        """
+        if not len(weights) == len(parts) == self._num_parts:
+            raise CodecError(f"a list of {self._num_parts} parts cannot hold {len(parts)}, with {len(weights)} weights")
+        view = memoryview(out).cast("B")
+        start = self._num_parts * WEIGHT.itemsize
+        if len(view) != start + sum(memoryview(part).nbytes for part in parts):
+            raise CodecError(f"{len(view)} bytes are no room for these {len(parts)} parts and their weights")
+        view[:start] = np.asarray(weights, WEIGHT).tobytes()
+        _check_weights(np.frombuffer(view[:start], WEIGHT))
+        for part in parts:
+            encoded = memoryview(part).cast("B")
+            view[start : start + len(encoded)] = encoded
+            start += len(encoded)
+
+    def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
+        """Add up weight times part, in the list's order: each product and each sum is rounded to fp32 by itself."""
+        values = check_vector(out)
+        weights, parts = self.split(data, len(values))
+        values.zero_()
+        for weight, part in zip(weights, parts, strict=True):
+            self._codec.accumulate_into(part, weight, values)
+
+    def validate(self, data: Buffer, num_values: int) -> None:
+        """Check the length, the weights, and each part."""
+        weights, parts = self.split(data, num_values)
+        _check_weights(np.asarray(weights, WEIGHT))
+        for index, part in enumerate(parts):
+            try:
+                self._codec.validate(part, num_values)
+            except CodecError as error:
+                raise CodecError(f"part {index + 1} of {len(parts)}: {error}") from error
+
+    def largest(self, data: Buffer, num_values: int) -> float:
+        """The largest magnitude among the parts, which a mean does not exceed; weights are not looked at."""
+        peaks = [self._codec.largest(part, num_values) for part in self.split(data, num_values)[1]]
+        return math.nan if any(math.isnan(peak) for peak in peaks) else max(peaks, default=0.0)
+
+    def split(self, data: Buffer, num_values: int) -> tuple[list[float], list[memoryview]]:
+        """The weights and the encoded parts, without a copy; none of no values.
+
+        Raises:
+            CodecError: The length is wrong.
+        """
+        byte_array(data, self.encoded_bytes(num_values), f"list of {self._num_parts} parts")
+        if not num_values:
+            return [], []
+        view, start = memoryview(data).cast("B"), self._num_parts * WEIGHT.itemsize
+        part_bytes = self._codec.encoded_bytes(num_values)
+        parts = [view[start + i * part_bytes :][:part_bytes] for i in range(self._num_parts)]
+        return np.frombuffer(view[:start], WEIGHT).tolist(), parts
+
+
+def _check_weights(weights: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    """Raise `CodecError` unless these can be the weights of a mean."""
+    total = math.fsum(weights.tolist()) if bool(np.isfinite(weights).all()) else math.nan
+    if not (total <= MAX_TOTAL and bool((weights >= 0).all())):
+        raise CodecError("the weights of a mean's parts are not finite, negative, or more than 1 in sum")
