@@ -15,7 +15,7 @@ from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.streams import OpenedStreams
 
-CLEAR_SHARE = 0.85
+CLEAR_SHARE = 0.9
 """The same for the others' checks; so that a slow member, with the signatures that follow, costs no more than that."""
 REASON_SECONDS = 1.0
 """How long a member waits to learn why another gave up that it still needed."""
