@@ -23,8 +23,9 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
-ANSWER_SHARE = 2 / 3
-"""How much of what members wait for each other an owner may take to answer."""
+ANSWER_SHARE = 0.75
+"""How much of what the late are usually waited for an owner may take to answer a check; less than
+`p2ptrain.averaging.vouching.CLEAR_SHARE`, so that a complaint is there before the others sign."""
 
 
 class Exchange:
@@ -201,8 +202,10 @@ class Exchange:
         if not chunks or self.audit is None:
             return True
         loop = asyncio.get_running_loop()
-        # Less than the others wait for this member, which has to tell them in time if nothing comes.
-        seconds = ANSWER_SHARE * patience_seconds(loop.time() - self.began, self.spec.grace_seconds)
+        elapsed = loop.time() - self.began
+        seconds = patience_seconds(elapsed, self.spec.grace_seconds)
+        # Of two members nobody signs before the other, so that a slow link may take its time.
+        seconds = ANSWER_SHARE * seconds if self.clears else seconds + elapsed
         limit = self.audit.max_answer_bytes(owner, len(chunks))
         try:
             reply = await channel.receive(seconds)

@@ -15,6 +15,8 @@ from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
 from p2ptrain.averaging.streams import OpenedStreams
 
+CLEAR_SHARE = 0.9
+"""The same for the others' checks; so that a slow member, with the signatures that follow, costs no more than that."""
 REASON_SECONDS = 1.0
 """How long a member waits to learn why another gave up that it still needed."""
 
@@ -85,7 +87,7 @@ class Vouching:
             if not waiting and not looking:
                 return
             if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):
-                until = min(deadline, self._patience_ends(loop.time()))
+                until = min(deadline, self._patience_ends(loop.time(), CLEAR_SHARE))
             if loop.time() >= until and not looking:  # What is looked into has a deadline of its own.
                 exchange.slow_to_clear |= {members[i] for i in waiting}
                 return
@@ -96,8 +98,9 @@ class Vouching:
             if loop.time() >= deadline:
                 raise TimeoutError
 
-    def _patience_ends(self, quorum_at: float) -> float:
-        return quorum_at + patience_seconds(quorum_at - self._exchange.began, self._exchange.spec.grace_seconds)
+    def _patience_ends(self, quorum_at: float, share: float = 1.0) -> float:
+        seconds = patience_seconds(quorum_at - self._exchange.began, self._exchange.spec.grace_seconds)
+        return quorum_at + share * seconds
 
     async def stop(self) -> None:
         """Look into nothing more."""
