@@ -51,6 +51,7 @@ class Attempts:
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
+        work_may_count: Whether one was since the work in it was last counted or dropped.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Attempts:
         )
         self._slow_to_clear: set[str] = set()
         self.gave_up_on = b""
+        self.work_may_count = False
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
         self._running: dict[bytes, Butterfly] = {}
@@ -135,6 +137,10 @@ class Attempts:
         self._arrived = asyncio.Event()
         return butterfly
 
+    def give_up_on(self, lineage: bytes) -> None:
+        """Note that a result was given up which others may bring to an end."""
+        self.gave_up_on, self.work_may_count = lineage, True
+
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
 
@@ -164,7 +170,7 @@ class Attempts:
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
-                        self.gave_up_on = attempt.head.lineage
+                        self.give_up_on(attempt.head.lineage)
                     self._matchmaker.group_broke()
                     if isinstance(error, UnencodableError):
                         raise

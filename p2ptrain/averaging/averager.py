@@ -171,6 +171,15 @@ class Averager:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
         self.matchmaker.move(head)
 
+    def consumed(self) -> None:
+        """Note that all work that was averaged here before was counted or dropped: it waits for no other round."""
+        self._attempts.work_may_count = False
+
+    @property
+    def work_may_count(self) -> bool:
+        """Whether an attempt was given up whose work, which still waits, may be in a lineage that is not known here."""
+        return self._attempts.work_may_count
+
     @property
     def gave_up_on(self) -> bytes:
         """The lineage of the last head at which an attempt was given up that others may have completed."""
@@ -270,7 +279,7 @@ class Averager:
         finally:
             self._descent.conclude(body, ascent)
         if ascent is None:
-            self._attempts.gave_up_on = head.lineage
+            self._attempts.give_up_on(head.lineage)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return ascent, above
 

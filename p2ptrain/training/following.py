@@ -302,8 +302,7 @@ class Follower:
         """
         if missed is None:
             # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
-            may_count = self._averager.gave_up_on == self._state.head.lineage
-            return None if may_count or self._drop_stale else 1.0
+            return None if self._averager.work_may_count or self._drop_stale else 1.0
         if any(self._averager.counted(certificate.body) for certificate in missed):
             return None
         return float(self._late_decay ** len(missed))
@@ -312,6 +311,8 @@ class Follower:
         self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, kept: float | None, follows: bool
     ) -> None:
         await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
+        if kept is None:
+            self._averager.consumed()
         self._averager.history.clear()
         self.resyncs += 1
         self._move(head)
