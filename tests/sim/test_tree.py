@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.descent import _Pieces
 from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head
@@ -85,7 +84,7 @@ def hit_first_delegate(started: list[AveragingPeer], fault: Callable[[AveragingP
                 fault(each)
             return await represent(*arguments)
 
-        each.averager._represent = represent_or_fail  # type: ignore[method-assign]
+        each.averager._represent = represent_or_fail  # type: ignore[method-assign, assignment]
 
     for each in started:
         watch(each)
@@ -147,15 +146,14 @@ def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
         evil = started[3]
-        view = _Pieces.view
 
         async def send_other_bytes(channel: Channel, request: dict[str, Any]) -> None:
             pieces = evil.averager._descent._kept.get(request["body"])
-            for piece in request["pieces"] if pieces is not None else []:
-                await channel.send_bytes(bytes(len(view(pieces, piece))))
+            if pieces is not None:
+                for piece in request["pieces"]:
+                    await channel.send_bytes(bytes(len(pieces.view(piece))))
             await channel.send({"done": True})
 
-        evil.averager._descent._serve_pieces = send_other_bytes  # type: ignore[method-assign]
         evil.rpc.serve_channel("descent.pieces", send_other_bytes)
         for _ in range(4):
             await asyncio.gather(*(each.try_round() for each in started))
