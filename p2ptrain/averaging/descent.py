@@ -32,6 +32,8 @@ OPEN_TIMEOUT_SECONDS = 8.0
 KNOWN_WAIT_SECONDS = 5.0
 """How long a member may take to come to know of a cell's result that another member holds."""
 MAX_REPLY_BYTES = 8 << 20
+FALSE_PIECE = "false piece"
+"""What is counted against who sent other bytes than the result has."""
 MAX_KEPT = 2
 MAX_CELLS_KEPT = 8
 
@@ -310,7 +312,7 @@ class Descent:
                         len(room), deadline - asyncio.get_running_loop().time(), memoryview(room)
                     )
                     if await self._runtime.compute(bulk_hash, room) != _hash_of(hashes, piece):
-                        self._rpc.count_refusal(source, "a piece of a result that is not of it")
+                        self._rpc.count_refusal(source, FALSE_PIECE)
                         raise ProtocolError(source, "sent a piece that is not of the result")
                     pieces.view(piece)[:] = room
                     pieces.arrived(piece)
