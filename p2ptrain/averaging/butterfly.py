@@ -106,7 +106,7 @@ class Butterfly:
         self._index = self.exchange.index
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
-        self._vouching = Vouching(self.exchange, self._opened, self._fail_if_lost)
+        self._vouching = Vouching(self.exchange, self._opened)
         self.own_mean_exact: torch.Tensor | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
@@ -307,9 +307,9 @@ class Butterfly:
         attempt.body = body
         attempt.changed.set()
         if self.exchange.audit is not None:
-            await self._vouching.pass_checks(deadline)
+            await self._vouching.pass_checks(deadline, self._fail_if_lost)
         if self.exchange.clears:
-            await self._vouching.wait_for_clears(deadline)
+            await self._vouching.wait_for_clears(deadline, self._fail_if_lost)
         attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         self.exchange.own_proof.set()
         attempt.changed.set()

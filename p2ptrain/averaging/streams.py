@@ -175,6 +175,7 @@ class ServedStreams:
         self._exchange.given_up.cancel()
         for task in self._served.values():
             task.cancel()
+        self._served.clear()
         self._exchange.share.forget()
 
     async def _serve_everybody(self) -> None:
@@ -206,6 +207,7 @@ class OpenedStreams:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
 
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""

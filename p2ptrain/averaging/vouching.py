@@ -17,6 +17,8 @@ from p2ptrain.averaging.streams import OpenedStreams
 
 CLEAR_SHARE = 0.9
 """The same for the others' checks; so that a slow member, with the signatures that follow, costs no more than that."""
+FailIfLost = Callable[[list[str]], None]
+"""Raises `AttemptFailedError` if any of these peers is lost, or most gave up."""
 REASON_SECONDS = 1.0
 """How long a member waits to learn why another gave up that it still needed."""
 
@@ -24,19 +26,17 @@ REASON_SECONDS = 1.0
 class Vouching:
     """Decides when one member may sign."""
 
-    def __init__(self, exchange: Exchange, opened: OpenedStreams, fail_if_lost: Callable[[list[str]], None]) -> None:
+    def __init__(self, exchange: Exchange, opened: OpenedStreams) -> None:
         """
         Args:
             exchange: What the streams found.
             opened: To look into complaints.
-            fail_if_lost: Raises `AttemptFailedError` if any of these peers is lost, or most gave up.
         """
         self._exchange = exchange
         self._opened = opened
-        self._fail_if_lost = fail_if_lost
         self._looking: set[asyncio.Task[None]] = set()
 
-    async def pass_checks(self, deadline: float) -> None:
+    async def pass_checks(self, deadline: float, fail_if_lost: FailIfLost) -> None:
         """Wait until this member's spot checks of the others' shares are through."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
         attempt = exchange.attempt
@@ -44,7 +44,7 @@ class Vouching:
         until = deadline
         while missing := owners - exchange.checked:
             self._look_into_complaints()
-            self._fail_if_lost([attempt.roster.members[i] for i in missing])
+            fail_if_lost([attempt.roster.members[i] for i in missing])
             if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
                 until = min(until, loop.time() + REASON_SECONDS)
             elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), exchange.spec.quorum):
@@ -72,7 +72,7 @@ class Vouching:
         self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
         self._exchange.changed()
 
-    async def wait_for_clears(self, deadline: float) -> None:
+    async def wait_for_clears(self, deadline: float, fail_if_lost: FailIfLost) -> None:
         """Wait for the other contributors' spot checks, unless most are through for long, and look into complaints."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
         attempt = exchange.attempt
@@ -81,7 +81,7 @@ class Vouching:
         until = deadline
         while True:
             looking = self._look_into_complaints()
-            self._fail_if_lost([])
+            fail_if_lost([])
             excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
             waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
             if not waiting and not looking:
