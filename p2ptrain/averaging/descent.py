@@ -14,7 +14,7 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from p2ptrain.averaging.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.history import History, Means
@@ -37,17 +37,21 @@ FALSE_PIECE = "false piece"
 MAX_KEPT = 2
 MAX_CELLS_KEPT = 8
 
+Known = TypeVar("Known")
+Path = tuple[Certificate, ...]
+"""The certificates of the levels above a cell's, up to the one that ends the round."""
+
 
 @dataclass(frozen=True)
 class Ascent:
     """What became of a cell's result.
 
     Attributes:
-        path: The certificates of the levels above the cell's, up to the one that ends the round.
+        path: How it got there.
         means: The encoded means of the last one's shares.
     """
 
-    path: tuple[Certificate, ...]
+    path: Path
     means: Means
 
     def counts(self, body: Body) -> bool:
@@ -76,11 +80,12 @@ class Ascent:
 
 @dataclass
 class _Pieces:
-    """Encoded means, in the making or complete."""
+    """Encoded means, in the making, complete, or given up."""
 
     means: Means
     cuts: list[tuple[int, int, int]]
     there: list[bool]
+    given_up: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def view(self, piece: int) -> memoryview:
@@ -91,6 +96,14 @@ class _Pieces:
     def arrived(self, piece: int) -> None:
         """Let the piece go on to others."""
         self.there[piece] = True
+        self._wake()
+
+    def give_up(self) -> None:
+        """Nothing more arrives."""
+        self.given_up = True
+        self._wake()
+
+    def _wake(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
@@ -119,37 +132,32 @@ class Descent:
         self._runtime = runtime
         self._history = history
         self._grace_seconds = grace_seconds
-        self._ends: OrderedDict[bytes, asyncio.Future[Ascent | None]] = OrderedDict()
+        self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
         self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
         self._changed = asyncio.Event()
         rpc.serve_channel("descent.result", self._serve_result)
         rpc.serve_channel("descent.pieces", self._serve_pieces)
 
     def expect(self, cell: Body) -> None:
-        """Note that this peer holds a cell's result, and will know what becomes of it."""
-        self._begin(cell)
+        """Note that this peer holds a cell's result, and will `conclude` what becomes of it."""
+        self._ends[cell.body_hash] = asyncio.get_running_loop().create_future()
+        while len(self._ends) > MAX_CELLS_KEPT:
+            self._ends.popitem(last=False)[1].cancel()
+        self._wake()
 
     def conclude(self, cell: Body, ascent: Ascent | None) -> None:
         """Tell those that wait what became of a cell's result: None for nothing that this peer could bring about."""
-        end = self._ends.get(cell.body_hash)
-        if end is None or end.done():
-            end = self._begin(cell)
+        if (end := self._ends.get(cell.body_hash)) is None or end.done():
+            self.expect(cell)
         if ascent is not None and ascent.path[-1].body.body_hash not in self._kept:
             cuts = cut_pieces([len(mean) for mean in ascent.means])
             self._keep(ascent.path[-1].body, _Pieces(ascent.means, cuts, [True] * len(cuts)))
-        end.set_result(ascent)
-        self._wake()
+        self._ends[cell.body_hash].set_result(None if ascent is None else ascent.path)
 
     def close(self) -> None:
         """Nobody waits here any more."""
         for end in self._ends.values():
             end.cancel()
-
-    def _begin(self, cell: Body) -> asyncio.Future[Ascent | None]:
-        end = self._ends[cell.body_hash] = asyncio.get_running_loop().create_future()
-        while len(self._ends) > MAX_CELLS_KEPT:
-            self._ends.popitem(last=False)[1].cancel()
-        return end
 
     def _keep(self, body: Body, pieces: _Pieces) -> None:
         self._kept[body.body_hash] = pieces
@@ -164,40 +172,43 @@ class Descent:
     # --- serving ---------------------------------------------------------------------------------------------------
 
     async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
-        cell = request.get("cell")
-        await self._wait_until_known(self._ends, cell, "this peer knows of no such result")
-        assert isinstance(cell, bytes)
-        ascent = await asyncio.shield(self._ends[cell])
-        if ascent is None:
+        end = await self._wait_until_known(self._ends, request.get("cell"), "this peer knows of no such result")
+        # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
+        await asyncio.wait({end})
+        path = None if end.cancelled() else end.result()
+        if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
-        pieces = self._kept.get(ascent.path[-1].body.body_hash)
+        pieces = self._kept.get(path[-1].body.body_hash)
         if pieces is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         hashes = await self._runtime.compute(_hash_all, pieces)
-        await channel.send({"path": [certificate.to_bytes() for certificate in ascent.path], "pieces": hashes})
+        await channel.send({"path": [certificate.to_bytes() for certificate in path], "pieces": hashes})
 
     async def _serve_pieces(self, channel: Channel, request: dict[str, Any]) -> None:
-        body, wanted = request.get("body"), request.get("pieces")
-        await self._wait_until_known(self._kept, body, "this result is not kept here")
-        assert isinstance(body, bytes)
-        pieces = self._kept[body]
+        pieces = await self._wait_until_known(self._kept, request.get("body"), "this result is not kept here")
+        wanted = request.get("pieces")
         if not isinstance(wanted, list) or not all(
             type(piece) is int and 0 <= piece < len(pieces.cuts) for piece in wanted
         ):
             raise IntegrityError("malformed request for pieces")
         for piece in wanted[: len(pieces.cuts)]:
             while not pieces.there[piece]:
+                if pieces.given_up:
+                    raise PeerRefusedError(self._rpc.peer_id, "this result did not come here either")
                 await pieces.changed.wait()
             await channel.send_bytes(pieces.view(piece))
         await channel.send({"done": True})
 
-    async def _wait_until_known(self, known: OrderedDict[bytes, Any], key: object, otherwise: str) -> None:
+    async def _wait_until_known(self, known: OrderedDict[bytes, Known], key: object, otherwise: str) -> Known:
+        if not isinstance(key, bytes):
+            raise IntegrityError("malformed name of a result")
         try:
             async with asyncio.timeout(KNOWN_WAIT_SECONDS):
-                while type(key) is not bytes or key not in known:
+                while key not in known:
                     await self._changed.wait()
         except TimeoutError:
             raise PeerRefusedError(self._rpc.peer_id, otherwise) from None
+        return known[key]
 
     # --- fetching --------------------------------------------------------------------------------------------------
 
@@ -218,7 +229,7 @@ class Descent:
         async with self._rpc.open(delegate, "descent.result", request, OPEN_TIMEOUT_SECONDS) as channel:
             reply = await channel.receive(seconds, max_bytes=MAX_REPLY_BYTES)
         try:
-            path = self._check_path(cell, reply.get("path"))
+            path = await self._runtime.compute(self._check_path, cell, reply.get("path"))
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         body = path[-1].body
@@ -236,11 +247,12 @@ class Descent:
             await self._fill(pieces, body, hashes, delegate, cell.members, seconds)
             await self._history.check_means(delegate, body, means)
         except BaseException:
+            pieces.give_up()
             self._kept.pop(body.body_hash, None)
             raise
         return Ascent(path, means)
 
-    def _check_path(self, cell: Body, raw: Any) -> tuple[Certificate, ...]:
+    def _check_path(self, cell: Body, raw: Any) -> Path:
         if not isinstance(raw, list) or not 0 < len(raw) < MAX_LEVELS or not all(type(item) is bytes for item in raw):
             raise IntegrityError("certificates are missing")
         path: list[Certificate] = []
