@@ -147,7 +147,8 @@ class Audit:
             raise IntegrityError("asks for an impossible number of chunks")
         if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
             raise IntegrityError("asks for chunks that are not there")
-        statement = await asyncio.shield(self.statement)
+        async with asyncio.timeout(self._rules.spec.round_seconds):
+            statement = await asyncio.shield(self.statement)
         if not self._readable or not self._share.parts.keys() >= self._needed():
             raise IntegrityError("this attempt is over here")
         return await self._runtime.compute(self._open, statement, chunks)

@@ -77,7 +77,8 @@ class EvidenceStore:
         self._liars: set[str] = set()
         self._receiving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        rpc.serve_channel("evidence", self._serve)
+        if rules.spec.spot_checks:  # Without checks nobody signs what could convict it.
+            rpc.serve_channel("evidence", self._serve)
 
     async def add(self, evidence: bytes) -> str:
         """Take in evidence, and bring it to the others if it is news; returns whom it convicts.
@@ -107,6 +108,8 @@ class EvidenceStore:
 
     def ask(self, peers: Iterable[str]) -> None:
         """Learn what peers can prove, unless they were asked lately."""
+        if not self._rules.spec.spot_checks:
+            return
         now = asyncio.get_running_loop().time()
         for peer in peers:
             if now >= self._ask_again_at.get(peer, now) and len(self._ask_again_at) < MAX_KNOWN_PEERS:
