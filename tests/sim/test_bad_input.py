@@ -32,7 +32,7 @@ from tests.support.simulation import members
 
 BOUNDS = (0, 0, 20, 40, NUM_VALUES)
 HONEST = (1, 2, 3)
-EXACT = SPEC.model_copy(update={"spot_checks": 0, "aggregation": "mean"})
+EXACT = SPEC.model_copy(update={"aggregation": "mean"})
 
 Send = Callable[[Channel, bytes], Awaitable[None]]
 """Sends something in place of a part, of which the right bytes are given."""

@@ -208,7 +208,7 @@ def test_a_joiner_behind_two_seconds_of_latency_takes_part() -> None:
         assert same_lineage(swarm)
         await swarm.end()
 
-    simulate(main, seed=55)
+    simulate(main, seed=52)
 
 
 def test_a_peer_with_a_tenth_of_the_bandwidth_does_not_stop_the_others() -> None:
