@@ -20,7 +20,7 @@ from benchmarks.answers import hear, say
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.codecs import get_codec, warm_up
@@ -93,12 +93,8 @@ class Peer:
         }
 
     def _decode(self, outcome: RoundOutcome) -> None:
-        body = outcome.result.certificate.body
-        codec, bounds = mean_codec_of(self._spec, self._codec, body), body.bounds
-        for index, encoded in enumerate(outcome.result.means):
-            if encoded:
-                part = codec.part(bounds[index], bounds[index + 1])
-                part.decode_into(encoded, self._vector[bounds[index] : bounds[index + 1]])
+        result = outcome.result
+        decode_means(self._spec, self._codec, result.certificate.body, result.means, self._vector)
 
     async def anew(self, number: int) -> dict[str, Any]:
         """Begin lineage ``number`` and forget how earlier rounds went, so that no round depends on those before it."""

@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError
@@ -20,7 +19,7 @@ from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.descent import Ascent, Descent
-from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.feedback import Encoded
 from p2ptrain.averaging.grid import delegate_order
@@ -298,7 +297,7 @@ class Averager:
     async def _represent(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
         """Take a group's result to the next level, and from there on up."""
         body = stage.certificate.body
-        vector = await self._runtime.compute(self._decode, body, stage.means)
+        vector = await self._runtime.compute(self._decoded, body, stage.means)
         brought = replace(
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
@@ -328,14 +327,11 @@ class Averager:
         key = cells.key_of(head, own, body.level)
         return cells.slot(key, own) in {cells.slot(key, body.members[index]) for index, *_ in body.contributors}
 
-    def _decode(self, body: Body, means: Means) -> torch.Tensor:
+    def _decoded(self, body: Body, means: Means) -> torch.Tensor:
         import torch
 
         vector = torch.empty(self._num_values, dtype=torch.float32)
-        codec = mean_codec_of(self._spec, self._codec, body)
-        for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
-            if mean:
-                codec.part(low, high).decode_into(mean, vector[low:high])
+        decode_means(self._spec, self._codec, body, means, vector)
         return vector
 
     def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:

@@ -19,11 +19,18 @@ it, at the cost of all owners' work for each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.averaging.robust import COORDINATE_RULES, VOTING_RULES
 from p2ptrain.codecs import Codec, Decoder, PartList, codec_at, dense_codec, smaller_codecs
 from p2ptrain.codecs.traffic import fewer_bytes_listed
 from p2ptrain.manifest import AveragingSpec
+
+if TYPE_CHECKING:
+    import torch
 
 
 def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Codec, ...]:
@@ -68,6 +75,24 @@ def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: 
     if lists_parts(spec, codec, num_values, num_members):
         return PartList(codec, num_contributors)
     return dense_codec(codec)
+
+
+def decode_means(
+    spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[bytes | bytearray], out: torch.Tensor
+) -> None:
+    """Decode the means of a result, bit for bit the same for all that hold it.
+
+    Args:
+        spec: The rule.
+        codec: The swarm's.
+        body: Of the result.
+        means: The encoded mean of each share, checked.
+        out: Overwritten; fp32, shape ``[bounds[-1]]``.
+    """
+    decoder = mean_codec_of(spec, codec, body)
+    for mean, (low, high) in zip(means, pairwise(body.bounds), strict=True):
+        if high > low:
+            decoder.part(low, high).decode_into(mean, out[low:high])
 
 
 def mean_codec_of(spec: AveragingSpec, codec: Codec, body: Body) -> Decoder:

@@ -12,13 +12,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.certificate import Body
-from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import Means, Result
@@ -310,11 +309,8 @@ class Synchronizer:
             carry.mul_(self._spec.late_decay)
         if self._buffer is None:
             self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-        mean, codec = self._buffer, mean_codec_of(self._spec, self._codec, body)
-        for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
-            if encoded:
-                codec.part(low, high).decode_into(encoded, mean[low:high])
-        self.state.apply(mean)
+        decode_means(self._spec, self._codec, body, means, self._buffer)
+        self.state.apply(self._buffer)
         if work is not None:
             work.adopt(contributed, carry)
         return self.state.tree().root

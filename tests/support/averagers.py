@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.matchmaking import BehindError
 from p2ptrain.averaging.membership import Membership
@@ -83,11 +83,7 @@ class AveragingPeer:
     def mean(self) -> torch.Tensor:
         """The last round's mean, decoded."""
         result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
-        bounds = result.certificate.body.bounds
-        codec = mean_codec_of(self.spec, get_codec(self.spec.codec), result.certificate.body)
-        for index, mean in enumerate(result.means):
-            if mean:
-                codec.part(*bounds[index : index + 2]).decode_into(mean, out[bounds[index] : bounds[index + 1]])
+        decode_means(self.spec, get_codec(self.spec.codec), result.certificate.body, result.means, out)
         return out
 
 
