@@ -121,7 +121,7 @@ def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
         return states.get(own_id) not in (None, "starting")
 
     wait_until(is_listed, PATIENCE_SECONDS)
-    assert states == {own_id: "serving"}
+    assert states[own_id] == "serving"  # a peer that ended without a word may still be listed
 
 
 def test_watching_without_a_terminal_prints_one_table_after_the_other(tmp_path: Path, seeded: Seeded) -> None:
