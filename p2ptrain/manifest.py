@@ -94,15 +94,30 @@ class TrainingSpec(Section):
     """Inner AdamW weight decay."""
     clip_norm: float = Field(1.0, ge=0)
     """Gradient norm limit of every optimizer step; 0 switches clipping off."""
-    outer: Literal["nesterov", "average"] = "average"
+    outer: Literal["nesterov", "average", "adam"] = "average"
     """Outer optimizer on averaged pseudo-gradients (``every`` > 1): ``average`` for runs of tens to hundreds of rounds,
-    in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones."""
+    in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones; ``adam``
+    (FedAdam) where parameters differ much in scale."""
     outer_learning_rate: float = Field(0.7, gt=0, le=10)
-    """Outer learning rate (DiLoCo: 0.7)."""
+    """Outer learning rate (DiLoCo: 0.7). With ``adam`` about how far each parameter moves a round: start at 0.01."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
-    """Outer momentum (DiLoCo: 0.9)."""
+    """Outer momentum (DiLoCo: 0.9); with ``adam`` its beta1 (FedAdam: 0.9)."""
+    outer_second_momentum: float = Field(0.99, ge=0, lt=1)
+    """``adam``: beta2 (FedAdam: 0.99)."""
+    outer_epsilon: float = Field(1e-3, gt=0, le=10)
+    """``adam``: what is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
+    far smaller move in proportion to them."""
     rounds: int = Field(0, ge=0, le=1 << 40)
     """Stop after this many rounds; 0 trains until stopped."""
+
+    @model_validator(mode="after")
+    def _outer_step_is_sane(self) -> TrainingSpec:
+        if self.outer == "adam" and self.outer_learning_rate > 0.1 and self.outer_epsilon < 0.01:
+            raise ValueError(
+                f"training.outer_learning_rate = {self.outer_learning_rate:g} with outer = 'adam' moves each parameter "
+                "by about as much every round: start at 0.01, or raise outer_epsilon"
+            )
+        return self
 
 
 class AveragingSpec(Section):

@@ -7,7 +7,7 @@ import torch
 from p2ptrain.averaging.head import genesis
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import AverageStep, GradientStep, NesterovStep, Stepper
+from p2ptrain.training.outer import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state import SharedState
 
 
@@ -30,6 +30,10 @@ def initial_state(
         stepper = GradientStep(optimizer, model, layout, clip_norm)
     elif spec.outer == "nesterov":
         stepper = NesterovStep(layout, spec.outer_learning_rate, spec.outer_momentum)
+    elif spec.outer == "adam":
+        stepper = AdamStep(
+            layout, spec.outer_learning_rate, spec.outer_momentum, spec.outer_second_momentum, spec.outer_epsilon
+        )
     else:
         stepper = AverageStep(layout, spec.outer_learning_rate)
     state = SharedState.from_module(model, layout, stepper)

@@ -1,9 +1,9 @@
 """The step that every member of a group takes on the averaged contribution, bit for bit the same.
 
-`NesterovStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They use single
-IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``) may or may
-not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer step on the
-mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
+`NesterovStep`, `AdamStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They
+use single IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``)
+may or may not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer
+step on the mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
 
 The buffers' part of the mean is a difference from the vector too, and is subtracted as it is.
 """
@@ -14,6 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -96,6 +97,78 @@ class NesterovStep(Stepper):
             part.mul_(self._learning_rate)
             vector[block].sub_(part)
         _step_buffers(self._layout, vector, mean)
+
+
+class AdamStep(Stepper):
+    """Adam on pseudo-gradients: FedAdam (Reddi et al., arXiv 2003.00295, algorithm 2), with Adam's bias correction.
+
+    In the form of `torch.optim.Adam` (Kingma and Ba, arXiv 1412.6980, algorithm 1), for the mean pseudo-gradient
+    ``mean`` and the number ``t`` of steps taken, this one included::
+
+        first  = beta1 * first + (1 - beta1) * mean
+        second = beta2 * second + (1 - beta2) * mean * mean
+        vector = vector - learning_rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
+
+    FedAdam leaves the correction out and starts ``second`` above zero instead. What depends on ``t`` alone is computed
+    in fp64 and rounded once. IEEE square roots and divisions are correctly rounded, and so are NumPy's roots; torch
+    takes its own from MKL where it can, whose last bit may differ.
+    """
+
+    def __init__(self, layout: Layout, learning_rate: float, beta1: float, beta2: float, epsilon: float) -> None:
+        self._learning_rate = learning_rate
+        self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
+        self._layout = layout
+        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._steps = torch.zeros(1, dtype=torch.float32)
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """Both moments, ``[num_parameters]``, and the number of steps, ``[1]`` (exact up to 2**24)."""
+        return [("outer.first", self._first), ("outer.second", self._second), ("outer.steps", self._steps)]
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`."""
+        own = self.state_tensors()
+        if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
+            raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
+        if not bool((tensors[2][1] >= 0).all()) or not bool((tensors[1][1] >= 0).all()):
+            raise IncompatibleError("the outer optimizer's state is out of range: ask another peer for it")
+        for (_, mine), (_, theirs) in zip(own, tensors, strict=True):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor) -> None:
+        """See `Stepper.step`."""
+        self._steps.add_(1.0)
+        count = int(self._steps[0])
+        rate = self._learning_rate / (1.0 - _power(self._beta1, count))
+        correction = math.sqrt(1.0 - _power(self._beta2, count))
+        size = min(BLOCK_VALUES, self._layout.num_parameters)
+        update, scale = torch.empty(size, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
+        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
+            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+            part, divisor = update[: block.stop - block.start], scale[: block.stop - block.start]
+            torch.mul(mean[block], 1.0 - self._beta1, out=part)
+            self._first[block].mul_(self._beta1).add_(part)
+            torch.mul(mean[block], mean[block], out=part)
+            part.mul_(1.0 - self._beta2)
+            self._second[block].mul_(self._beta2).add_(part)
+            np.sqrt(self._second[block].numpy(), out=divisor.numpy())
+            divisor.div_(correction).add_(self._epsilon)
+            torch.mul(self._first[block], rate, out=part)
+            vector[block].sub_(part.div_(divisor))
+        _step_buffers(self._layout, vector, mean)
+
+
+def _power(base: float, exponent: int) -> float:
+    """``base ** exponent`` in fp64, from multiplications alone: C libraries' ``pow`` differ in the last bit."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
 
 
 class AverageStep(Stepper):
