@@ -82,6 +82,8 @@ class TrainingSpec(Section):
 
     every: int = Field(32, ge=1, le=100_000)
     """Inner steps between outer steps (H). 1: gradients are averaged each global batch."""
+    fragments: int = Field(1, ge=1, le=256)
+    """Parts of the model that take turns (P, Streaming DiLoCo): a round synchronises one, every H / P inner steps."""
     global_batch: int = Field(24, ge=1, le=1 << 24)
     """With ``every = 1``: samples in the swarm's global batch."""
     local_batch: int = Field(4, ge=1, le=1 << 16)
@@ -108,7 +110,21 @@ class TrainingSpec(Section):
     """``adam``: what is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
     far smaller move in proportion to them."""
     rounds: int = Field(0, ge=0, le=1 << 40)
-    """Stop after this many rounds; 0 trains until stopped."""
+    """Stop after this many rounds (of one fragment each); 0 trains until stopped."""
+
+    @property
+    def steps_per_round(self) -> int:
+        """Inner steps between two rounds: H / P."""
+        return self.every // self.fragments
+
+    @model_validator(mode="after")
+    def _fragments_fit_steps(self) -> TrainingSpec:
+        if self.every % self.fragments:
+            raise ValueError(
+                f"training.fragments = {self.fragments} must divide training.every = {self.every}: rounds are "
+                "every / fragments inner steps apart"
+            )
+        return self
 
     @model_validator(mode="after")
     def _outer_step_is_sane(self) -> TrainingSpec:

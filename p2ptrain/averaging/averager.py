@@ -108,7 +108,7 @@ class Averager:
             codec: How tensors travel.
             membership: Who is there.
             head: Where this peer stands.
-            num_values: Length of the vectors to average.
+            num_values: Length of the longest vector to average.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
             batch_target: Samples that fill the global batch; 0 without one.
         """
@@ -117,9 +117,7 @@ class Averager:
         self._signer = signer
         self._swarm = swarm
         self._spec = spec
-        self._codec = codec
         self._membership = membership
-        self._num_values = num_values
         self._layout = layout
         history_bytes = max(MIN_HISTORY_BYTES, 2 * codec.encoded_bytes(num_values))
         self.history = History(rpc, runtime, signer, swarm, codec, spec.history_rounds, history_bytes)
@@ -159,7 +157,8 @@ class Averager:
         """Average ``vector`` with the other peers' for the round of the current head.
 
         Args:
-            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until this returns.
+            vector: This peer's contribution, fp32, one-dimensional, of the length and in the codec that the round has
+                for everybody (`History.codec_of`); must not change until this returns.
             tokens: Its weight, at least 1.
             samples: Samples read in this round.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
@@ -225,16 +224,17 @@ class Averager:
         return ticket.signed(self._swarm, self._signer)
 
     def _prepare(self, roster: Roster, vector: torch.Tensor) -> Butterfly:
-        tickets, codec, spec = roster.tickets, self._codec, self._spec
+        tickets, spec, num_values = roster.tickets, self._spec, vector.numel()
+        codec = self.history.codec_of(self.head.round)
         rates = agreed_rates(tickets)
         weights = share_weights(owner_rates(tickets, rates))
-        shares = split_shares(self._num_values, weights, codec.block_size)
+        shares = split_shares(num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
         part = part_codec(
-            codec, smaller_codecs(codec, self._num_values), rates, weights, roster.index_of(self._rpc.peer_id),
-            self._num_values, spec.grace_seconds,
+            codec, smaller_codecs(codec, num_values), rates, weights, roster.index_of(self._rpc.peer_id), num_values,
+            spec.grace_seconds,
         )  # fmt: skip
-        attempt = Attempt(roster, self.head, bounds, self._codec, self._swarm)
+        attempt = Attempt(roster, self.head, bounds, codec, self._swarm)
         streams = len(tickets) - 1
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self._enter,

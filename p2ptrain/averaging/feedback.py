@@ -33,6 +33,13 @@ class ErrorFeedback:
         self._codec = codec
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
+    def part(self, low: int, high: int, codec: Codec) -> ErrorFeedback:
+        """The residual of the values ``[low, high)`` alone, for vectors in ``codec``; it shares this one's memory."""
+        part = object.__new__(ErrorFeedback)
+        part._codec = codec
+        part.residual = self.residual[low:high] if self.residual is not None and codec.lossy else None
+        return part
+
     def add_to(self, vector: torch.Tensor) -> None:
         """Add the residual to a contribution (fp32, ``[num_values]``), in place."""
         if self.residual is not None:

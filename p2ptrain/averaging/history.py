@@ -50,12 +50,13 @@ class History:
         self._runtime = runtime
         self._signer = signer
         self._swarm = swarm
-        self._codec = codec
         self._max_rounds = max_rounds
         self._max_bytes = max_bytes
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
         """Finds a complete but uncertified attempt by body hash; set by the averager."""
+        self.codec_of: Callable[[int], Codec] = lambda round_: codec
+        """How the vectors of a round are encoded; set by those whose rounds average different parts of a model."""
         rpc.serve("history.after", self._serve_after)
         rpc.serve_channel("history.result", self._serve_result)
 
@@ -142,25 +143,26 @@ class History:
         """
         if body.bounds[0] != 0 or body.bounds[-1] != num_values:
             raise ProtocolError(peer, "offers a result of another size than this model")
-        if body.codec != f"{self._codec.name}/{self._codec.version}":
+        codec = self.codec_of(body.round)
+        if body.codec != f"{codec.name}/{codec.version}":
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
         try:
-            codecs = [self._codec.part(low, high) for low, high in pairwise(body.bounds)]
+            codecs = [codec.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
         means: Means = []
         request = {"body": body.body_hash}
         total = sum(
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+            part.encoded_bytes(high - low) for part, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
         )
         async with self._rpc.open(
             peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
         ) as channel:
-            for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
+            for part, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
                 if high == low:
                     means.append(b"")
                     continue
-                data = await channel.receive_bytes(codec.encoded_bytes(high - low), timeout_seconds)
+                data = await channel.receive_bytes(part.encoded_bytes(high - low), timeout_seconds)
                 means.append(bytes(data) if isinstance(data, memoryview) else data)
             await channel.receive(timeout_seconds)
         await self._runtime.compute(self._check_means, peer, body, means, codecs)

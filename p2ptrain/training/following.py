@@ -153,7 +153,7 @@ class Follower:
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             try:
                 means = await self._averager.history.fetch_means(
-                    source, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
+                    source, body, self._state.fragments.of_round(body.round).num_values, REPLAY_TIMEOUT_SECONDS
                 )
             except PeerRefusedError:  # Its rounds are faster than this replay.
                 await self._download(source, work, keep_work=True)

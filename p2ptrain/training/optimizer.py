@@ -1,7 +1,8 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
 With ``every = H`` each `SwarmOptimizer.step` is an inner step; after H of them, or when the swarm closes the round, the
-pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105).
+pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105). With P
+fragments this happens every H / P steps, to one fragment at a time (Streaming DiLoCo, arXiv 2501.18512).
 With ``every = 1`` each call adds one local batch's gradient to an accumulator that ``zero_grad`` does not touch; when
 the swarm's global batch is full, the mean gradient is averaged and the wrapped optimizer steps once, the same
 everywhere.
@@ -23,6 +24,7 @@ import torch
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
@@ -90,11 +92,27 @@ class LocalWork:
     def __init__(self, module: torch.nn.Module, state: SharedState, accumulate: bool) -> None:
         self.module = module
         self.state = state
-        self.tokens = 0
+        self.pending = [0] * len(state.fragments)
+        """By fragment: tokens whose work on it is not contributed yet."""
         self.samples = 0
         self.steps = 0
         size = state.layout.num_parameters
         self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
+
+    @property
+    def tokens(self) -> int:
+        """See `Work.tokens`."""
+        return sum(self.pending) // len(self.pending)
+
+    def tokens_of(self, fragment: Fragment) -> int:
+        """See `Work.tokens_of`."""
+        return self.pending[fragment.index] // len(self.pending)
+
+    def add_step(self, samples: int, tokens: int) -> None:
+        """Count one local batch."""
+        self.samples += samples
+        self.steps += 1
+        self.pending = [pending + tokens for pending in self.pending]
 
     def add_gradients(self, tokens: int) -> None:
         """Add the live gradients, weighted by tokens; refused as a whole when they are not finite."""
@@ -104,24 +122,38 @@ class LocalWork:
                 part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
                 part.add_(parameter.grad.detach().to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
 
-    def collect(self, out: torch.Tensor) -> None:
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Start minus now; for accumulated gradients, their token-weighted mean (and start minus now for buffers)."""
-        layout = self.state.layout
-        layout.read(self.module, out)
-        torch.sub(self.state.vector, out, out=out)
+        fragment = fragment or self.state.fragments.whole
+        fragment.layout.read(self.module, out)
+        torch.sub(self._shared(fragment), out, out=out)
         if self.accumulated is not None:
-            torch.div(self.accumulated, float(max(self.tokens, 1)), out=out[: layout.num_parameters])
+            torch.div(self.accumulated, float(max(self.tokens, 1)), out=out[: fragment.layout.num_parameters])
 
-    def adopt(self, contributed: bool, carry: torch.Tensor | None) -> None:
+    def adopt(self, contributed: bool, carry: torch.Tensor | None, fragment: Fragment | None = None) -> None:
         """Set the live model from the shared state; keep, carry or drop the work."""
-        target = self.state.vector
+        whole = fragment is None
+        fragment = fragment or self.state.fragments.whole
+        target = self._shared(fragment)
         if carry is not None and self.accumulated is None:
             target = target - carry
-        self.state.layout.write(target, self.module)
+        fragment.layout.write(target, self.module)
         if contributed or carry is None:
-            self.tokens = self.samples = self.steps = 0
+            for index in range(len(self.pending)) if whole else [fragment.index]:
+                self.pending[index] = 0
+            self.samples = 0
             if self.accumulated is not None:
                 self.accumulated.zero_()
+        if contributed or carry is None or len(self.pending) > 1:
+            self.steps = 0  # A carried fragment's turn comes again when its turn comes.
+
+    def _shared(self, fragment: Fragment) -> torch.Tensor:
+        """The shared state's values of a fragment; not to be changed."""
+        if fragment.num_values == self.state.layout.num_values:
+            return self.state.vector
+        values = torch.empty(fragment.num_values, dtype=torch.float32)
+        fragment.gather(self.state.vector, values)
+        return values
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -165,12 +197,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._synchronizer = synchronizer
         self._bridge = bridge
         self._every = spec.every
+        self._steps_per_round = spec.steps_per_round
         self._clip_norm = clip_norm
         self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1)
         self._default_samples = spec.local_batch
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
-        self._next_attempt = spec.every
+        self._next_attempt = spec.steps_per_round
         self._total_tokens = 0
         self._batch_began = time.monotonic()
         self.on_pause: Callable[[RoundResult], bool] = self._rest
@@ -227,9 +260,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
             self.inner.step()
-        self._work.samples += samples
-        self._work.tokens += tokens
-        self._work.steps += 1
+        self._work.add_step(samples, tokens)
         self._total_tokens += tokens
         if self._is_due(samples, time.monotonic() - self._batch_began):
             self._synchronize_when_enough()
@@ -258,9 +289,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Contribute what there is to the round in progress now, and wait for its result."""
         self.last_result = self._bridge.wait(self._synchronizer.synchronize(self._work))
         if self.last_result.committed or self._work.steps == 0:
-            self._next_attempt = self._every
+            self._next_attempt = self._steps_per_round
         else:
-            self._next_attempt = self._work.steps + max(1, self._every // 4)
+            self._next_attempt = self._work.steps + max(1, self._steps_per_round // 4)
         return self.last_result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -269,7 +300,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and what is not contributed yet."""
-        own = {"tokens": self._work.tokens, "samples": self._work.samples, "steps": self._work.steps}
+        own = {"pending": list(self._work.pending), "samples": self._work.samples, "steps": self._work.steps}
         values: dict[str, Any] = dict(self.inner.state_dict())
         values["p2ptrain"] = {**own, "accumulated": self._work.accumulated}
         return values
@@ -282,6 +313,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         if own is not None:
-            self._work.tokens, self._work.samples, self._work.steps = own["tokens"], own["samples"], own["steps"]
+            self._work.pending, self._work.samples, self._work.steps = own["pending"], own["samples"], own["steps"]
             if self._work.accumulated is not None and own["accumulated"] is not None:
                 self._work.accumulated.copy_(own["accumulated"])

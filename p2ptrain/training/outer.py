@@ -5,14 +5,15 @@ use single IEEE operations only, each rounded to fp32 by itself: torch's fused f
 may or may not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer
 step on the mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
 
-The buffers' part of the mean is a difference from the vector too, and is subtracted as it is.
+The buffers' part of the mean is a difference from the vector too, and is subtracted as it is. A step may move one
+fragment of the vector alone (`p2ptrain.training.fragments`); then ``mean`` holds the values of that fragment.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.digest import NamedTensors
+from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.layout import Layout
 
 BLOCK_VALUES = 1 << 18
@@ -47,13 +49,14 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """Move ``vector`` by ``mean`` in place.
 
         Args:
             vector: The master copy; fp32, ``[num_values]``, CPU.
-            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; the same shape;
-                not changed.
+            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; fp32,
+                ``[fragment.num_values]``; not changed.
+            fragment: Whose values it holds; None for the whole vector.
         """
 
 
@@ -83,20 +86,20 @@ class NesterovStep(Stepper):
         self._velocity.copy_(tensors[0][1])
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
+        fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+        for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
-            velocity = self._velocity[block]
+            velocity, gradient = self._velocity[block], mean[source]
             velocity.mul_(self._momentum)
-            velocity.add_(mean[block])
+            velocity.add_(gradient)
             torch.mul(velocity, self._momentum, out=part)
-            part.add_(mean[block])
+            part.add_(gradient)
             part.mul_(self._learning_rate)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment)
 
 
 class AdamStep(Stepper):
@@ -114,16 +117,24 @@ class AdamStep(Stepper):
     takes its own from MKL where it can, whose last bit may differ.
     """
 
-    def __init__(self, layout: Layout, learning_rate: float, beta1: float, beta2: float, epsilon: float) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        num_fragments: int = 1,
+    ) -> None:
         self._learning_rate = learning_rate
         self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
         self._layout = layout
         self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
         self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
-        self._steps = torch.zeros(1, dtype=torch.float32)
+        self._steps = torch.zeros(num_fragments, dtype=torch.float32)
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Both moments, ``[num_parameters]``, and the number of steps, ``[1]`` (exact up to 2**24)."""
+        """Both moments, ``[num_parameters]``, and each fragment's number of steps (exact up to 2**24)."""
         return [("outer.first", self._first), ("outer.second", self._second), ("outer.steps", self._steps)]
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
@@ -137,27 +148,28 @@ class AdamStep(Stepper):
             mine.copy_(theirs)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
-        self._steps.add_(1.0)
-        count = int(self._steps[0])
-        rate = self._learning_rate / (1.0 - _power(self._beta1, count))
-        correction = math.sqrt(1.0 - _power(self._beta2, count))
+        fragment = fragment or whole(self._layout)
+        self._steps[fragment.index].add_(1.0)
+        taken = int(self._steps[fragment.index])
+        rate = self._learning_rate / (1.0 - _power(self._beta1, taken))
+        correction = math.sqrt(1.0 - _power(self._beta2, taken))
         size = min(BLOCK_VALUES, self._layout.num_parameters)
         update, scale = torch.empty(size, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
-            part, divisor = update[: block.stop - block.start], scale[: block.stop - block.start]
-            torch.mul(mean[block], 1.0 - self._beta1, out=part)
+        for block, source in _blocks(fragment):
+            count = block.stop - block.start
+            part, divisor, gradient = update[:count], scale[:count], mean[source]
+            torch.mul(gradient, 1.0 - self._beta1, out=part)
             self._first[block].mul_(self._beta1).add_(part)
-            torch.mul(mean[block], mean[block], out=part)
+            torch.mul(gradient, gradient, out=part)
             part.mul_(1.0 - self._beta2)
             self._second[block].mul_(self._beta2).add_(part)
             np.sqrt(self._second[block].numpy(), out=divisor.numpy())
             divisor.div_(correction).add_(self._epsilon)
             torch.mul(self._first[block], rate, out=part)
             vector[block].sub_(part.div_(divisor))
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment)
 
 
 def _power(base: float, exponent: int) -> float:
@@ -188,15 +200,15 @@ class AverageStep(Stepper):
             raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
+        fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+        for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
-            torch.mul(mean[block], self._learning_rate, out=part)
+            torch.mul(mean[source], self._learning_rate, out=part)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment)
 
 
 class GradientStep(Stepper):
@@ -284,8 +296,8 @@ class GradientStep(Stepper):
         self._adopt(state)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
-        """See `Stepper.step`."""
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+        """See `Stepper.step`; ``fragment`` is the whole vector."""
         parameters = self._layout.parameters_of(self._module)
         scale = self._clip_scale(mean)
         for entry, parameter in parameters:
@@ -301,7 +313,7 @@ class GradientStep(Stepper):
             self._after_step()
         for entry, parameter in parameters:
             vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
         self._layout.write(vector, self._module, kind="buffer")
 
     def _adopt(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
@@ -334,6 +346,20 @@ class GradientStep(Stepper):
         return min(1.0, self._clip_norm / (math.sqrt(squares) + 1e-6))
 
 
-def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor) -> None:
-    vector[layout.num_parameters :].sub_(mean[layout.num_parameters :])
+def whole(layout: Layout) -> Fragment:
+    """The whole vector as one fragment."""
+    return Fragment(0, layout.entries)
+
+
+def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:
+    """The fragment's parameters, at most `BLOCK_VALUES` at a time: where in the vector, and where in the fragment."""
+    for start, offset, count in fragment.parameter_spans:
+        for done in range(0, count, BLOCK_VALUES):
+            size = min(BLOCK_VALUES, count - done)
+            yield slice(start + done, start + done + size), slice(offset + done, offset + done + size)
+
+
+def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor, fragment: Fragment) -> None:
+    for start, offset, count in fragment.buffer_spans:
+        vector[start : start + count].sub_(mean[offset : offset + count])
     layout.round_integers(vector)

@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
@@ -30,6 +30,7 @@ from p2ptrain.network.records import RoundReport
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.training.encoding import vector_codec
 from p2ptrain.training.following import Follower, whole
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import StateServer
@@ -37,6 +38,8 @@ from p2ptrain.training.work import RoundResult, Work
 
 if TYPE_CHECKING:
     import torch
+
+    from p2ptrain.training.fragments import Fragment
 
 __all__ = ["RoundResult", "Synchronizer", "Work"]
 
@@ -51,6 +54,7 @@ class Synchronizer:
 
     Attributes:
         state: The shared state.
+        feedback: What codecs dropped of this peer's contributions, fragment after fragment.
         averager: Its averaging engine.
         rounds_committed: Certified rounds applied at a synchronisation of this peer.
         rounds_aborted: Synchronisations that ended without one.
@@ -80,7 +84,7 @@ class Synchronizer:
             swarm: The manifest's digest, 32 bytes.
             manifest: What the swarm agreed on.
             state: Parameters, buffers and shared optimizer state with their head.
-            codec: How contributions travel.
+            codec: How contributions travel: `vector_codec` of the manifest, for the whole vector.
             membership: Who is there.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
         """
@@ -90,7 +94,6 @@ class Synchronizer:
         self._signer = signer
         self._swarm = swarm
         self._spec = manifest.averaging
-        self._codec = codec
         self._membership = membership
         self._bandwidth = bandwidth
         target = manifest.training.global_batch if manifest.training.every == 1 else 0
@@ -98,7 +101,13 @@ class Synchronizer:
             rpc, runtime, signer, swarm, self._spec, codec, membership, state.head,
             state.layout.num_values, state.layout.fingerprint, target,
         )  # fmt: skip
+        self._codecs = [vector_codec(self._spec, fragment.layout) for fragment in state.fragments]
+        self.averager.history.codec_of = lambda round_: self._codecs[state.fragments.of_round(round_).index]
         self.feedback = ErrorFeedback(state.layout.num_values, codec)
+        ends = list(accumulate((fragment.num_values for fragment in state.fragments), initial=0))
+        self._feedbacks = [
+            self.feedback.part(low, high, own) for (low, high), own in zip(pairwise(ends), self._codecs, strict=True)
+        ]
         self._buffer: torch.Tensor | None = None
         self._follower = Follower(
             rpc, runtime, signer, swarm, membership, state, self.averager, self.feedback, self._apply, self._move,
@@ -202,10 +211,6 @@ class Synchronizer:
         return pauses and isinstance(error, NoGroupError) and present < self._spec.min_peers
 
     async def _synchronize(self, work: Work) -> RoundResult:
-        import torch
-
-        if self._buffer is None:
-            self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
         before = self.head
         for _ in range(MAX_STEPS):
             await self._follower.follow_swarm(work)
@@ -214,12 +219,14 @@ class Synchronizer:
             if not await self._state_is_intact():
                 await self._follower.heal(work, own_digest_is_right=True)
                 continue
-            if work.tokens <= 0:
+            fragment = self.state.fragments.of_round(self.head.round)
+            tokens, contribution = work.tokens_of(fragment), self._room_for(fragment)
+            if tokens <= 0:
                 return RoundResult(False, self.head.round, "nothing to contribute yet")
-            if not await self._runtime.compute(self._collect, work, self._buffer):
+            if not await self._runtime.compute(self._collect, work, contribution, fragment):
                 return await self._drop(work, "the local update is not finite")
             try:
-                outcome = await self.averager.average(self._buffer, work.tokens, work.samples, self._bandwidth)
+                outcome = await self.averager.average(contribution, tokens, work.samples, self._bandwidth)
             except BehindError as error:
                 if not await self._follower.follow(error.source, work):
                     raise AttemptFailedError(f"{error}, but its source failed") from error
@@ -240,12 +247,21 @@ class Synchronizer:
         self.feedback.reset()
         return RoundResult(False, self.head.round, f"{reason}: it was dropped")
 
-    def _collect(self, work: Work, out: torch.Tensor) -> bool:
+    def _room_for(self, fragment: Fragment) -> torch.Tensor:
+        """Memory for the values of one fragment, which is used again in every round; fp32."""
+        import torch
+
+        if self._buffer is None:
+            size = max(fragment.num_values for fragment in self.state.fragments)
+            self._buffer = torch.empty(size, dtype=torch.float32)
+        return self._buffer[: fragment.num_values]
+
+    def _collect(self, work: Work, out: torch.Tensor, fragment: Fragment) -> bool:
         """Fill ``out`` with the contribution and residual; whether all of it is finite."""
         import torch
 
-        work.collect(out)
-        self.feedback.add_to(out)
+        work.collect(out, fragment)
+        self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
     async def _state_is_intact(self) -> bool:
@@ -258,9 +274,10 @@ class Synchronizer:
     async def _take_home(self, outcome: RoundOutcome, work: Work) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
-            assert self._buffer is not None
+            fragment = self.state.fragments.of_round(body.round)
             await self._runtime.compute(
-                self.feedback.update, self._buffer, body.bounds, outcome.sent_parts, outcome.part_codec,
+                self._feedbacks[fragment.index].update, self._room_for(fragment), body.bounds, outcome.sent_parts,
+                outcome.part_codec,
                 outcome.own_index, outcome.own_mean_exact, outcome.result.means[outcome.own_index],
                 outcome.own_mean_scale,
             )  # fmt: skip
@@ -295,19 +312,18 @@ class Synchronizer:
         import torch
 
         carry = None
-        if work is not None and not contributed and work.tokens > 0:
-            carry = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-            work.collect(carry)
+        fragment = self.state.fragments.of_round(body.round)
+        if work is not None and not contributed and work.tokens_of(fragment) > 0:
+            carry = torch.empty(fragment.num_values, dtype=torch.float32)
+            work.collect(carry, fragment)
             carry.mul_(self._spec.late_decay)
-        if self._buffer is None:
-            self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-        mean = self._buffer
+        mean, codec = self._room_for(fragment), self._codecs[fragment.index]
         for encoded, (low, high) in zip(means, pairwise(body.bounds), strict=True):
             if encoded:
-                self._codec.part(low, high).decode_into(encoded, mean[low:high])
-        self.state.apply(mean)
+                codec.part(low, high).decode_into(encoded, mean[low:high])
+        self.state.apply(mean, fragment)
         if work is not None:
-            work.adopt(contributed, carry)
+            work.adopt(contributed, carry, fragment)
         return self.state.tree().root
 
     def _move(self, head: Head) -> None:

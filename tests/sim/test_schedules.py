@@ -9,6 +9,8 @@ A failure names its seed and schedule; the same seed gives the same run, event b
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -26,14 +28,14 @@ def lineages_at_the_front(swarm: SimulatedSwarm) -> int:
     return len({trainer.sync.head.lineage for trainer in swarm.alive if trainer.sync.head.round == front})
 
 
-def run(schedule: Schedule, seed: int, replay: str) -> None:
-    """Run one schedule to its end and check what must hold then."""
+def run(schedule: Schedule, seed: int, replay: str, training: dict[str, Any] | None = None) -> None:
+    """Run one schedule to its end and check what must hold then; ``training`` overrides that part of the manifest."""
 
     async def main(network: SimulatedNetwork) -> None:
         # int8 has error feedback; fp32 and bf16, which have no blocks, give everybody a share of the tiny model, which
         # with the latter is encoded in two codecs.
         codec, small = (("int8", ""), ("fp32", ""), ("int4", ""), ("bf16", "fp32"))[seed % 4]
-        manifest = make_manifest(codec=codec, small_tensors=small, small_values=12)
+        manifest = make_manifest(training, codec=codec, small_tensors=small, small_values=12)
         swarm = SimulatedSwarm(network, manifest, seed)
         accounts = Accounts(swarm)
         await run_schedule(swarm, schedule)

@@ -7,6 +7,7 @@ from collections import Counter
 import torch
 
 from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.training.fragments import Fragment
 from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer
 
 
@@ -40,10 +41,10 @@ class Accounts:
         if trainer.peer.incarnation:
             self.crashed.add(name)
 
-        def watched_adopt(contributed: bool, carry: torch.Tensor | None) -> None:
+        def watched_adopt(contributed: bool, carry: torch.Tensor | None, fragment: Fragment | None = None) -> None:
             if not contributed and carry is None:
-                self.dropped[name] += work.tokens
-            adopt(contributed, carry)
+                self.dropped[name] += work.tokens if fragment is None else work.tokens_of(fragment)
+            adopt(contributed, carry, fragment)
 
         def watched_change() -> None:
             changed()

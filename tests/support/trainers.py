@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,8 +26,8 @@ from p2ptrain.training.sync import RoundResult, Synchronizer
 TOKENS_PER_STEP = 10
 
 
-def make_manifest(**averaging: object) -> Manifest:
-    """A manifest with short deadlines; ``averaging`` overrides its averaging section."""
+def make_manifest(training: dict[str, Any] | None = None, **averaging: object) -> Manifest:
+    """A manifest with short deadlines; ``training`` and ``averaging`` override these sections."""
     values: dict[str, object] = {
         "codec": "int8",
         "grace_seconds": 3.0,
@@ -34,8 +35,19 @@ def make_manifest(**averaging: object) -> Manifest:
         "round_seconds": 20.0,
         **averaging,
     }
-    training = TrainingSpec(every=4, outer="nesterov", outer_learning_rate=0.7, outer_momentum=0.9)
-    return Manifest(name="simulated", training=training, averaging=AveragingSpec.model_validate(values))
+    steps = {"every": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9, **(training or {})}
+    return Manifest(
+        name="simulated",
+        training=TrainingSpec.model_validate(steps),
+        averaging=AveragingSpec.model_validate(values),
+    )
+
+
+def make_module(manifest: Manifest) -> torch.nn.Module:
+    """A tiny model that has enough blocks for the manifest's fragments."""
+    if manifest.training.fragments == 1:
+        return torch.nn.Linear(12, 12)
+    return torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(2 * manifest.training.fragments)))
 
 
 def longest_wait_seconds(manifest: Manifest) -> float:
@@ -89,7 +101,7 @@ class SimulatedTrainer:
         self.random = random.Random(f"{seed}/{peer.name}/{peer.incarnation}")
         self.swarm = manifest.digest
         generator = torch.Generator().manual_seed(1)
-        self.module = torch.nn.Linear(12, 12)
+        self.module = make_module(manifest)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -128,13 +140,13 @@ class SimulatedTrainer:
         await self.presence.start()
         try:
             await self._join()
-            next_attempt = self.manifest.training.every
+            next_attempt = self.manifest.training.steps_per_round
             while not self.stop:
                 await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
                 self._step()
                 if self.work.steps >= next_attempt or self.sync.is_closing():
                     result = await self.synchronize()
-                    next_attempt = self.manifest.training.every
+                    next_attempt = self.manifest.training.steps_per_round
                     if not result.committed:
                         next_attempt = self.work.steps + 1
         finally:
@@ -153,9 +165,7 @@ class SimulatedTrainer:
             for parameter in self.module.parameters():
                 noise = torch.tensor([self.random.gauss(0, 0.01) for _ in range(parameter.numel())])
                 parameter.add_(noise.reshape(parameter.shape))
-        self.work.steps += 1
-        self.work.samples += 1
-        self.work.tokens += TOKENS_PER_STEP
+        self.work.add_step(1, TOKENS_PER_STEP)
         name = self.peer.name
         self.ledger.produced[name] = self.ledger.produced.get(name, 0) + TOKENS_PER_STEP
 
@@ -164,7 +174,7 @@ class SimulatedTrainer:
         loop = asyncio.get_running_loop()
         self.before_sync(self)
         head, vector = self.sync.head, self.state.vector.clone()
-        started, tokens = loop.time(), self.work.tokens
+        started, pending = loop.time(), list(self.work.pending)
         result = await self.sync.synchronize(self.work)
         seconds = loop.time() - started
         self.ledger.longest_seconds = max(self.ledger.longest_seconds, seconds)
@@ -172,12 +182,13 @@ class SimulatedTrainer:
             raise InvariantError(f"{self.peer.name} waited {seconds:.0f} s in a synchronisation")
         if self.sync.head == head and not torch.equal(vector, self.state.vector):
             raise InvariantError(f"{self.peer.name}: a round that was not applied changed parameters")
-        if self.work.tokens not in (0, tokens):
+        if any(now not in (0, before) for now, before in zip(self.work.pending, pending, strict=True)):
             raise InvariantError(f"{self.peer.name}: work was split")
         if result.committed:
             self.ledger.commits.append((loop.time(), self.peer.name, result.round))
             if result.contributed:
-                name = self.peer.name
+                name, fragment = self.peer.name, self.state.fragments.of_round(result.round - 1)
+                tokens = pending[fragment.index] // len(pending)
                 self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
         self.results.append(result)
         return result
