@@ -84,6 +84,12 @@ class TrainingSpec(Section):
     """Inner steps between outer steps (H). 1: gradients are averaged each global batch."""
     fragments: int = Field(1, ge=1, le=256)
     """Parts of the model that take turns (P, Streaming DiLoCo): a round synchronises one, every H / P inner steps."""
+    overlap_steps: int = Field(0, ge=0, lt=100_000)
+    """Inner steps that a peer may take while a round is under way (Streaming DiLoCo's tau; up to 5 are advised): its
+    result is applied as soon as it is there, and after so many steps training waits for it. 0: it always waits."""
+    mixing: float = Field(0.5, ge=0, lt=1)
+    """With ``overlap_steps``: how much of a peer's own parameters stays when a result is applied (Streaming DiLoCo's
+    alpha)."""
     global_batch: int = Field(24, ge=1, le=1 << 24)
     """With ``every = 1``: samples in the swarm's global batch."""
     local_batch: int = Field(4, ge=1, le=1 << 16)
@@ -123,6 +129,15 @@ class TrainingSpec(Section):
             raise ValueError(
                 f"training.fragments = {self.fragments} must divide training.every = {self.every}: rounds are "
                 "every / fragments inner steps apart"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap_fits_steps(self) -> TrainingSpec:
+        if self.overlap_steps >= self.steps_per_round:
+            raise ValueError(
+                f"training.overlap_steps = {self.overlap_steps} must be less than the inner steps between two rounds, "
+                f"every / fragments = {self.steps_per_round}"
             )
         return self
 

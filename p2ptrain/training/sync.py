@@ -1,8 +1,9 @@
 """One peer's side of synchronisation: contribute, apply what was certified, catch up when behind.
 
-`Synchronizer.synchronize` is called at the end of a local phase, with the model's thread waiting, so nothing else
-changes parameters meanwhile. Whatever happens in it, the shared state is afterwards either bit-identical to before or a
-later certified state as a whole, and local work is either counted once or still there to be contributed.
+`Synchronizer.synchronize` is called at the end of a local phase. The model's thread waits meanwhile or, where rounds
+run under compute, lets it have the model between two steps (`Work.at_rest`). Whatever happens in it, the shared state
+is afterwards either bit-identical to before or a later certified state as a whole, and local work is either counted
+once or still there to be contributed.
 """
 
 from __future__ import annotations
@@ -213,34 +214,54 @@ class Synchronizer:
     async def _synchronize(self, work: Work) -> RoundResult:
         before = self.head
         for _ in range(MAX_STEPS):
+            async with work.at_rest():
+                ready = await self._prepare(work, before)
+            if isinstance(ready, RoundResult):
+                return ready
+            try:
+                outcome = await self.averager.average(*ready, self._bandwidth)
+            except (BehindError, MismatchError, UnencodableError) as error:
+                async with work.at_rest():
+                    result = await self._recover(error, work)
+                if result is not None:
+                    return result
+                continue
+            async with work.at_rest():
+                return await self._take_home(outcome, work)
+        raise AttemptFailedError("the swarm moved on faster than this peer could follow")
+
+    async def _prepare(self, work: Work, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
+        """Catch up, and collect the contribution to the round in progress, with its tokens and samples."""
+        for _ in range(MAX_STEPS):
             await self._follower.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
-            if not await self._state_is_intact():
-                await self._follower.heal(work, own_digest_is_right=True)
-                continue
-            fragment = self.state.fragments.of_round(self.head.round)
-            tokens, contribution = work.tokens_of(fragment), self._room_for(fragment)
-            if tokens <= 0:
-                return RoundResult(False, self.head.round, "nothing to contribute yet")
-            if not await self._runtime.compute(self._collect, work, contribution, fragment):
-                return await self._drop(work, "the local update is not finite")
-            try:
-                outcome = await self.averager.average(contribution, tokens, work.samples, self._bandwidth)
-            except BehindError as error:
-                if not await self._follower.follow(error.source, work):
-                    raise AttemptFailedError(f"{error}, but its source failed") from error
-                continue
-            except MismatchError as error:
-                if not self._follower.others_hold_another_state():
-                    raise AttemptFailedError(f"{error}, but nobody announces another: not believed") from error
-                logger.warning("round %d: %s", self.head.round, error)
-                await self._follower.heal(work, own_digest_is_right=False)
-                continue
-            except UnencodableError as error:
-                return await self._drop(work, str(error))
-            return await self._take_home(outcome, work)
-        raise AttemptFailedError("the swarm moved on faster than this peer could follow")
+            if await self._state_is_intact():
+                break
+            await self._follower.heal(work, own_digest_is_right=True)
+        else:
+            raise AttemptFailedError("the state in memory was damaged again and again")
+        fragment = self.state.fragments.of_round(self.head.round)
+        tokens, contribution = work.tokens_of(fragment), self._room_for(fragment)
+        if tokens <= 0:
+            return RoundResult(False, self.head.round, "nothing to contribute yet")
+        if not await self._runtime.compute(self._collect, work, contribution, fragment):
+            return await self._drop(work, "the local update is not finite")
+        return contribution, tokens, work.samples
+
+    async def _recover(self, error: BehindError | MismatchError | UnencodableError, work: Work) -> RoundResult | None:
+        """Do what it takes to try again; a result where that would not help."""
+        if isinstance(error, UnencodableError):
+            return await self._drop(work, str(error))
+        if isinstance(error, BehindError):
+            if not await self._follower.follow(error.source, work):
+                raise AttemptFailedError(f"{error}, but its source failed") from error
+            return None
+        if not self._follower.others_hold_another_state():
+            raise AttemptFailedError(f"{error}, but nobody announces another: not believed") from error
+        logger.warning("round %d: %s", self.head.round, error)
+        await self._follower.heal(work, own_digest_is_right=False)
+        return None
 
     async def _drop(self, work: Work, reason: str) -> RoundResult:
         await self._runtime.compute(work.adopt, False, None)
@@ -323,7 +344,8 @@ class Synchronizer:
                 codec.part(low, high).decode_into(encoded, mean[low:high])
         self.state.apply(mean, fragment)
         if work is not None:
-            work.adopt(contributed, carry, fragment)
+            own = [(t, s) for i, t, s in body.contributors if body.members[i] == self._rpc.peer_id]
+            work.adopt(contributed, carry, fragment, own[0] if contributed else (0, 0))
         return self.state.tree().root
 
     def _move(self, head: Head) -> None:

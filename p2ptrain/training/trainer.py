@@ -218,6 +218,8 @@ class Trainer:
     def _finish(self) -> None:
         """Hand in what is not contributed yet, save, and measure the shared state."""
         try:
+            if self.optimizer.is_under_way:
+                self.optimizer.synchronize()
             for _ in range(self._spec.fragments):
                 if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
                     break

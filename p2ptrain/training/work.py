@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 class Work(Protocol):
     """What a peer did since it last contributed; the live model's side of a synchronisation.
 
-    All methods run off the event loop, one at a time, while the training thread waits. Where rounds synchronise one
+    All methods run off the event loop, one at a time, while `at_rest` is held. Where rounds synchronise one
     fragment each, a token has a share in every fragment's next contribution and counts there as much: 1 / P of a token.
     """
 
@@ -37,15 +38,25 @@ class Work(Protocol):
             fragment: To which fragment; None for the whole vector.
         """
 
-    def adopt(self, contributed: bool, carry: torch.Tensor | None, fragment: Fragment | None = None) -> None:
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
         """Set the live model from the shared state, which has just changed.
 
         Args:
-            contributed: Whether the work is part of that state; it is then forgotten.
+            contributed: Whether the work is part of that state; it is then forgotten, but for what was done since.
             carry: Otherwise, what `collect` gave before the change, to be put on top of the new state;
                 None drops the work.
             fragment: What of the state changed; None for all of it.
+            counted: With ``contributed``: the tokens and samples that are in the state.
         """
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """While it is held, no other thread touches the live model; for whoever calls the methods above."""
 
 
 @dataclass(frozen=True)

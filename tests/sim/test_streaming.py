@@ -1,8 +1,9 @@
-"""Swarms whose rounds synchronise one fragment each: the same promises, under the same faults."""
+"""Swarms whose rounds synchronise one fragment each, also under compute: the same promises, under the same faults."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from tests.support.schedules import draw_schedule
 from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 FRAGMENTS = {"fragments": 2, "outer": "adam", "outer_learning_rate": 0.01}
+OVERLAP = {**FRAGMENTS, "every": 8, "overlap_steps": 2}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("first", [0, 8])
-def test_schedules_of_faults_with_fragments(first: int) -> None:
-    for seed in range(first, first + 8):
-        run(draw_schedule(seed), seed, "run the seed with these settings", FRAGMENTS)
+@pytest.mark.parametrize("training", [FRAGMENTS, OVERLAP, {"every": 6, "overlap_steps": 3}])
+def test_schedules_of_faults(training: dict[str, Any]) -> None:
+    for seed in range(40, 48):
+        run(draw_schedule(seed), seed, "run the seed with these settings", training)
 
 
 def test_a_round_moves_its_fragment_alone() -> None:

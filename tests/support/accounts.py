@@ -41,10 +41,15 @@ class Accounts:
         if trainer.peer.incarnation:
             self.crashed.add(name)
 
-        def watched_adopt(contributed: bool, carry: torch.Tensor | None, fragment: Fragment | None = None) -> None:
+        def watched_adopt(
+            contributed: bool,
+            carry: torch.Tensor | None,
+            fragment: Fragment | None = None,
+            counted: tuple[int, int] = (0, 0),
+        ) -> None:
             if not contributed and carry is None:
                 self.dropped[name] += work.tokens if fragment is None else work.tokens_of(fragment)
-            adopt(contributed, carry, fragment)
+            adopt(contributed, carry, fragment, counted)
 
         def watched_change() -> None:
             changed()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records import PeerRecord
@@ -20,13 +21,13 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.encoding import vector_codec
-from p2ptrain.training.optimizer import LocalWork
+from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
 TOKENS_PER_STEP = 10
 
 
-def make_manifest(training: dict[str, Any] | None = None, **averaging: object) -> Manifest:
+def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object) -> Manifest:
     """A manifest with short deadlines; ``training`` and ``averaging`` override these sections."""
     values: dict[str, object] = {
         "codec": "int8",
@@ -116,7 +117,10 @@ class SimulatedTrainer:
             vector_codec(manifest.averaging, self.state.layout), self.membership,
         )  # fmt: skip
         self.sync.on_change = self._changed
-        self.work = LocalWork(self.module, self.state, accumulate=False)
+        spec = manifest.training
+        self.work = LocalWork(
+            self.module, self.state, accumulate=False, mixing=spec.mixing if spec.overlap_steps else None
+        )
         self.results: list[RoundResult] = []
         self.stop = False
         self.before_sync: Callable[[SimulatedTrainer], None] = lambda trainer: None
@@ -140,17 +144,26 @@ class SimulatedTrainer:
         await self.presence.start()
         try:
             await self._join()
-            next_attempt = self.manifest.training.steps_per_round
+            spec = self.manifest.training
+            next_attempt = spec.steps_per_round
             while not self.stop:
-                await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
-                self._step()
+                await self._step()
                 if self.work.steps >= next_attempt or self.sync.is_closing():
-                    result = await self.synchronize()
-                    next_attempt = self.manifest.training.steps_per_round
+                    result = await (self.synchronize_under_compute() if spec.overlap_steps else self.synchronize())
+                    next_attempt = spec.steps_per_round
                     if not result.committed:
                         next_attempt = self.work.steps + 1
         finally:
             await self.close()
+
+    async def synchronize_under_compute(self) -> RoundResult:
+        """One synchronisation that goes on while the next steps are computed, up to the manifest's overlap."""
+        self.work.steps = 0
+        async with asyncio.TaskGroup() as tasks:
+            flight = tasks.create_task(self.synchronize())
+            while not flight.done() and self.work.steps < self.manifest.training.overlap_steps:
+                await self._step()
+        return flight.result()
 
     async def _join(self) -> None:
         self.status = "syncing"
@@ -160,7 +173,8 @@ class SimulatedTrainer:
         self.sync.averager.matchmaker.participates = True
         await step_in(self.presence, self.sync)
 
-    def _step(self) -> None:
+    async def _step(self) -> None:
+        await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
         with torch.no_grad():
             for parameter in self.module.parameters():
                 noise = torch.tensor([self.random.gauss(0, 0.01) for _ in range(parameter.numel())])
@@ -182,14 +196,17 @@ class SimulatedTrainer:
             raise InvariantError(f"{self.peer.name} waited {seconds:.0f} s in a synchronisation")
         if self.sync.head == head and not torch.equal(vector, self.state.vector):
             raise InvariantError(f"{self.peer.name}: a round that was not applied changed parameters")
-        if any(now not in (0, before) for now, before in zip(self.work.pending, pending, strict=True)):
+        if not self.manifest.training.overlap_steps and any(
+            now not in (0, before) for now, before in zip(self.work.pending, pending, strict=True)
+        ):
             raise InvariantError(f"{self.peer.name}: work was split")
         if result.committed:
             self.ledger.commits.append((loop.time(), self.peer.name, result.round))
             if result.contributed:
-                name, fragment = self.peer.name, self.state.fragments.of_round(result.round - 1)
-                tokens = pending[fragment.index] // len(pending)
-                self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
+                body = Certificate.from_bytes(self.sync.head.certificate, self.swarm, self.peer.signer).body
+                own = body.members.index(self.peer.peer_id)
+                tokens = sum(tokens for index, tokens, _ in body.contributors if index == own)
+                self.ledger.contributed[self.peer.name] = self.ledger.contributed.get(self.peer.name, 0) + tokens
         self.results.append(result)
         return result
 
