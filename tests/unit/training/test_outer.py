@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -101,7 +102,9 @@ def test_adam_rounds_every_operation_to_fp32(
     layout = _layout(size)
     stepper = AdamStep(layout, rate, beta1, beta2, epsilon)
     vector = _values(layout.num_values, seed)
-    expected, first, second = vector.numpy()[:size].copy(), np.zeros(size, np.float32), np.zeros(size, np.float32)
+    expected: npt.NDArray[Any] = vector.numpy()[:size].copy()
+    first: npt.NDArray[Any] = np.zeros(size, np.float32)
+    second: npt.NDArray[Any] = np.zeros(size, np.float32)
     b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
     power1 = power2 = 1.0
     for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.

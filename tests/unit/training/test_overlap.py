@@ -197,20 +197,19 @@ def _arrive(synchronizer: ScriptedSynchronizer, result: RoundResult, loop: async
 def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, synchronizer = _optimizer(loop, every=8, fragments=2, overlap_steps=3)
     _step(optimizer, 4)
-    assert optimizer.is_under_way
+    assert [optimizer.is_under_way] == [True]
     assert synchronizer.begun == [[40, 40]]
     _step(optimizer, 2)
-    assert optimizer.last_result is None
+    assert [optimizer.last_result] == [None]
     _arrive(synchronizer, _committed(1), loop)
     _step(optimizer)
-    assert optimizer.last_result is not None
-    assert optimizer.last_result.committed
+    assert [optimizer.last_result] == [_committed(1)]
     assert optimizer.samples_in_round == 3
     _step(optimizer)
     assert synchronizer.begun == [[40, 40], [40, 80]]
     _arrive(synchronizer, _committed(2), loop)
     assert optimizer.synchronize().round == 2
-    assert not optimizer.is_under_way
+    assert [optimizer.is_under_way] == [False]
 
 
 def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asyncio.AbstractEventLoop) -> None:
