@@ -121,7 +121,8 @@ class Swarm:
             for _ in range(method.workers)
         ]
         self.sampler = Sampler(corpus.train, model.context, seed)
-        self.total_steps = setting.steps * setting.workers // method.workers
+        at_a_time = method.workers * self.spec.local_batch
+        self.total_steps = setting.steps * setting.workers * setting.local_batch // at_a_time
         self.sent_bytes = self.rounds = 0
         self.seconds: list[float] = []
 

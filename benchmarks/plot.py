@@ -112,11 +112,10 @@ def plot_convergence(found: Sequence[tuple[str, float, float]], path: str) -> No
     figure, axis = pyplot.subplots(figsize=(9, 5), layout="constrained")
     axis.axhspan(0.99, 1.01, color="#dfe7ee", zorder=0)
     axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    axis.scatter([sent for _, sent, _ in found], [ratio for *_, ratio in found], color=COLOURS[True], zorder=2)
-    for name, sent, ratio in found:
-        axis.annotate(name, (sent, ratio), xytext=(5, 4), textcoords="offset points", fontsize=8)
+    for place, (name, sent, ratio) in enumerate(found):
+        axis.plot([sent], [ratio], "os^DvPX"[place % 7], color=f"C{place % 10}", markersize=8, label=name)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
     axis.set_xscale("log")
-    axis.margins(x=0.25)
     axis.set_xlabel("bytes that a trainer sends for each of its tokens")
     axis.set_ylabel("final loss, of that with large batches")
     axis.set_title("Held-out loss at equal tokens; shaded: within 1 %", fontsize=10, loc="left")

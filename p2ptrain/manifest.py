@@ -195,7 +195,7 @@ class AveragingSpec(Section):
     max_value: float = Field(1e6, gt=0, le=1e30)
     """A contribution is refused when one of its values is larger in magnitude."""
     history_rounds: int = Field(8, ge=1, le=256)
-    """Encoded results that each peer keeps for laggards."""
+    """Encoded results that each peer keeps for laggards; with fragments, each is a part of the model."""
 
     @model_validator(mode="after")
     def _rule_fits_codec(self) -> AveragingSpec:
