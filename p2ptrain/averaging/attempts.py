@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster
+from p2ptrain.averaging.commitments import Slice
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.head import Head
@@ -23,7 +24,7 @@ from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
-from p2ptrain.codecs import Codec, codec_at
+from p2ptrain.codecs import codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -50,6 +51,7 @@ class Attempts:
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
+        num_values_of: Length of the vectors that a round averages.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
     """
 
@@ -60,7 +62,6 @@ class Attempts:
         signer: Signer,
         swarm: bytes,
         spec: AveragingSpec,
-        codec: Codec,
         membership: Membership,
         matchmaker: Matchmaker,
         history: History,
@@ -72,15 +73,13 @@ class Attempts:
         self._signer = signer
         self._swarm = swarm
         self._spec = spec
-        self._codec = codec
         self._membership = membership
         self._matchmaker = matchmaker
-        self._num_values = num_values
+        self._history = history
+        self.num_values_of: Callable[[int], int] = lambda round_: num_values
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
-        self.evidence = EvidenceStore(
-            rpc, runtime, signer, Rules(swarm, spec, codec, num_values), membership, self._on_conviction
-        )
+        self.evidence = EvidenceStore(rpc, runtime, signer, swarm, self._rules_of, membership, self._on_conviction)
         self._slow_to_clear: set[str] = set()
         self.gave_up_on = b""
         self._durations: dict[int, deque[float]] = {}
@@ -106,20 +105,19 @@ class Attempts:
         Args:
             roster: Who takes part.
             head: Whose round it is.
-            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until the attempt is over.
+            vector: This peer's contribution, fp32, as long as all of its round; must not change until this is over.
             credential: See `Attempt`.
         """
         tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
-        codec = codec_at(self._codec, level)
+        codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
         rates = agreed_rates(tickets)
         weights = share_weights(owner_rates(tickets, rates))
-        shares = split_shares(self._num_values, weights, codec.block_size)
+        shares = split_shares(num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
-        usual, *smaller = part_codecs(spec, codec, self._num_values)
+        usual, *smaller = part_codecs(spec, codec, num_values)
         part = part_codec(
-            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
-            self._num_values, spec.grace_seconds,
-        )  # fmt: skip
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id), num_values, spec.grace_seconds
+        )
         levels = self._matchmaker.cells.num_levels(head.present)
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
         streams = len(tickets) - 1
@@ -134,6 +132,11 @@ class Attempts:
         self._arrived.set()
         self._arrived = asyncio.Event()
         return butterfly
+
+    def _rules_of(self, share: Slice) -> Rules:
+        """The arithmetic of the attempt that a share is of."""
+        codec = codec_at(self._history.codec_of(share.round), share.level)
+        return Rules(self._swarm, self._spec, codec, self.num_values_of(share.round))
 
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from p2ptrain.averaging.membership import MAX_KNOWN_PEERS, Membership
-from p2ptrain.averaging.openings import MAX_EVIDENCE_BYTES, Rules, verify_evidence
+from p2ptrain.averaging.openings import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -53,7 +53,8 @@ class EvidenceStore:
         rpc: Rpc,
         runtime: Runtime,
         verifier: Signer,
-        rules: Rules,
+        swarm: bytes,
+        rules_of: RulesOf,
         membership: Membership,
         on_conviction: Callable[[str, str], None],
     ) -> None:
@@ -62,14 +63,16 @@ class EvidenceStore:
             rpc: To tell and to ask.
             runtime: For arithmetic.
             verifier: Checks signatures.
-            rules: What the swarm agreed on.
+            swarm: The manifest's digest, 32 bytes.
+            rules_of: What the swarm agreed on for an attempt.
             membership: Keeps convicted peers out.
             on_conviction: Called once for each peer, with what it did.
         """
         self._rpc = rpc
         self._runtime = runtime
         self._verifier = verifier
-        self._rules = rules
+        self._swarm = swarm
+        self._rules_of = rules_of
         self._membership = membership
         self._on_conviction = on_conviction
         self.convicted: OrderedDict[str, bytes] = OrderedDict()
@@ -85,7 +88,9 @@ class EvidenceStore:
         Raises:
             IntegrityError: Nobody.
         """
-        peer, fault = await self._runtime.compute(verify_evidence, evidence, self._rules, self._verifier)
+        peer, fault = await self._runtime.compute(
+            verify_evidence, evidence, self._swarm, self._rules_of, self._verifier
+        )
         if peer not in self.convicted and peer != self._rpc.peer_id:
             self.convicted[peer] = evidence
             self._forget_some()

@@ -59,7 +59,8 @@ class Trainers:
         with torch.no_grad():
             for parameter in trainer.module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self.noise), alpha=0.01)
-        trainer.work.steps, trainer.work.samples, trainer.work.tokens = 1, 1, trainer.work.tokens + TOKENS_PER_STEP
+        trainer.work.steps = trainer.work.samples = 0
+        trainer.work.add_step(1, TOKENS_PER_STEP)
 
     def leave(self, name: str) -> None:
         """Pull a trainer's cable."""

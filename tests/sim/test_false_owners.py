@@ -84,7 +84,8 @@ def test_a_false_mean_convicts_its_owner_before_everybody(lie: Corrupt) -> None:
         assert honest[0].outcomes[-1].attempts == 2
         assert_right(honest, evil)
         for each in honest:
-            assert verify_evidence(each.averager.evidence.convicted[accused], RULES, each.peer.signer)[0] == accused
+            evidence = each.averager.evidence.convicted[accused]
+            assert verify_evidence(evidence, SWARM, lambda share: RULES, each.peer.signer)[0] == accused
             assert accused in each.membership.avoided()
         await average_honestly(honest, evil, 2)
         assert_right(honest, evil)
