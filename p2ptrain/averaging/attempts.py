@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
@@ -51,8 +51,9 @@ class Attempts:
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
-        num_values_of: Length of the vectors that a round averages.
+        sizes: By part of the model: its number of values; round r averages part r mod P.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
+        uncertain_parts: For which one was since the work in it was last counted or dropped.
     """
 
     def __init__(
@@ -76,12 +77,13 @@ class Attempts:
         self._membership = membership
         self._matchmaker = matchmaker
         self._history = history
-        self.num_values_of: Callable[[int], int] = lambda round_: num_values
+        self.sizes: Sequence[int] = (num_values,)
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
         self.evidence = EvidenceStore(rpc, runtime, signer, swarm, self._rules_of, membership, self._on_conviction)
         self._slow_to_clear: set[str] = set()
         self.gave_up_on = b""
+        self.uncertain_parts: set[int] = set()
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
         self._running: dict[bytes, Butterfly] = {}
@@ -136,7 +138,12 @@ class Attempts:
     def _rules_of(self, share: Slice) -> Rules:
         """The arithmetic of the attempt that a share is of."""
         codec = codec_at(self._history.codec_of(share.round), share.level)
-        return Rules(self._swarm, self._spec, codec, self.num_values_of(share.round))
+        return Rules(self._swarm, self._spec, codec, self.sizes[share.round % len(self.sizes)])
+
+    def give_up_on(self, head: Head) -> None:
+        """Note that a result was given up which others may bring to an end."""
+        self.gave_up_on = head.lineage
+        self.uncertain_parts.add(head.round % len(self.sizes))
 
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
@@ -167,7 +174,7 @@ class Attempts:
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
-                        self.gave_up_on = attempt.head.lineage
+                        self.give_up_on(attempt.head)
                     self._matchmaker.group_broke()
                     if isinstance(error, UnencodableError):
                         raise

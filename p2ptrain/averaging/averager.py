@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -176,10 +176,17 @@ class Averager:
             codecs: By part: how it travels.
             sizes: By part: its number of values.
         """
-        count = len(codecs)
-        self.history.codec_of = lambda round_: codecs[round_ % count]
-        self.history.max_rounds = self._spec.history_rounds * count
-        self._attempts.num_values_of = lambda round_: sizes[round_ % count]
+        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
+        self.history.max_rounds = self._spec.history_rounds * len(codecs)
+        self._attempts.sizes = sizes
+
+    def consumed(self, parts: Iterable[int]) -> None:
+        """Note that all work on parts that was averaged before was counted or dropped: it waits for no other round."""
+        self._attempts.uncertain_parts.difference_update(parts)
+
+    def work_may_count(self, part: int) -> bool:
+        """Whether an attempt was given up whose work, which still waits, may be in a lineage that is not known here."""
+        return part in self._attempts.uncertain_parts
 
     @property
     def gave_up_on(self) -> bytes:
@@ -281,7 +288,7 @@ class Averager:
         finally:
             self._descent.conclude(body, ascent)
         if ascent is None:
-            self._attempts.gave_up_on = head.lineage
+            self._attempts.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return ascent, above
 

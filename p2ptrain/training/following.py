@@ -310,8 +310,8 @@ class Follower:
         """
         if missed is None:
             # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
-            may_count = self._averager.gave_up_on == self._state.head.lineage
-            return [None if may_count or self._drop_stale else 1.0] * len(self._state.fragments)
+            parts = range(len(self._state.fragments))
+            return [None if self._drop_stale or self._averager.work_may_count(part) else 1.0 for part in parts]
         kept: list[float | None] = [1.0] * len(self._state.fragments)
         for certificate in missed:
             index = self._fragment(certificate.body).index
@@ -329,6 +329,7 @@ class Follower:
         follows: bool,
     ) -> None:
         await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
+        self._averager.consumed(index for index, part in enumerate(kept) if part is None)
         self._averager.history.clear()
         self.resyncs += 1
         self._move(head)

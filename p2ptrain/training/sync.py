@@ -273,6 +273,7 @@ class Synchronizer:
 
     async def _drop(self, work: Work, reason: str) -> RoundResult:
         await self._runtime.compute(work.adopt, False, None)
+        self.averager.consumed(range(len(self._codecs)))
         self.feedback.reset()
         return RoundResult(False, self.head.round, f"{reason}: it was dropped")
 
@@ -330,6 +331,8 @@ class Synchronizer:
     async def _apply_and_move(self, result: Result, work: Work | None, contributed: bool) -> None:
         body = result.certificate.body
         tree_root = await self._runtime.compute(self._apply_means, body, result.means, work, contributed)
+        if contributed:
+            self.averager.consumed([self.state.fragments.of_round(body.round).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.history.add(result)
 
