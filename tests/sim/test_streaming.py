@@ -24,6 +24,35 @@ def test_they_keep_every_promise_whatever_befalls_them(fragments: int, overlap_s
         assert find_problems(schedule) == []
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
+def test_so_do_those_larger_than_a_group(fragments: int, overlap_steps: int) -> None:
+    for seed in range(100, 106):
+        schedule = replace(draw_schedule(seed, 5, 9), group_size=3, fragments=fragments, overlap_steps=overlap_steps)
+        assert find_problems(schedule) == []
+
+
+def test_laggards_find_as_many_rounds_of_each_fragment() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS, history_rounds=2), 0)
+        trainer, _ = swarm.start("t0"), swarm.start("t1")
+        lineages: dict[int, bytes] = {}
+        changed = trainer.sync.on_change
+
+        def watch() -> None:
+            changed()
+            lineages[trainer.sync.head.round] = trainer.sync.head.lineage
+
+        trainer.sync.on_change = watch
+        await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
+        history, last = trainer.sync.averager.history, trainer.sync.head.round
+        assert len(history.chain(lineages[last - 4])) == 4
+        assert history.chain(lineages[last - 5]) == []
+        await swarm.end()
+
+    simulate(main, 2)
+
+
 def test_a_round_moves_its_fragment_alone() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS), 0)
