@@ -148,9 +148,13 @@ class Audit:
         if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
             raise IntegrityError("asks for chunks that are not there")
         statement = await asyncio.shield(self.statement)
-        if not self._readable:
+        if not self._readable or not self._share.parts.keys() >= self._needed():
             raise IntegrityError("this attempt is over here")
         return await self._runtime.compute(self._open, statement, chunks)
+
+    def _needed(self) -> set[int]:
+        """Members whose parts an opening shows."""
+        return {self._attempt.roster.index_of(each.sender) for each in self._stated} - {self._index}
 
     def _open(self, statement: Statement, chunks: list[int]) -> bytes:
         openings: list[list[Any]] = []

@@ -148,10 +148,17 @@ class Conductor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def give_way(self, key: Key, peer: str) -> bool:
-        """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one."""
+    def give_way(self, key: Key, peer: str, closing: bool) -> bool:
+        """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one.
+
+        A leader that nobody came to also gives way to one that is ``closing`` its rally, which has a quorum: which
+        leaders failed is what they see differently.
+        """
         rally = self._rallies.get(key)
-        if rally is None or rally.over or not self.goes_before(key, peer):
+        if rally is None or rally.over:
+            return False
+        alone = rally.members.keys() <= {rally.slot_of(self._rpc.peer_id)}
+        if not self.goes_before(key, peer) and not (closing and alone):
             return False
         rally.answer_all({"kind": "redirect", "peer": peer})
         return True
@@ -309,7 +316,8 @@ class Conductor:
                     self._finish(rally, expected, decision.reason)
                     break
                 if decision.action == "give up":
-                    rally.answer_all({"kind": "refused", "reason": decision.reason})
+                    alone = len(rally.members) == 1
+                    rally.answer_all({"kind": "refused", "reason": decision.reason, "alone": alone})
                     break
                 if not rally.members and now - rally.last_activity > IDLE_RALLY_SECONDS:
                     break

@@ -155,7 +155,7 @@ class Matchmaker:
             self._leaders.nudged_by(key, peer)
         followed = self._place.following
         following = followed[1] if followed is not None and followed[0] == key else ""
-        if following == self._rpc.peer_id and self._conductor.give_way(key, peer):
+        if following == self._rpc.peer_id and self._conductor.give_way(key, peer, request.get("closing") is True):
             following = peer
         failed = self._leaders.told(key)
         return {"head": self.head.without_proof().to_dict(), "leader": following, "failed": failed}
@@ -191,13 +191,13 @@ class Matchmaker:
                 excluded = [*tried, *sorted(self._leaders.unreachable(key))]
                 leader = self._conductor.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
                 self._place.following = self._last_leader = (key, leader)
-                answer = await self._hand_in(leader, ticket, excluded, hops, remaining)
+                answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
                 if answer is not None and answer["kind"] != "redirect":
                     roster = self._accept(answer, ticket, leader)
                     self._place.running = (key, leader, roster.members)
                     return roster
                 hops += answer is not None
-                target = self._next_leader(key, answer, tried) if answer and hops <= MAX_HOPS else ""
+                target = self._next_leader(key, leader, answer, tried, hops) if answer else ""
                 worse = not target or self._leaders.order(key, target) > self._leaders.order(key, leader)
                 if worse and leader not in self._leaders.unreachable(key):
                     # It failed, leads no more, or leads in circles; nor must this peer send others there.
@@ -213,12 +213,20 @@ class Matchmaker:
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
-    def _next_leader(self, key: Key, answer: Answer, tried: list[str]) -> str:
+    def _suspects(self, key: Key) -> list[str]:
+        """Whom this peer would not follow now, the first in line last; a leader must not send it there."""
+        there = [peer for peer in self._membership.suspects() if self.cells.includes(key, peer)]
+        return sorted(there, key=lambda peer: self._leaders.order(key, peer), reverse=True)
+
+    def _next_leader(self, key: Key, leader: str, answer: Answer, tried: list[str], hops: int) -> str:
         """Where a leader's redirection leads; empty when it is of no use."""
         wanted = answer.get("peer")
-        if not isinstance(wanted, str) or wanted in tried or wanted in self._leaders.unreachable(key):
+        if not isinstance(wanted, str) or wanted in self._leaders.unreachable(key):
             return ""
-        return "" if self._membership.is_suspect(wanted) else wanted
+        if leader == self._rpc.peer_id:  # Its own conductor heard from the other that it leads now.
+            return wanted
+        useless = hops > MAX_HOPS or wanted in tried or self._membership.is_suspect(wanted)
+        return "" if useless else wanted
 
     async def _hand_in(
         self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
@@ -264,6 +272,8 @@ class Matchmaker:
             source = answer.get("peer")
             raise BehindError(source if isinstance(source, str) and source else leader)
         if kind == "refused":
+            if leader == self._rpc.peer_id and answer.get("alone") is True:
+                self._last_leader = None  # Nobody came to this peer: that says nothing against it.
             raise MismatchError(reason) if answer.get("mismatch") else NoGroupError(reason)
         raw = answer.get("tickets")
         if not isinstance(raw, list) or not 0 < len(raw) <= self._spec.group_size:

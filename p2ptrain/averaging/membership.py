@@ -186,6 +186,10 @@ class Membership:
             return False
         return self._runtime.now() < known.suspect_until or known.sequence <= known.suspect_sequence
 
+    def suspects(self) -> list[str]:
+        """Other peers that are presumed not to answer; sorted."""
+        return [peer for peer in sorted(self._known) if self.is_suspect(peer)]
+
     def why_not_expected(self, peer: str) -> str:
         """The reason for not waiting for a peer; empty when it is expected."""
         known = self._known.get(peer)

@@ -246,6 +246,10 @@ class OwnShare:
             self.parts.pop(index, None)
         return frozenset(self.trees.keys() - self.refused.keys())
 
+    def forget(self) -> None:
+        """Let go of all parts: nobody will ask for slices any more."""
+        self.parts.clear()
+
     def norms(self) -> dict[int, float]:
         """By member: the Euclidean norm of its part; zeros in a group of one or two."""
         return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}

@@ -24,6 +24,8 @@ from p2ptrain.codecs import Codec
 
 MIN_BYTES = 64 * 1024
 """Smaller parts say nothing about a link: they are there at once."""
+LONG_SECONDS = 1.0
+"""Unless they take this long: then it is not the latency that was measured, even if hardly anything came."""
 MIN_SECONDS = 0.001
 MAX_RATE = 1 << 40
 MAX_PEERS = 512
@@ -58,7 +60,7 @@ class Speeds:
         A peer that sends too little to be measured, because it was slow once, is forgotten after a while, and has to
         show anew how slow it is: it may have a better link now.
         """
-        if num_bytes < MIN_BYTES:
+        if num_bytes < MIN_BYTES and seconds < LONG_SECONDS:
             if peer in self._seen:
                 self._seen[peer].small_parts += 1
                 if self._seen[peer].small_parts >= MAX_SMALL_PARTS:

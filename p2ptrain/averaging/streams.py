@@ -175,6 +175,7 @@ class ServedStreams:
         self._exchange.given_up.cancel()
         for task in self._served.values():
             task.cancel()
+        self._exchange.share.forget()
 
     async def _serve_everybody(self) -> None:
         """Wait until all others came and went; who owns nothing may be done before a stream of another is there."""

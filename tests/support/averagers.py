@@ -20,6 +20,8 @@ from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from tests.support.simulation import SWARM
 
 LAYOUT = b"y" * 32
+RECORD_SECONDS = 120.0
+"""How long a record counts; the real ones are renewed all the time."""
 
 
 @dataclass
@@ -48,7 +50,9 @@ class AveragingPeer:
         for other in self.others:
             if other.peer.alive:
                 runtime, head = self.peer.runtime, other.averager.head
-                self.membership.update(_record(other.peer, head), round(1e3 * runtime.now()), runtime.now() + 30.0)
+                self.membership.update(
+                    _record(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
+                )
                 if head.outranks(self.averager.head):
                     self.averager.set_head(head)
 

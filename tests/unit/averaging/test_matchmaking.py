@@ -132,6 +132,51 @@ def test_a_leader_that_could_not_be_reached_is_last_in_line_until_it_is() -> Non
     simulate(main, seed=12)
 
 
+def test_a_leader_sends_nobody_on_to_a_peer_that_only_the_other_suspects_yet() -> None:
+    """Members see an attempt break one after the other."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 4) as all_:
+            (broken, _, _), *rest = all_
+            searches = []
+            for member, matchmaker, membership in reversed(rest):
+                membership.suspect(broken.rpc.peer_id, "broke the attempt")
+                searches.append(asyncio.create_task(matchmaker.find_group(make_ticket(member))))
+                await asyncio.sleep(0.3)
+            rosters = await asyncio.gather(*searches)
+            assert len(set(rosters)) == 1
+            assert len(rosters[0].tickets) == 3
+            assert {matchmaker.last_leader for _, matchmaker, _ in rest} == {rest[0][0].rpc.peer_id}
+
+    simulate(main, seed=14)
+
+
+def test_who_insists_on_leading_but_is_alone_follows_a_leader_that_has_a_quorum() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 4) as all_:
+            *others, (_, insisting, _) = all_
+            for other, _, _ in others:
+                insisting._leaders.failed(KEY, other.rpc.peer_id)
+            rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in all_))
+            assert len(set(rosters)) == 1
+            assert len(rosters[0].tickets) == 4
+            assert insisting.last_leader == others[0][0].rpc.peer_id
+            assert network.loop.time() < SPEC.grace_seconds
+
+    simulate(main, seed=15)
+
+
+def test_a_leader_that_nobody_came_to_still_leads() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 4) as all_:
+            member, leader, _ = all_[0]
+            with pytest.raises(NoGroupError, match="no quorum"):
+                await leader.find_group(make_ticket(member))
+            assert leader._leaders.candidates(KEY, [])[0] == member.rpc.peer_id
+
+    simulate(main, seed=16)
+
+
 def test_who_comes_new_learns_which_leaders_failed() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 3) as all_:

@@ -36,6 +36,15 @@ def test_a_told_rate_is_within_a_sixteenth_and_an_eighth_of_what_was_seen(rate: 
     assert rate * 0.87 <= alone[0] <= rate * 1.01
 
 
+def test_what_comes_slowly_is_measured_however_little_it_is_and_what_is_there_at_once_is_not() -> None:
+    for num_bytes, seconds, expected in ((20_000, 2.5, 8_000), (20_000, 0.1, 1_000_000)):
+        speeds = Speeds()
+        speeds.observe("b", 10 * MEGABYTE, 10 * MEGABYTE / 1e6, 1)
+        speeds.observe("a", num_bytes, seconds, 1)
+        slow, _, _ = agreed_rates([ticket("a"), ticket("b", speeds.told()), ticket("c", speeds.told())])
+        assert 0.8 * expected <= slow <= expected * 4 / 3
+
+
 def test_everybody_concludes_the_same_whatever_order_the_speeds_were_seen_in() -> None:
     rates = {"a": 1e6, "b": 3e5, "c": 9e5}
     told = [seen({peer: rates[peer] for peer in order}) for order in permutations(rates)]
@@ -86,7 +95,7 @@ def test_what_is_told_stays_within_a_ticket_s_bound() -> None:
 
 def test_parts_too_small_to_measure_say_nothing() -> None:
     speeds = Speeds()
-    speeds.observe("a", 1000, 5.0, 1)
+    speeds.observe("a", 1000, 0.5, 1)
     assert speeds.told() == b""
 
 
