@@ -197,7 +197,7 @@ class AveragingSpec(Section):
     spot_checks: int = Field(4, ge=0, le=1024)
     """Chunks of each share that the group computes again, all members together, before it signs; 0 trusts owners."""
     history_rounds: int = Field(8, ge=1, le=256)
-    """Encoded results that each peer keeps for laggards; with fragments, each is a part of the model."""
+    """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
 
     @model_validator(mode="after")
     def _rule_fits_codec(self) -> AveragingSpec:
