@@ -24,7 +24,7 @@ RECORD_SECONDS = 120.0
 """How long a record counts; the real ones are renewed all the time."""
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class AveragingPeer:
     """A peer that has a vector to average and nothing else.
 
