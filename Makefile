@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-moshpit clean
+.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -53,6 +53,11 @@ bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--ful
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.bench_averaging $(ARGS)
+
+bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; ARGS="--json FILE --plot FILE.svg"
+	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m benchmarks.bench_convergence $(ARGS)
 
 bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures
 	$(BIN)/python -m benchmarks.bench_moshpit $(ARGS)

@@ -1,174 +1,273 @@
-"""Does a swarm learn as well as one process from the same number of tokens?
+"""Does a swarm learn as well as one large batch from the same number of tokens, and what does it send for that?
 
-Emulates ``--workers`` trainers that synchronise every H inner steps (an exact mean: no codec, no network) and compares
-their held-out loss with one process that takes the same number of steps with the same global batch, at the best of
-several learning rates. Everything but the named options is the manifest's default, so this also shows what
-``p2ptrain up`` may expect at best. Run it with::
+    make bench-convergence ARGS="--json results/convergence.json --plot docs/convergence.svg"
 
-    python -m benchmarks.bench_convergence --tokens 2000000
+Four emulated trainers (`benchmarks.emulation`: the product's own codecs, error feedback, fragments and outer steps; no
+network) train a small Llama on the Python standard library's sources, byte by byte, and are compared with exact
+averaging of every gradient, at equal tokens, with the same data in the same order. All learning rates follow the same
+schedule: a warm-up and half a cosine. From the curves, the measured time of a step, and what is sent, follows how long
+each takes to a target loss when every trainer has a link of 100 Mbit/s; what does not grow with the model, such as
+finding a group, is left out, because it would count for too much beside so small a model's steps. By default 15 minutes
+on two idle cores.
+
+``--tune`` tries the grids from which the rates of `METHODS` were chosen, on a seed of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 import torch
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.harness import machine
-from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
-from p2ptrain.models import build_model, num_parameters
-from p2ptrain.training.data import Sampler, advance
-from p2ptrain.training.evaluate import held_out_loss, language_model_loss
-from p2ptrain.training.learning_rate import learning_rate_factor
-from p2ptrain.training.text import Corpus, load_corpus
+from benchmarks.emulation import Method, Run, Setting, Swarm
+from benchmarks.harness import Measured, format_table, machine, progress
+from benchmarks.plot import PlotError, plot_convergence, require_matplotlib
+from p2ptrain.manifest import DataSpec, ModelSpec
+from p2ptrain.models import num_parameters
+from p2ptrain.training.text import load_corpus
+
+MODEL = ModelSpec(layers=4, hidden=48, heads=2, kv_heads=2, intermediate=128, context=64)
+STEPS, LOCAL_BATCH = 600, 4
+EVERY = 6
+LINK_BITS_PER_SECOND = 100e6
+TARGET_MARGIN = 1.05
+"""How far the target loss lies above what large batches end with."""
+TUNING_SEED = 1000
+
+LARGE_BATCH = "large batch, fp32"
+UNCORRECTED = "topk without feedback, gathered"
+ALONE = "one machine alone, large batches"
+NESTEROV = {"every": EVERY, "outer": "nesterov", "outer_learning_rate": 0.5, "outer_momentum": 0.5}
+AVERAGE = {"every": EVERY, "outer": "average", "outer_learning_rate": 1.0}
+ADAM = {"every": EVERY, "outer": "adam", "outer_learning_rate": 0.005, "outer_momentum": 0.5}
+SPARSE = {**AVERAGE, "outer_learning_rate": 1.4}
+STREAMING = {**NESTEROV, "fragments": 2}
+GLOBAL, LOCAL = {"learning_rate": 4e-3}, {"learning_rate": 8e-3}
+"""Inner rates, with a step for each global batch and with local steps."""
+METHODS = (
+    Method(LARGE_BATCH, {"every": 1, **GLOBAL}),
+    Method("DiLoCo, fp32", NESTEROV | LOCAL),
+    Method("DiLoCo, int8", NESTEROV | LOCAL, codec="int8"),
+    Method("DiLoCo, int4", NESTEROV | LOCAL, codec="int4"),
+    Method("averaging, int8", AVERAGE | LOCAL, codec="int8"),
+    Method("outer Adam, int8", ADAM | LOCAL, codec="int8"),
+    Method("streaming, 2 fragments, int4", STREAMING | LOCAL, codec="int4"),
+    Method("streaming, overlap of 1 step, int4", {**STREAMING, **LOCAL, "overlap_steps": 1}, codec="int4"),
+    Method("SparseLoCo, gathered", SPARSE | LOCAL, codec="topk", gathered=True),
+    Method(UNCORRECTED, {**SPARSE, **LOCAL, "outer_learning_rate": 4.0}, "topk", gathered=True, feedback=False),
+    Method("every step, int8", {"every": 1, **GLOBAL}, codec="int8"),
+    Method("every step, powersgd", {"every": 1, **GLOBAL}, codec="powersgd"),
+    Method("every step, topk, gathered", {"every": 1, **GLOBAL}, codec="topk", gathered=True),
+    Method(ALONE, {"every": 1, **GLOBAL, "local_batch": 4 * LOCAL_BATCH}, workers=1),
+    Method("one machine alone, small batches", {"every": 1, **GLOBAL}, workers=1),
+)
+GRIDS: dict[str, list[dict[str, Any]]] = {
+    LARGE_BATCH: [{"learning_rate": rate} for rate in (4e-3, 8e-3)],
+    "DiLoCo, fp32": [
+        {"outer_learning_rate": rate, "outer_momentum": momentum}
+        for rate, momentum in ((0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (0.4, 0.9), (0.7, 0.9))
+    ],
+    "averaging, int8": [{"learning_rate": rate} for rate in (4e-3, 8e-3)],
+    "outer Adam, int8": [
+        {"outer_learning_rate": rate, "outer_momentum": momentum}
+        for rate, momentum in ((0.005, 0.5), (0.01, 0.9), (0.03, 0.9))
+    ],
+    "SparseLoCo, gathered": [{"outer_learning_rate": rate} for rate in (1.0, 1.4, 2.0)],
+    UNCORRECTED: [{"outer_learning_rate": rate} for rate in (1.0, 2.0, 4.0)],
+}
 
 
 @dataclass(frozen=True)
-class Result:
-    """One run: held-out losses in nats per token, tokens of all workers together, and tokens per CPU second."""
+class Row:
+    """What the table says of one method.
 
-    name: str
-    seed: int
-    learning_rate: float
-    loss_before: float
-    loss_after: float
-    tokens: int
-    tokens_per_second: float
+    Attributes:
+        loss: Final held-out losses, one a seed.
+        ratio: Of these to large batches, seed by seed.
+        bytes_per_token: What a trainer sends for each token that it trains on.
+        seconds_to_target: Until the target loss, over links of `LINK_BITS_PER_SECOND`; None where it never gets there.
+    """
 
-
-class Worker:
-    """One trainer: a model and its own AdamW."""
-
-    def __init__(self, model: ModelSpec, training: TrainingSpec) -> None:
-        self.model = build_model(model)
-        self.training = training
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            training.learning_rate,
-            betas=(0.9, 0.95),  # as every trainer has
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
-
-    def step(self, samples: torch.Tensor, step: int) -> None:
-        """One inner step on ``samples``, ``[batch, context + 1]``."""
-        factor = learning_rate_factor(step, warmup_steps=self.training.warmup_steps)
-        self.optimizer.param_groups[0]["lr"] = self.training.learning_rate * factor
-        self.optimizer.zero_grad()
-        language_model_loss(self.model, samples).backward()  # type: ignore[no-untyped-call]
-        if self.training.clip_norm:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip_norm)
-        self.optimizer.step()
+    method: str
+    loss: Measured
+    ratio: Measured
+    bytes_per_token: float
+    seconds_to_target: float | None
 
 
-def train(
-    name: str, model: ModelSpec, training: TrainingSpec, corpus: Corpus, seed: int, workers: int, tokens: int
-) -> Result:
-    """Train with ``workers`` emulated trainers (1: no outer steps at all) on ``tokens`` tokens in all."""
-    peers = [f"peer{index}" for index in range(workers)]
-    swarm = [Worker(model, training) for _ in peers]
-    sampler = Sampler(corpus.train, model.context, seed)
-    before = held_out_loss(swarm[0].model, corpus.held_out, model.context, max_windows=256).loss
-    shared = parameters_to_vector(swarm[0].model.parameters()).detach()
-    momentum = torch.zeros_like(shared)
-    per_step = workers * training.local_batch * model.context
-    num_rounds = max(1, round(tokens / (per_step * training.every)))
-    started = time.process_time()
-    cursor = 0
-    for number in range(num_rounds):
-        for rank, (peer, worker) in enumerate(zip(peers, swarm, strict=True)):
-            for step in range(training.every):
-                first = step * training.local_batch
-                samples = sampler.batch(cursor, (rank, workers), peer, number, first, training.local_batch)
-                worker.step(torch.from_numpy(samples), number * training.every + step)
-        cursor = advance(cursor, [training.every * training.local_batch] * workers)
-        if workers > 1:
-            outer_step(shared, momentum, swarm, training)
-    seconds = time.process_time() - started
-    after = held_out_loss(swarm[0].model, corpus.held_out, model.context, max_windows=256).loss
-    used = num_rounds * training.every * per_step
-    return Result(name, seed, training.learning_rate, before, after, used, used / seconds)
-
-
-@torch.no_grad()
-def outer_step(shared: torch.Tensor, momentum: torch.Tensor, swarm: list[Worker], training: TrainingSpec) -> None:
-    """Average the workers' parameters and take the outer step of `TrainingSpec` on ``shared``, in place."""
-    mean = torch.stack([parameters_to_vector(worker.model.parameters()) for worker in swarm]).mean(dim=0)
-    if training.outer == "average":
-        shared.copy_(mean)
-    else:
-        gradient = shared - mean
-        momentum.mul_(training.outer_momentum).add_(gradient)
-        shared.sub_(training.outer_learning_rate * (gradient + training.outer_momentum * momentum))
-    for worker in swarm:
-        vector_to_parameters(shared.clone(), worker.model.parameters())
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison for each seed and print a table and, as the last line, JSON."""
-    defaults = Manifest().training
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="of all workers together")
-    parser.add_argument("--every", type=int, default=defaults.every)
-    parser.add_argument("--outer", choices=("nesterov", "average"), default=defaults.outer)
-    parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate)
-    parser.add_argument("--reference-factors", type=float, nargs="+", default=[0.5, 1.0, 2.0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--json", metavar="FILE", help="also write the results here")
-    options = parser.parse_args(arguments)
+def run_one(method: Method, setting: Setting, seed: int) -> Run:
+    """One run in this process; for a pool of processes."""
     torch.set_num_threads(1)
-    results, ratios = [], []
-    for seed in options.seeds:
-        model = Manifest().model.model_copy(update={"initial_seed": seed})
-        corpus = load_corpus(Manifest().data, model.context, model.vocabulary)
-        changes = {"every": options.every, "outer": options.outer, "learning_rate": options.learning_rate}
-        training = defaults.model_copy(update=changes)
-        swarm = train("swarm", model, training, corpus, seed, options.workers, options.tokens)
-        report(swarm)
-        references = []
-        for factor in options.reference_factors:
-            changes = {
-                "local_batch": options.workers * training.local_batch,
-                "learning_rate": options.learning_rate * factor,
-            }
-            alone = training.model_copy(update=changes)
-            references.append(train("one process", model, alone, corpus, seed, 1, options.tokens))
-            report(references[-1])
-        best = min(result.loss_after for result in references)
-        ratios.append(swarm.loss_after / best)
-        results += [swarm, *references]
-    summary = {
-        "benchmark": "convergence",
-        "parameters": num_parameters(Manifest().model),
-        "workers": options.workers,
-        "every": options.every,
-        "loss_ratio_median": median(ratios),
-        "loss_ratio_spread": [min(ratios), max(ratios)],
-        "runs": [asdict(result) for result in results],
-    }
-    sys.stdout.write(f"held-out loss, swarm / best single process: {median(ratios):.4f}\n{json.dumps(summary)}\n")
+    data = DataSpec()
+    corpus = load_corpus(data, setting.model.context, setting.model.vocabulary)
+    return Swarm(method, setting, corpus, seed).train()
+
+
+def run_all(methods: Iterable[Method], setting: Setting, seeds: Sequence[int], jobs: int) -> list[Run]:
+    """Every method with every seed, ``jobs`` at a time."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        runs = [pool.submit(run_one, method, setting, seed) for seed in seeds for method in methods]
+        found = []
+        for run in runs:
+            found.append(run.result())
+            progress(f"{found[-1].method}, seed {found[-1].seed}: loss {found[-1].loss:.4f}")
+    return found
+
+
+def seconds_to(target: float, curve: Sequence[tuple[int, float]], seconds_per_step: float) -> float | None:
+    """When a curve of (step, loss) first reaches ``target``, between its points in proportion; None for never."""
+    before = (0, float("inf"))
+    for step, loss in curve:
+        if loss <= target:
+            share = 1.0 if before[1] == float("inf") else (before[1] - target) / (before[1] - loss)
+            return (before[0] + share * (step - before[0])) * seconds_per_step
+        before = (step, loss)
+    return None
+
+
+def seconds_per_step(method: Method, run: Run, steps: int, step_seconds: float) -> float:
+    """What a step of a trainer takes: its batch, and its part of what is sent, unless that is sent under compute.
+
+    Args:
+        method: How the run's trainers synchronise.
+        run: What it sent.
+        steps: Of each trainer, in that run.
+        step_seconds: Computing a batch of `LOCAL_BATCH` samples.
+    """
+    if method.workers == 1:
+        return step_seconds * int(method.training.get("local_batch", LOCAL_BATCH)) / LOCAL_BATCH
+    round_seconds = 8 * run.bytes_per_round / LINK_BITS_PER_SECOND
+    hidden = int(method.training.get("overlap_steps", 0)) * step_seconds
+    return step_seconds + run.rounds / steps * max(0.0, round_seconds - hidden)
+
+
+def summarize(methods: Sequence[Method], runs: Sequence[Run], steps: int) -> tuple[list[Row], float]:
+    """A row for each method, and the target loss."""
+    by_method = {method.name: [run for run in runs if run.method == method.name] for method in methods}
+    reference = by_method[LARGE_BATCH]
+    large_batch = {run.seed: run.loss for run in reference}
+    target = TARGET_MARGIN * Measured(tuple(run.curve[-1][1] for run in reference)).median
+    step_seconds = Measured(tuple(run.step_seconds for run in reference)).median
+    rows = []
+    for method in methods:
+        own = by_method[method.name]
+        each = seconds_per_step(method, own[0], steps, step_seconds)
+        times = [seconds_to(target, run.curve, each) for run in own]
+        reached = [seconds for seconds in times if seconds is not None]
+        rows.append(
+            Row(
+                method.name,
+                Measured(tuple(run.loss for run in own)),
+                Measured(tuple(run.loss / large_batch[run.seed] for run in own)),
+                own[0].bytes_per_round * own[0].rounds * method.workers / own[0].tokens,
+                Measured(tuple(reached)).median if len(reached) == len(times) else None,
+            )
+        )
+    return rows, target
+
+
+def tune(setting: Setting, jobs: int) -> None:
+    """Print the loss of every candidate of `GRIDS`."""
+    known = {method.name: method for method in METHODS}
+    candidates = [
+        replace(known[name], name=f"{name} {changes}", training={**known[name].training, **changes})
+        for name, grid in GRIDS.items()
+        for changes in grid
+    ]
+    runs = run_all(candidates, setting, [TUNING_SEED], jobs)
+    sys.stdout.write(format_table(("candidate", "loss"), [(run.method, f"{run.loss:.4f}") for run in runs]) + "\n")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=STEPS, help="local batches of each trainer")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="only methods whose names contain one of these")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--tune", action="store_true", help="try the grids instead")
+    parser.add_argument("--json", metavar="FILE", help="also write all values here")
+    parser.add_argument("--plot", metavar="FILE", help="also draw loss against bytes here (.svg or .png)")
+    options = parser.parse_args(arguments)
+    if options.plot is not None:
+        try:
+            require_matplotlib()
+        except PlotError as error:
+            parser.error(str(error))
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, and report as a table, JSON and a picture."""
+    options = parse(arguments)
+    setting = Setting(MODEL, options.steps, LOCAL_BATCH)
+    if options.tune:
+        tune(setting, options.jobs)
+        return 0
+    wanted = options.only or [""]
+    methods = [m for m in METHODS if m.name == LARGE_BATCH or any(text in m.name for text in wanted)]
+    runs = run_all(methods, setting, options.seeds, options.jobs)
+    rows, target = summarize(methods, runs, options.steps)
+    report(rows, runs, setting, target)
     if options.json:
-        payload = {"benchmark": "convergence", "machine": machine(), "results": summary}
+        results = {
+            "parameters": num_parameters(MODEL),
+            "steps": options.steps,
+            "local_batch": LOCAL_BATCH,
+            "every": EVERY,
+            "seeds": options.seeds,
+            "target_loss": target,
+            "methods": [{**asdict(m), "row": row_to_json(row)} for m, row in zip(methods, rows, strict=True)],
+            "runs": [asdict(run) for run in runs],
+        }
+        payload = {"benchmark": "convergence", "machine": machine(), "results": results}
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+    if options.plot:
+        drawn = [(row.method, row.bytes_per_token, row.ratio.median) for row in rows if row.bytes_per_token]
+        plot_convergence(drawn, options.plot)
     return 0
 
 
-def report(result: Result) -> None:
-    """Print one line of the table."""
+def row_to_json(row: Row) -> dict[str, Any]:
+    """The row's values."""
+    return {
+        "loss": row.loss.to_json(),
+        "ratio": row.ratio.to_json(),
+        "bytes_per_token": row.bytes_per_token,
+        "seconds_to_target": row.seconds_to_target,
+    }
+
+
+def report(rows: Sequence[Row], runs: Sequence[Run], setting: Setting, target: float) -> None:
+    """Print the table."""
+    tokens = runs[0].tokens
     sys.stdout.write(
-        f"{result.name:12} seed {result.seed}  lr {result.learning_rate:.4f}  {result.tokens / 1e6:5.2f}M tokens  "
-        f"loss {result.loss_before:.3f} -> {result.loss_after:.3f}  {result.tokens_per_second:7.0f} tokens/CPU s\n"
+        f"{setting.workers} trainers, {num_parameters(setting.model)} parameters, {tokens / 1e6:.2f}M tokens;"
+        f" time to a loss of {target:.3f} over links of {LINK_BITS_PER_SECOND / 1e6:.0f} Mbit/s\n\n"
     )
-    sys.stdout.flush()
+    headers = ("method", "loss", "of large batch", "range", "bytes/token sent", "seconds to target")
+    table = [
+        (
+            row.method,
+            f"{row.loss.median:.4f}",
+            f"{row.ratio.median:.4f}",
+            f"{min(row.ratio.values):.4f} to {max(row.ratio.values):.4f}",
+            f"{row.bytes_per_token:.2f}",
+            "never" if row.seconds_to_target is None else f"{row.seconds_to_target:.1f}",
+        )
+        for row in rows
+    ]
+    sys.stdout.write(format_table(headers, table) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.bench_convergence import Worker
 from benchmarks.harness import Measured, exit_on_signals, report
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.manifest import Manifest, ModelSpec, SignedManifest, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
 from p2ptrain.training.checkpoint import list_checkpoints, load_checkpoint
 from p2ptrain.training.data import Sampler, advance
-from p2ptrain.training.evaluate import held_out_loss
+from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.layout import Layout
+from p2ptrain.training.learning_rate import learning_rate_factor
 from p2ptrain.training.text import Corpus, load_corpus
 
 SWARM_SECONDS = 1800.0
@@ -52,6 +52,31 @@ class Comparison:
     def ratio(self) -> float:
         """Mean loss of the swarm over that of one process."""
         return sum(self.losses_swarm) / sum(self.losses_alone)
+
+
+class Worker:
+    """One trainer in plain torch: a model and its AdamW."""
+
+    def __init__(self, model: ModelSpec, training: TrainingSpec) -> None:
+        self.model = build_model(model)
+        self.training = training
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            training.learning_rate,
+            betas=(0.9, 0.95),  # as every trainer has
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+
+    def step(self, samples: torch.Tensor, step: int) -> None:
+        """One inner step on ``samples``, ``[batch, context + 1]``."""
+        factor = learning_rate_factor(step, warmup_steps=self.training.warmup_steps)
+        self.optimizer.param_groups[0]["lr"] = self.training.learning_rate * factor
+        self.optimizer.zero_grad()
+        language_model_loss(self.model, samples).backward()  # type: ignore[no-untyped-call]
+        if self.training.clip_norm:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.clip_norm)
+        self.optimizer.step()
 
 
 def compare(seed: int, rounds: int, peers: int) -> Comparison:

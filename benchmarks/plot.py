@@ -98,3 +98,28 @@ def _draw(axis: Any, title: str, shown: Sequence[Finding]) -> None:
     axis.set_xlim(0, 1.18 * max(1.0, *values))
     axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def plot_convergence(found: Sequence[tuple[str, float, float]], path: str) -> None:
+    """Draw (method, bytes sent a token, loss as a ratio to large batches) to an SVG or PNG file.
+
+    Raises:
+        PlotError: There is nothing to draw it with.
+    """
+    require_matplotlib()
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    axis.axhspan(0.99, 1.01, color="#dfe7ee", zorder=0)
+    axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    for place, (name, sent, ratio) in enumerate(found):
+        axis.plot([sent], [ratio], "os^DvPX"[place % 7], color=f"C{place % 10}", markersize=8, label=name)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    axis.set_xscale("log")
+    axis.set_xlabel("bytes that a trainer sends for each of its tokens")
+    axis.set_ylabel("final loss, of that with large batches")
+    axis.set_title("Held-out loss at equal tokens; shaded: within 1 %", fontsize=10, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

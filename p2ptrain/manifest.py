@@ -82,6 +82,14 @@ class TrainingSpec(Section):
 
     every: int = Field(32, ge=1, le=100_000)
     """Inner steps between outer steps (H). 1: gradients are averaged each global batch."""
+    fragments: int = Field(1, ge=1, le=256)
+    """Parts of the model that take turns (P, Streaming DiLoCo): a round synchronises one, every H / P inner steps."""
+    overlap_steps: int = Field(0, ge=0, lt=100_000)
+    """Inner steps that a peer may take while a round is under way (Streaming DiLoCo's tau; up to 5 are advised): its
+    result is applied as soon as it is there, and after so many steps training waits for it. 0: it always waits."""
+    mixing: float = Field(0.5, ge=0, lt=1)
+    """With ``overlap_steps``: how much of a peer's own parameters stays when a result is applied (Streaming DiLoCo's
+    alpha)."""
     global_batch: int = Field(24, ge=1, le=1 << 24)
     """With ``every = 1``: samples in the swarm's global batch."""
     local_batch: int = Field(4, ge=1, le=1 << 16)
@@ -94,15 +102,53 @@ class TrainingSpec(Section):
     """Inner AdamW weight decay."""
     clip_norm: float = Field(1.0, ge=0)
     """Gradient norm limit of every optimizer step; 0 switches clipping off."""
-    outer: Literal["nesterov", "average"] = "average"
+    outer: Literal["nesterov", "average", "adam"] = "average"
     """Outer optimizer on averaged pseudo-gradients (``every`` > 1): ``average`` for runs of tens to hundreds of rounds,
-    in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones."""
+    in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones; ``adam``
+    (FedAdam) where parameters differ much in scale."""
     outer_learning_rate: float = Field(0.7, gt=0, le=10)
-    """Outer learning rate (DiLoCo: 0.7)."""
+    """Outer learning rate (DiLoCo: 0.7). With ``adam`` about how far each parameter moves a round: start at 0.01."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
-    """Outer momentum (DiLoCo: 0.9)."""
+    """Outer momentum (DiLoCo: 0.9); with ``adam`` its beta1 (FedAdam: 0.9)."""
+    outer_second_momentum: float = Field(0.99, ge=0, lt=1)
+    """``adam``: beta2 (FedAdam: 0.99)."""
+    outer_epsilon: float = Field(1e-3, gt=0, le=10)
+    """``adam``: what is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
+    far smaller move in proportion to them."""
     rounds: int = Field(0, ge=0, le=1 << 40)
-    """Stop after this many rounds; 0 trains until stopped."""
+    """Stop after this many rounds (of one fragment each); 0 trains until stopped."""
+
+    @property
+    def steps_per_round(self) -> int:
+        """Inner steps between two rounds: H / P."""
+        return self.every // self.fragments
+
+    @model_validator(mode="after")
+    def _fragments_fit_steps(self) -> TrainingSpec:
+        if self.every % self.fragments:
+            raise ValueError(
+                f"training.fragments = {self.fragments} must divide training.every = {self.every}: rounds are "
+                "every / fragments inner steps apart"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _overlap_fits_steps(self) -> TrainingSpec:
+        if self.overlap_steps >= self.steps_per_round:
+            raise ValueError(
+                f"training.overlap_steps = {self.overlap_steps} must be less than the inner steps between two rounds, "
+                f"every / fragments = {self.steps_per_round}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _outer_step_is_sane(self) -> TrainingSpec:
+        if self.outer == "adam" and self.outer_learning_rate > 0.1 and self.outer_epsilon < 0.01:
+            raise ValueError(
+                f"training.outer_learning_rate = {self.outer_learning_rate:g} with outer = 'adam' moves each parameter "
+                "by about as much every round: start at 0.01, or raise outer_epsilon"
+            )
+        return self
 
 
 class AveragingSpec(Section):
@@ -152,7 +198,7 @@ class AveragingSpec(Section):
     """Chunks of each share that the group computes again, all members together, before it signs (4 is a good number);
     0 trusts owners. Rounds take some 20 % more CPU, and wait longer for members on slow links."""
     history_rounds: int = Field(8, ge=1, le=256)
-    """Encoded results that each peer keeps for laggards."""
+    """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
 
     @model_validator(mode="after")
     def _rule_fits_codec(self) -> AveragingSpec:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Certificate, Roster
+from p2ptrain.averaging.commitments import Slice
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.head import Head
@@ -23,7 +24,7 @@ from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
-from p2ptrain.codecs import Codec, codec_at
+from p2ptrain.codecs import codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -50,8 +51,9 @@ class Attempts:
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
+        sizes: By part of the model: its number of values; round r averages part r mod P.
         gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
-        work_may_count: Whether one was since the work in it was last counted or dropped.
+        uncertain_parts: For which one was since the work in it was last counted or dropped.
     """
 
     def __init__(
@@ -61,7 +63,6 @@ class Attempts:
         signer: Signer,
         swarm: bytes,
         spec: AveragingSpec,
-        codec: Codec,
         membership: Membership,
         matchmaker: Matchmaker,
         history: History,
@@ -73,18 +74,18 @@ class Attempts:
         self._signer = signer
         self._swarm = swarm
         self._spec = spec
-        self._codec = codec
         self._membership = membership
         self._matchmaker = matchmaker
-        self._num_values = num_values
+        self._history = history
+        self.sizes: Sequence[int] = (num_values,)
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
-        self.evidence = EvidenceStore(
-            rpc, runtime, signer, Rules(swarm, spec, codec, num_values), membership, self._on_conviction
-        )
+        self.evidence = EvidenceStore(rpc, runtime, signer, swarm, self._rules_of, membership, self._on_conviction)
+        if spec.spot_checks:  # Without checks nobody signs what could convict it.
+            self.evidence.serve()
         self._slow_to_clear: set[str] = set()
         self.gave_up_on = b""
-        self.work_may_count = False
+        self.uncertain_parts: set[int] = set()
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
         self._running: dict[bytes, Butterfly] = {}
@@ -108,20 +109,19 @@ class Attempts:
         Args:
             roster: Who takes part.
             head: Whose round it is.
-            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until the attempt is over.
+            vector: This peer's contribution, fp32, as long as all of its round; must not change until this is over.
             credential: See `Attempt`.
         """
         tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
-        codec = codec_at(self._codec, level)
+        codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
         rates = agreed_rates(tickets)
         weights = share_weights(owner_rates(tickets, rates))
-        shares = split_shares(self._num_values, weights, codec.block_size)
+        shares = split_shares(num_values, weights, codec.block_size)
         bounds = (0, *(high for _, high in shares))
-        usual, *smaller = part_codecs(spec, codec, self._num_values)
+        usual, *smaller = part_codecs(spec, codec, num_values)
         part = part_codec(
-            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id),
-            self._num_values, spec.grace_seconds,
-        )  # fmt: skip
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id), num_values, spec.grace_seconds
+        )
         levels = self._matchmaker.cells.num_levels(head.present)
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
         streams = len(tickets) - 1
@@ -137,9 +137,15 @@ class Attempts:
         self._arrived = asyncio.Event()
         return butterfly
 
-    def give_up_on(self, lineage: bytes) -> None:
+    def _rules_of(self, share: Slice) -> Rules:
+        """The arithmetic of the attempt that a share is of."""
+        codec = codec_at(self._history.codec_of(share.round), share.level)
+        return Rules(self._swarm, self._spec, codec, self.sizes[share.round % len(self.sizes)])
+
+    def give_up_on(self, head: Head) -> None:
         """Note that a result was given up which others may bring to an end."""
-        self.gave_up_on, self.work_may_count = lineage, True
+        self.gave_up_on = head.lineage
+        self.uncertain_parts.add(head.round % len(self.sizes))
 
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
@@ -170,7 +176,7 @@ class Attempts:
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
                     if not attempt.withholds:
-                        self.give_up_on(attempt.head.lineage)
+                        self.give_up_on(attempt.head)
                     self._matchmaker.group_broke()
                     if isinstance(error, UnencodableError):
                         raise
@@ -204,7 +210,8 @@ class Attempts:
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body
-            self.evidence.ask([peer for peer in body.members if peer != self._rpc.peer_id])
+            if self._spec.spot_checks:
+                self.evidence.ask([peer for peer in body.members if peer != self._rpc.peer_id])
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
                 self.speeds.was_in_time(body.members[index])

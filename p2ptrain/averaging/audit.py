@@ -248,4 +248,6 @@ class Audit:
 
     def _slice(self, owner: int) -> Slice:
         roster, bounds = self._attempt.roster, self._attempt.bounds
-        return Slice(roster.group_id, roster.members[owner], bounds[owner], bounds[owner + 1])
+        first = roster.tickets[0]
+        low, high = bounds[owner], bounds[owner + 1]
+        return Slice(first.round, first.level, roster.group_id, roster.members[owner], low, high)

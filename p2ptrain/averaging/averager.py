@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -135,7 +135,7 @@ class Averager:
             codec: How tensors travel.
             membership: Who is there.
             head: Where this peer stands.
-            num_values: Length of the vectors to average.
+            num_values: Length of the longest vector to average.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
             batch_target: Samples that fill the global batch; 0 without one.
         """
@@ -144,9 +144,7 @@ class Averager:
         self._signer = signer
         self._swarm = swarm
         self._spec = spec
-        self._codec = codec
         self._membership = membership
-        self._num_values = num_values
         self._layout = layout
         history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
         self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
@@ -155,7 +153,7 @@ class Averager:
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
         self._attempts = Attempts(
-            rpc, runtime, signer, swarm, spec, codec, membership, self.matchmaker, self.history, num_values
+            rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, num_values
         )
         self._attempts.on_phase = self._enter
         self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
@@ -170,14 +168,24 @@ class Averager:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
         self.matchmaker.move(head)
 
-    def consumed(self) -> None:
-        """Note that all work that was averaged here before was counted or dropped: it waits for no other round."""
-        self._attempts.work_may_count = False
+    def take_turns(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> None:
+        """Let rounds average different parts of a model in turn, round r part r mod P.
 
-    @property
-    def work_may_count(self) -> bool:
+        Args:
+            codecs: By part: how it travels.
+            sizes: By part: its number of values.
+        """
+        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
+        self.history.max_rounds = self._spec.history_rounds * len(codecs)
+        self._attempts.sizes = sizes
+
+    def consumed(self, parts: Iterable[int]) -> None:
+        """Note that all work on parts that was averaged before was counted or dropped: it waits for no other round."""
+        self._attempts.uncertain_parts.difference_update(parts)
+
+    def work_may_count(self, part: int) -> bool:
         """Whether an attempt was given up whose work, which still waits, may be in a lineage that is not known here."""
-        return self._attempts.work_may_count
+        return part in self._attempts.uncertain_parts
 
     @property
     def gave_up_on(self) -> bytes:
@@ -199,7 +207,8 @@ class Averager:
         """Average ``vector`` with the other peers' for the round of the current head.
 
         Args:
-            vector: This peer's contribution, fp32, shape ``[num_values]``; must not change until this returns.
+            vector: This peer's contribution, fp32, one-dimensional, of the length and in the codec that the round has
+                for everybody (`History.codec_of`); must not change until this returns.
             tokens: Its weight, at least 1.
             samples: Samples read in this round.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
@@ -269,7 +278,7 @@ class Averager:
                         ascent, above = await self._represent(head, stage, wish)
                     else:
                         self._enter("gather")
-                        ascent = await self._descent.fetch(delegate, body, self._num_values, self._seconds_above(body))
+                        ascent = await self._descent.fetch(delegate, body, body.bounds[-1], self._seconds_above(body))
                     break
                 except (TemporaryError, IntegrityError) as error:
                     logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
@@ -278,7 +287,7 @@ class Averager:
         finally:
             self._descent.conclude(body, ascent)
         if ascent is None:
-            self._attempts.give_up_on(head.lineage)
+            self._attempts.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return ascent, above
 
@@ -327,11 +336,31 @@ class Averager:
         key = cells.key_of(head, own, body.level)
         return cells.slot(key, own) in {cells.slot(key, body.members[index]) for index, *_ in body.contributors}
 
+    def counts_in(self, body: Body) -> tuple[int, int] | None:
+        """The tokens and samples of this peer's that count in a round's result, as its own group's has them.
+
+        Above level 0 they are not in ``body``: its contributors are delegates, with what they stand for.
+
+        Returns:
+            None if it cannot be told.
+        """
+        results = [body] if body.levels == 1 else [each for each in self._own_results if each.lineage == body.lineage]
+        if body.levels == 2:
+            brought = {body.children[index] for index, *_ in body.contributors}
+            results = [result for result in results if result.body_hash in brought]
+        elif body.levels > 2 and self.gave_up_on == body.lineage:
+            return None
+        for result in reversed(results):
+            for index, tokens, samples in result.contributors:
+                if result.members[index] == self._rpc.peer_id:
+                    return tokens, samples
+        return None
+
     def _decoded(self, body: Body, means: Means) -> torch.Tensor:
         import torch
 
-        vector = torch.empty(self._num_values, dtype=torch.float32)
-        decode_means(self._spec, self._codec, body, means, vector)
+        vector = torch.empty(body.bounds[-1], dtype=torch.float32)
+        decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
         return vector
 
     def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:

@@ -24,6 +24,7 @@ from p2ptrain.manifest import canonical_bytes
 from p2ptrain.signing import Signer
 
 MAX_NAME_LENGTH = 128
+SLICE_FIELDS = 6
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,16 @@ class Slice:
     """Which share of which attempt.
 
     Attributes:
+        round: Of that attempt. With its level, it says what the vector is and how it is encoded.
+        level: In the tree of groups.
         group: The roster's name, 32 bytes.
         owner: Whose share.
         low: Its first value in the vector.
         high: The value after its last.
     """
 
+    round: int
+    level: int
     group: bytes
     owner: str
     low: int
@@ -44,15 +49,16 @@ class Slice:
 
     def to_list(self) -> list[Any]:
         """Plain values for the wire."""
-        return [self.group, self.owner, self.low, self.high]
+        return [self.round, self.level, self.group, self.owner, self.low, self.high]
 
     @classmethod
     def from_list(cls, values: list[Any]) -> Slice:
         """Rebuild what `to_list` made; raises `IntegrityError` when a field is out of range."""
-        group, owner, low, high = values
-        if not (_is_hash(group) and _is_name(owner) and _is_count(low) and _is_count(high) and low < high):
+        round_, level, group, owner, low, high = values
+        counts = all(_is_count(value) for value in (round_, level, low, high))
+        if not (counts and _is_hash(group) and _is_name(owner) and low < high):
             raise IntegrityError("a commitment is to an impossible share")
-        return cls(group, owner, low, high)
+        return cls(round_, level, group, owner, low, high)
 
 
 @dataclass(frozen=True)
@@ -94,10 +100,10 @@ class Commitment:
         Raises:
             IntegrityError: A field is missing or out of range.
         """
-        if not (isinstance(values, list) and len(values) == 10):
+        if not (isinstance(values, list) and len(values) == 6 + SLICE_FIELDS):
             raise IntegrityError("a commitment is malformed")
-        share = Slice.from_list(values[:4])
-        sender, codec, tokens, digest, energy, proof = values[4:]
+        share = Slice.from_list(values[:SLICE_FIELDS])
+        sender, codec, tokens, digest, energy, proof = values[SLICE_FIELDS:]
         if not (
             _is_name(sender)
             and _is_name(codec)
@@ -157,10 +163,10 @@ class Statement:
         Raises:
             IntegrityError: A field is missing or out of range, or the signature does not match.
         """
-        if not (isinstance(values, list) and len(values) == 7):
+        if not (isinstance(values, list) and len(values) == 3 + SLICE_FIELDS):
             raise IntegrityError("a statement about a mean is malformed")
-        share = Slice.from_list(values[:4])
-        root, parts, proof = values[4:]
+        share = Slice.from_list(values[:SLICE_FIELDS])
+        root, parts, proof = values[SLICE_FIELDS:]
         if not (_is_hash(root) and _is_hash(parts) and type(proof) is bytes and len(proof) <= MAX_PROOF_BYTES):
             raise IntegrityError("a statement about a mean has fields out of range")
         found = cls(share, root, parts, proof)

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from p2ptrain.averaging.membership import MAX_KNOWN_PEERS, Membership
-from p2ptrain.averaging.openings import MAX_EVIDENCE_BYTES, Rules, verify_evidence
+from p2ptrain.averaging.openings import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -53,7 +53,8 @@ class EvidenceStore:
         rpc: Rpc,
         runtime: Runtime,
         verifier: Signer,
-        rules: Rules,
+        swarm: bytes,
+        rules_of: RulesOf,
         membership: Membership,
         on_conviction: Callable[[str, str], None],
     ) -> None:
@@ -62,14 +63,16 @@ class EvidenceStore:
             rpc: To tell and to ask.
             runtime: For arithmetic.
             verifier: Checks signatures.
-            rules: What the swarm agreed on.
+            swarm: The manifest's digest, 32 bytes.
+            rules_of: What the swarm agreed on for an attempt.
             membership: Keeps convicted peers out.
             on_conviction: Called once for each peer, with what it did.
         """
         self._rpc = rpc
         self._runtime = runtime
         self._verifier = verifier
-        self._rules = rules
+        self._swarm = swarm
+        self._rules_of = rules_of
         self._membership = membership
         self._on_conviction = on_conviction
         self.convicted: OrderedDict[str, bytes] = OrderedDict()
@@ -77,8 +80,10 @@ class EvidenceStore:
         self._liars: set[str] = set()
         self._receiving = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
-        if rules.spec.spot_checks:  # Without checks nobody signs what could convict it.
-            rpc.serve_channel("evidence", self._serve)
+
+    def serve(self) -> None:
+        """Show others what is known here, and take in what they bring."""
+        self._rpc.serve_channel("evidence", self._serve)
 
     async def add(self, evidence: bytes) -> str:
         """Take in evidence, and bring it to the others if it is news; returns whom it convicts.
@@ -86,7 +91,9 @@ class EvidenceStore:
         Raises:
             IntegrityError: Nobody.
         """
-        peer, fault = await self._runtime.compute(verify_evidence, evidence, self._rules, self._verifier)
+        peer, fault = await self._runtime.compute(
+            verify_evidence, evidence, self._swarm, self._rules_of, self._verifier
+        )
         if peer not in self.convicted and peer != self._rpc.peer_id:
             self.convicted[peer] = evidence
             self._forget_some()
@@ -108,8 +115,6 @@ class EvidenceStore:
 
     def ask(self, peers: Iterable[str]) -> None:
         """Learn what peers can prove, unless they were asked lately."""
-        if not self._rules.spec.spot_checks:
-            return
         now = asyncio.get_running_loop().time()
         for peer in peers:
             if now >= self._ask_again_at.get(peer, now) and len(self._ask_again_at) < MAX_KNOWN_PEERS:

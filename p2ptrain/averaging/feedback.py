@@ -68,6 +68,24 @@ class ErrorFeedback:
 
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
+    def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
+        """The residuals of parts of the vector alone, which share this one's memory.
+
+        Args:
+            codecs: By part, in order: how it is encoded.
+            sizes: By part: its number of values; all values together.
+        """
+        if len(sizes) == 1:
+            return [self]
+        parts, low = [], 0
+        for codec, size in zip(codecs, sizes, strict=True):
+            part = ErrorFeedback(0, codec)
+            if part.residual is not None and self.residual is not None:
+                part.residual = self.residual[low : low + size]
+            parts.append(part)
+            low += size
+        return parts
+
     def add_to(self, vector: torch.Tensor) -> None:
         """Add the residual to a contribution (fp32, ``[num_values]``), in place."""
         if self.residual is not None:

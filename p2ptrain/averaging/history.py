@@ -42,7 +42,12 @@ class Result:
 class History:
     """Keeps results, serves them, and fetches those of others.
 
-    Bounded by ``spec.history_rounds`` and ``max_bytes``; the newest result is always kept.
+    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept.
+
+    Attributes:
+        find_attempt: Finds a complete but uncertified attempt by body hash; set by the averager.
+        codec_of: How the vectors of a round are encoded.
+        max_rounds: How many results are kept; ``spec.history_rounds``, or more where each is of a part of the model.
     """
 
     def __init__(
@@ -59,12 +64,12 @@ class History:
         self._runtime = runtime
         self._signer = signer
         self._swarm = swarm
-        self._codec = codec
         self._spec = spec
         self._max_bytes = max_bytes
         self._results: OrderedDict[bytes, Result] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
-        """Finds a complete but uncertified attempt by body hash; set by the averager."""
+        self.codec_of: Callable[[int], Codec] = lambda round_: codec
+        self.max_rounds = spec.history_rounds
         rpc.serve("history.after", self._serve_after)
         rpc.serve_channel("history.result", self._serve_result)
 
@@ -74,9 +79,7 @@ class History:
         self._results[body.lineage] = result
         if (attempt := self.find_attempt(body.body_hash)) is not None:
             attempt.means = []
-        while len(self._results) > 1 and (
-            len(self._results) > self._spec.history_rounds or self._num_bytes() > self._max_bytes
-        ):
+        while len(self._results) > 1 and (len(self._results) > self.max_rounds or self._num_bytes() > self._max_bytes):
             self._results.popitem(last=False)
 
     def _num_bytes(self) -> int:
@@ -159,11 +162,11 @@ class History:
         async with self._rpc.open(
             peer, "history.result", request, CALL_TIMEOUT_SECONDS, expected_bytes=total
         ) as channel:
-            for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
+            for part, (low, high) in zip(codecs, pairwise(body.bounds), strict=True):
                 if high == low:
                     means.append(b"")
                     continue
-                data = await channel.receive_bytes(codec.encoded_bytes(high - low), timeout_seconds)
+                data = await channel.receive_bytes(part.encoded_bytes(high - low), timeout_seconds)
                 means.append(bytes(data) if isinstance(data, memoryview) else data)
             await channel.receive(timeout_seconds)
         await self.check_means(peer, body, means)
@@ -185,12 +188,13 @@ class History:
         """
         if body.bounds[0] != 0 or body.bounds[-1] != num_values:
             raise ProtocolError(peer, "offers a result of another size than this model")
-        codec = codec_at(self._codec, body.level)
+        usual = self.codec_of(body.round)
+        codec = codec_at(usual, body.level)
         if body.codec != f"{codec.name}/{codec.version}":
             raise ProtocolError(peer, f"offers a result in codec {body.codec}")
         if not body.contributors:
             raise ProtocolError(peer, "offers a result of nobody's contributions")
-        means = mean_codec_of(self._spec, self._codec, body)
+        means = mean_codec_of(self._spec, usual, body)
         try:
             return [means.part(low, high) for low, high in pairwise(body.bounds)]
         except ValueError as error:
@@ -217,7 +221,7 @@ class History:
             size = body.bounds[index + 1] - body.bounds[index]
             if not size:
                 continue
-            chunk = chunk_values(codec_at(self._codec, body.level))
+            chunk = chunk_values(codec_at(self.codec_of(body.round), body.level))
             if mean_root(codec, mean, size, chunk) != body.hashes[index]:
                 raise ProtocolError(peer, "sent a result that does not match its certificate")
             try:

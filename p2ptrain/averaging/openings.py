@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES
-from p2ptrain.averaging.commitments import Commitment, Statement, commitments_from_wire
+from p2ptrain.averaging.commitments import Commitment, Slice, Statement, commitments_from_wire
 from p2ptrain.averaging.reduction import RANGE_SLACK, OwnShare, check_range, chunk_values, part_weights
 from p2ptrain.averaging.robust import MIN_FOR_MEDIAN
 from p2ptrain.averaging.sum_tree import leaf_hash, root_of_proof
@@ -55,13 +55,13 @@ Key = tuple[int, bytes]
 
 @dataclass(frozen=True)
 class Rules:
-    """What all peers of a swarm know, and the arithmetic of a share follows from.
+    """What all peers of a swarm know of a round on a level of the tree, and the arithmetic of a share follows from.
 
     Attributes:
         swarm: The manifest's digest, 32 bytes.
         spec: The rule and the limits.
-        codec: Of the whole vector.
-        num_values: Its length.
+        codec: Of the round's vectors.
+        num_values: Their length.
     """
 
     swarm: bytes
@@ -87,6 +87,10 @@ class Rules:
             return self.codec.part(low, high), {codec.name: codec.part(low, high) for codec in allowed}
         except ValueError as error:
             raise IntegrityError(f"a share is cut within blocks: {error}") from error
+
+
+RulesOf = Callable[[Slice], Rules]
+"""The rules for the attempt that a share is of."""
 
 
 def keys_message(swarm: bytes, statement: Statement, keys: Sequence[Key]) -> bytes:
@@ -134,8 +138,16 @@ def answer_from_bytes(data: bytes | bytearray | memoryview, rules: Rules, verifi
     return Answer(answer.statement, answer.commitments, answer.keys, answer.proof, openings)
 
 
-def verify_evidence(data: bytes | bytearray | memoryview, rules: Rules, verifier: Signer) -> tuple[str, str]:
+def verify_evidence(
+    data: bytes | bytearray | memoryview, swarm: bytes, rules_of: RulesOf, verifier: Signer
+) -> tuple[str, str]:
     """Whether a piece of evidence convicts an owner; needs nothing but what every peer of the swarm knows.
+
+    Args:
+        data: Its wire form.
+        swarm: The manifest's digest, 32 bytes.
+        rules_of: The arithmetic of the attempt that a share is of. Its round and level are part of what was signed.
+        verifier: Checks signatures.
 
     Returns:
         The owner, and what it did.
@@ -146,6 +158,7 @@ def verify_evidence(data: bytes | bytearray | memoryview, rules: Rules, verifier
     if len(data) > MAX_EVIDENCE_BYTES:
         raise IntegrityError("evidence is too large")
     statement, commitments, keys, proof, chunk, opening, mean, mean_proof = _unpacked(data, 8)
+    rules = rules_of(Statement.from_wire(statement, swarm, verifier).share)
     answer = _verified(statement, commitments, keys, proof, rules, verifier)
     if type(mean) is not bytes or type(mean_proof) is not bytes:
         raise IntegrityError("evidence is malformed")
@@ -303,7 +316,7 @@ def _verified(statement: Any, commitments: Any, keys: Any, proof: Any, rules: Ru
     """Everything that is signed, without openings."""
     said = Statement.from_wire(statement, rules.swarm, verifier)
     if said.share.high > rules.num_values:
-        raise IntegrityError("a statement is about another vector than this swarm's")
+        raise IntegrityError("a statement is about another vector than that of its round")
     contributors = commitments_from_wire(commitments, said, rules.swarm, verifier)
     if not (isinstance(keys, list) and 0 < len(keys) <= MAX_CHUNKS):
         raise IntegrityError("a list of chunks is malformed")

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from p2ptrain.network.link import SwarmLink
 
 LOG_LEVEL = "info"
-_STATE_BYTES_PER_PARAMETER = 8
-"""Parameters and outer momentum, both fp32."""
+_MOMENTS = {"average": 0, "nesterov": 1, "adam": 2}
+"""By outer optimizer: shared values for each parameter, beside the parameter itself; all of them are fp32."""
 _SPARE_DISK_BYTES = 200_000_000
 
 
@@ -103,7 +103,8 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     manifest, resources = signed.manifest, config.resources
     parameters = num_parameters(manifest.model)
     memory = estimate_memory_bytes(manifest.model, manifest.training)
-    state = human_bytes(parameters * _STATE_BYTES_PER_PARAMETER)
+    moments = 2 if manifest.training.every == 1 else _MOMENTS[manifest.training.outer]
+    state = human_bytes(parameters * 4 * (1 + moments))
     threads = {0: "all threads", 1: "1 thread"}.get(resources.threads, f"{resources.threads} threads")
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
     steps = "gradients each global batch" if manifest.training.every == 1 else f"{manifest.training.every} steps"

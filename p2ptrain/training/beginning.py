@@ -6,8 +6,9 @@ import torch
 
 from p2ptrain.averaging.head import genesis
 from p2ptrain.manifest import Manifest
+from p2ptrain.training.fragments import Fragments
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import AverageStep, GradientStep, NesterovStep, Stepper
+from p2ptrain.training.outer import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
 from p2ptrain.training.state import SharedState
 
 
@@ -22,6 +23,9 @@ def initial_state(
         manifest: Which stepper.
         swarm: The manifest's digest, 32 bytes.
         clip_norm: With ``every = 1``: the norm limit of the averaged gradient; 0 for none.
+
+    Raises:
+        ValueError: The model cannot be cut into as many fragments as the manifest asks for.
     """
     spec = manifest.training
     layout = Layout.from_module(model)
@@ -30,8 +34,13 @@ def initial_state(
         stepper = GradientStep(optimizer, model, layout, clip_norm)
     elif spec.outer == "nesterov":
         stepper = NesterovStep(layout, spec.outer_learning_rate, spec.outer_momentum)
+    elif spec.outer == "adam":
+        stepper = AdamStep(
+            layout, spec.outer_learning_rate, spec.outer_momentum, spec.outer_second_momentum, spec.outer_epsilon,
+            spec.fragments,
+        )  # fmt: skip
     else:
         stepper = AverageStep(layout, spec.outer_learning_rate)
-    state = SharedState.from_module(model, layout, stepper)
+    state = SharedState.from_module(model, layout, stepper, Fragments(layout, spec.fragments))
     state.head = genesis(swarm, state.tree().root)
     return state

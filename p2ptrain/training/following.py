@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.history import Result
@@ -42,6 +42,8 @@ from p2ptrain.training.work import Work
 
 if TYPE_CHECKING:
     import torch
+
+    from p2ptrain.training.fragments import Fragment
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +75,7 @@ class Follower:
         membership: Membership,
         state: SharedState,
         averager: Averager,
-        feedback: ErrorFeedback,
+        feedbacks: Sequence[ErrorFeedback],
         apply: Callable[[Result, Work | None, bool], Awaitable[None]],
         move: Callable[[Head], None],
         drop_stale: bool,
@@ -88,7 +90,7 @@ class Follower:
             membership: Who is there, and announces what.
             state: The shared state.
             averager: Its history serves and fetches replays.
-            feedback: Is reset with the state.
+            feedbacks: By fragment; reset with its values.
             apply: Applies a certified result to state and work; its flag says whether the work is in it.
             move: Takes note of a new head.
             drop_stale: Whether work is dropped, not carried, when the state is replaced by one that no known
@@ -102,7 +104,7 @@ class Follower:
         self._membership = membership
         self._state = state
         self._averager = averager
-        self._feedback = feedback
+        self._feedbacks = feedbacks
         self._apply = apply
         self._move = move
         self._drop_stale = drop_stale
@@ -151,7 +153,7 @@ class Follower:
 
     async def _catch_up(self, source: str, work: Work | None) -> None:
         """Replay the rounds between this peer's head and that of ``source``, or download its state."""
-        history, num_values = self._averager.history, self._state.layout.num_values
+        history = self._averager.history
         chain = await history.certificates_after(source, self._state.head.lineage)
         holder = source
         if not chain:
@@ -159,7 +161,7 @@ class Follower:
         if not chain:
             await self._download(source, work, keep_work=True)
             return
-        replay_bytes = sum(history.num_bytes_of(holder, each.body, num_values) for each in chain)
+        replay_bytes = sum(history.num_bytes_of(holder, each.body, self._num_values(each.body)) for each in chain)
         way = choose_way(len(chain), replay_bytes, self._state_bytes())
         logger.info("catching up with peer %s: %s", holder[-8:], way.reason)
         if way.is_download:
@@ -188,13 +190,19 @@ class Follower:
             if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
             means = await self._averager.history.fetch_means(
-                holder, body, self._state.layout.num_values, REPLAY_TIMEOUT_SECONDS
+                holder, body, self._num_values(body), REPLAY_TIMEOUT_SECONDS
             )
             contributed = self._averager.counted(body)
             if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
-                await self._runtime.compute(self._feedback.reset)
+                await self._runtime.compute(self._feedbacks[self._fragment(body).index].reset)
             await self._apply(Result(certificate, means), work, contributed)
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
+
+    def _fragment(self, body: Body) -> Fragment:
+        return self._state.fragments.of_round(body.round)
+
+    def _num_values(self, body: Body) -> int:
+        return self._fragment(body).num_values
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Who else has the rounds that lead to where ``source`` is, and their certificates; none if nobody has."""
@@ -290,29 +298,38 @@ class Follower:
         if missed is None and chain:  # The source has moved on since.
             later = await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)
             missed = between([*chain, *later], self._state.head.lineage, head.lineage)
-        kept = self._kept(missed) if keep_work else None
+        kept = self._kept(missed) if keep_work else [None] * len(self._state.fragments)
         await whole(self._replace_and_move(downloaded.tensors, head, work, kept, missed is not None))
         logger.info("downloaded the state of round %d from peer %s", head.round, source[-8:])
 
-    def _kept(self, missed: Sequence[Certificate] | None) -> float | None:
-        """The part of local work that is carried when a later state replaces this one; None to drop it.
+    def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
+        """By fragment: the part of local work that is carried when a later state replaces this one; None to drop it.
 
         Args:
             missed: The certificates that lead to the later state; None if they are not known.
         """
         if missed is None:
             # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
-            return None if self._averager.work_may_count or self._drop_stale else 1.0
-        if any(self._averager.counted(certificate.body) for certificate in missed):
-            return None
-        return float(self._late_decay ** len(missed))
+            parts = range(len(self._state.fragments))
+            return [None if self._drop_stale or self._averager.work_may_count(part) else 1.0 for part in parts]
+        kept: list[float | None] = [1.0] * len(self._state.fragments)
+        for certificate in missed:
+            index = self._fragment(certificate.body).index
+            before = kept[index]
+            is_counted = before is None or self._averager.counted(certificate.body)
+            kept[index] = None if before is None or is_counted else before * self._late_decay
+        return kept
 
     async def _replace_and_move(
-        self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, kept: float | None, follows: bool
+        self,
+        tensors: list[tuple[str, torch.Tensor]],
+        head: Head,
+        work: Work | None,
+        kept: Sequence[float | None],
+        follows: bool,
     ) -> None:
         await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
-        if kept is None:
-            self._averager.consumed()
+        self._averager.consumed(index for index, part in enumerate(kept) if part is None)
         self._averager.history.clear()
         self.resyncs += 1
         self._move(head)
@@ -331,7 +348,12 @@ class Follower:
             raise IntegrityError("a head does not follow from its certificate")
 
     def _replace(
-        self, tensors: list[tuple[str, torch.Tensor]], head: Head, work: Work | None, kept: float | None, follows: bool
+        self,
+        tensors: list[tuple[str, torch.Tensor]],
+        head: Head,
+        work: Work | None,
+        kept: Sequence[float | None],
+        follows: bool,
     ) -> None:
         """Take over a downloaded state.
 
@@ -339,25 +361,28 @@ class Follower:
             tensors: The state, as `SharedState.replace` takes it.
             head: Its head.
             work: The live model.
-            kept: The part of its work that is put on top; None for nothing.
+            kept: By fragment: the part of its work that is put on top; None for nothing.
             follows: Whether the state is known to follow from this peer's, so that its residual is still due.
         """
         import torch
 
         if not all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors):
             raise IntegrityError("the downloaded state has values that are not finite")
-        carry = None
-        if work is not None and kept is not None and work.tokens > 0:
-            carry = torch.empty(self._state.layout.num_values, dtype=torch.float32)
-            work.collect(carry)
-            carry.mul_(kept)
+        carries: list[torch.Tensor | None] = [None] * len(kept)
+        for fragment, part in zip(self._state.fragments, kept, strict=True):
+            if work is not None and part is not None and work.tokens_of(fragment) > 0:
+                carry = carries[fragment.index] = torch.empty(fragment.num_values, dtype=torch.float32)
+                work.collect(carry, fragment)
+                carry.mul_(part)
         self._state.replace(tensors, head)
         if self._state.tree().root != head.digest:
             raise IntegrityError("the downloaded state does not have its digest: a defect, please report it")
-        if kept is None or not follows:
-            self._feedback.reset()
-        if work is not None:
-            work.adopt(False, carry)
+        for feedback, part in zip(self._feedbacks, kept, strict=True):
+            if part is None or not follows:
+                feedback.reset()
+        for fragment in self._state.fragments:
+            if work is not None:
+                work.adopt(False, carries[fragment.index], fragment)
 
 
 async def whole(change: Coroutine[Any, Any, None]) -> None:

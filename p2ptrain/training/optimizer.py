@@ -1,7 +1,8 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
 With ``every = H`` each `SwarmOptimizer.step` is an inner step; after H of them, or when the swarm closes the round, the
-pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105).
+pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105). With P
+fragments this happens every H / P steps, to one fragment at a time (Streaming DiLoCo, arXiv 2501.18512).
 With ``every = 1`` each call adds one local batch's gradient to an accumulator that ``zero_grad`` does not touch; when
 the swarm's global batch is full, the mean gradient is averaged and the wrapped optimizer steps once, the same
 everywhere.
@@ -23,7 +24,7 @@ import torch
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import TrainingSpec
-from p2ptrain.training.state import SharedState
+from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -35,27 +36,28 @@ T = TypeVar("T")
 
 
 class Bridge:
-    """Runs a coroutine on the network's event loop and waits for it from the training thread."""
+    """Runs coroutines on the network's event loop for the training thread, which waits for them now or later."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._current: Future[Any] | None = None
+        self._under_way: set[Future[Any]] = set()
         self._over = ""
         self._ended = threading.Event()
 
     def cancel(self, reason: str = "the swarm is closing") -> None:
-        """End the wait in progress and refuse further ones, from any thread; ``reason`` is what they raise."""
+        """End what is under way and refuse more, from any thread; ``reason`` is what waiting for it raises."""
         self._over = self._over or reason
         self._ended.set()
-        if self._current is not None:
-            self._current.cancel()
+        for future in list(self._under_way):
+            future.cancel()
 
     def rest(self, seconds: float) -> None:
         """Let the calling thread wait, but not beyond `cancel`."""
         self._ended.wait(seconds)
 
-    def _is_over(self) -> bool:
-        return bool(self._over)
+    def is_over(self) -> bool:
+        """Whether nothing runs here any more."""
+        return bool(self._over) or self._loop.is_closed()
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """The coroutine's result; an interrupt of the waiting thread cancels it.
@@ -63,13 +65,26 @@ class Bridge:
         Raises:
             TemporaryError: The network was closed meanwhile.
         """
-        if self._loop.is_closed() or self._over:
+        return self.finish(self.start(coroutine))
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Let the coroutine run; `finish` gives its result.
+
+        Raises:
+            TemporaryError: The network is closed.
+        """
+        if self.is_over():
             coroutine.close()
             raise TemporaryError(f"{self._over or 'the swarm is closed'}: call Swarm.join again to go on")
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        self._current = future
-        if self._is_over():  # It was cancelled just before there was something to cancel.
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        if self.is_over():  # It was cancelled just before there was something to cancel.
             future.cancel()
+        return future
+
+    def finish(self, future: Future[T]) -> T:
+        """Wait for what `start` gave; as `wait`."""
         try:
             while True:
                 try:
@@ -82,46 +97,6 @@ class Bridge:
         except BaseException:
             future.cancel()
             raise
-
-
-class LocalWork:
-    """The live model's side of a synchronisation; implements `p2ptrain.training.sync.Work`."""
-
-    def __init__(self, module: torch.nn.Module, state: SharedState, accumulate: bool) -> None:
-        self.module = module
-        self.state = state
-        self.tokens = 0
-        self.samples = 0
-        self.steps = 0
-        size = state.layout.num_parameters
-        self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
-
-    def add_gradients(self, tokens: int) -> None:
-        """Add the live gradients, weighted by tokens; refused as a whole when they are not finite."""
-        assert self.accumulated is not None
-        for entry, parameter in self.state.layout.parameters_of(self.module):
-            if parameter.grad is not None:
-                part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
-                part.add_(parameter.grad.detach().to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
-
-    def collect(self, out: torch.Tensor) -> None:
-        """Start minus now; for accumulated gradients, their token-weighted mean (and start minus now for buffers)."""
-        layout = self.state.layout
-        layout.read(self.module, out)
-        torch.sub(self.state.vector, out, out=out)
-        if self.accumulated is not None:
-            torch.div(self.accumulated, float(max(self.tokens, 1)), out=out[: layout.num_parameters])
-
-    def adopt(self, contributed: bool, carry: torch.Tensor | None) -> None:
-        """Set the live model from the shared state; keep, carry or drop the work."""
-        target = self.state.vector
-        if carry is not None and self.accumulated is None:
-            target = target - carry
-        self.state.layout.write(target, self.module)
-        if contributed or carry is None:
-            self.tokens = self.samples = self.steps = 0
-            if self.accumulated is not None:
-                self.accumulated.zero_()
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -165,12 +140,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._synchronizer = synchronizer
         self._bridge = bridge
         self._every = spec.every
+        self._steps_per_round = spec.steps_per_round
         self._clip_norm = clip_norm
-        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1)
+        self._overlap_steps = spec.overlap_steps
+        mixing = spec.mixing if spec.overlap_steps else None
+        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing)
+        self._flight: Future[RoundResult] | None = None
         self._default_samples = spec.local_batch
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
-        self._next_attempt = spec.every
+        self._next_attempt = spec.steps_per_round
         self._total_tokens = 0
         self._batch_began = time.monotonic()
         self.on_pause: Callable[[RoundResult], bool] = self._rest
@@ -184,6 +163,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def committed(self) -> bool:
         """Whether the last synchronisation applied a certified round."""
         return self.last_result is not None and self.last_result.committed
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a round goes on under compute."""
+        return self._flight is not None
 
     @property
     def samples_in_round(self) -> int:
@@ -209,7 +193,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count one local batch; synchronise when the round is due. Returns the closure's loss, if there is one.
 
-        Waits for other peers as long as the swarm is below its minimum, if the manifest says so.
+        Waits for other peers as long as the swarm is below its minimum, if the manifest says so. With
+        ``overlap_steps`` a round is begun here and goes on while the caller computes; its result is applied in a later
+        call.
 
         Raises:
             TemporaryError: The swarm was closed, or its network ended.
@@ -227,12 +213,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 parameters = [p for group in self.param_groups for p in group["params"]]
                 torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
             self.inner.step()
-        self._work.samples += samples
-        self._work.tokens += tokens
-        self._work.steps += 1
+        self._work.add_step(samples, tokens)
         self._total_tokens += tokens
-        if self._is_due(samples, time.monotonic() - self._batch_began):
-            self._synchronize_when_enough()
+        self._look_after_flight()
+        if self._flight is None and self._is_due(samples, time.monotonic() - self._batch_began):
+            if self._overlap_steps:
+                self._take_off()
+            else:
+                self._synchronize_when_enough()
         self._batch_began = time.monotonic()
         return loss
 
@@ -242,6 +230,28 @@ class SwarmOptimizer(torch.optim.Optimizer):
             logger.warning("round %d: paused: %s", result.round, result.reason)
         while result.paused and self.on_pause(result):
             result = self.synchronize()
+
+    def _take_off(self) -> None:
+        """Begin a round that goes on under compute; returns once the contribution has been read."""
+        self._work.steps = 0
+        self._work.rest.reserve()
+        try:
+            self._flight = self._bridge.start(self._synchronizer.synchronize(self._work))
+            self._flight.add_done_callback(lambda _: self._work.rest.end_reservation())
+            self._work.rest.resume(self._bridge.is_over)
+        except BaseException:
+            self._work.rest.end_reservation()
+            raise
+
+    def _look_after_flight(self) -> None:
+        """Let the round that is under way, if there is one, have the model; wait for it once that is due."""
+        if self._flight is None:
+            return
+        self._work.rest.park()
+        if self._flight.done() or self._work.steps >= self._overlap_steps:
+            self._synchronize_when_enough()
+        else:
+            self._work.rest.resume(self._bridge.is_over)
 
     def _rest(self, result: RoundResult) -> bool:
         self._bridge.rest(PAUSE_SECONDS)
@@ -255,12 +265,19 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._bridge.wait(self._synchronizer.report(self._work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
-        """Contribute what there is to the round in progress now, and wait for its result."""
-        self.last_result = self._bridge.wait(self._synchronizer.synchronize(self._work))
-        if self.last_result.committed or self._work.steps == 0:
-            self._next_attempt = self._every
+        """Contribute what there is to the round in progress now, or has been already, and wait for its result."""
+        self._work.rest.park()
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self.last_result = self._bridge.finish(flight)
         else:
-            self._next_attempt = self._work.steps + max(1, self._every // 4)
+            if self._overlap_steps:
+                self._work.steps = 0
+            self.last_result = self._bridge.wait(self._synchronizer.synchronize(self._work))
+        if self.last_result.committed or self._work.steps == 0:
+            self._next_attempt = self._steps_per_round
+        else:
+            self._next_attempt = self._work.steps + max(1, self._steps_per_round // 4)
         return self.last_result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -269,7 +286,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and what is not contributed yet."""
-        own = {"tokens": self._work.tokens, "samples": self._work.samples, "steps": self._work.steps}
+        own = {"pending": list(self._work.pending), "samples": self._work.samples, "steps": self._work.steps}
         values: dict[str, Any] = dict(self.inner.state_dict())
         values["p2ptrain"] = {**own, "accumulated": self._work.accumulated}
         return values
@@ -282,6 +299,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
         if own is not None:
-            self._work.tokens, self._work.samples, self._work.steps = own["tokens"], own["samples"], own["steps"]
+            self._work.pending, self._work.samples, self._work.steps = own["pending"], own["samples"], own["steps"]
             if self._work.accumulated is not None and own["accumulated"] is not None:
                 self._work.accumulated.copy_(own["accumulated"])

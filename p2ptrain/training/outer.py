@@ -1,24 +1,27 @@
 """The step that every member of a group takes on the averaged contribution, bit for bit the same.
 
-`NesterovStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They use single
-IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``) may or may
-not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer step on the
-mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
+`NesterovStep`, `AdamStep` and `AverageStep` (``every`` > 1) move the master vector by the mean pseudo-gradient. They
+use single IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``)
+may or may not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer
+step on the mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
 
-The buffers' part of the mean is a difference from the vector too, and is subtracted as it is.
+The buffers' part of the mean is a difference from the vector too, and is subtracted as it is. A step may move one
+fragment of the vector alone (`p2ptrain.training.fragments`); then ``mean`` holds the values of that fragment.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.digest import NamedTensors
+from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.layout import Layout
 
 BLOCK_VALUES = 1 << 18
@@ -46,13 +49,14 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """Move ``vector`` by ``mean`` in place.
 
         Args:
             vector: The master copy; fp32, ``[num_values]``, CPU.
-            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; the same shape;
-                not changed.
+            mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; fp32,
+                ``[fragment.num_values]``; not changed.
+            fragment: Whose values it holds; None for the whole vector.
         """
 
 
@@ -82,20 +86,101 @@ class NesterovStep(Stepper):
         self._velocity.copy_(tensors[0][1])
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
+        fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+        for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
-            velocity = self._velocity[block]
+            velocity, gradient = self._velocity[block], mean[source]
             velocity.mul_(self._momentum)
-            velocity.add_(mean[block])
+            velocity.add_(gradient)
             torch.mul(velocity, self._momentum, out=part)
-            part.add_(mean[block])
+            part.add_(gradient)
             part.mul_(self._learning_rate)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment)
+
+
+class AdamStep(Stepper):
+    """Adam on pseudo-gradients: FedAdam (Reddi et al., arXiv 2003.00295, algorithm 2), with Adam's bias correction.
+
+    In the form of `torch.optim.Adam` (Kingma and Ba, arXiv 1412.6980, algorithm 1), for the mean pseudo-gradient
+    ``mean`` and the number ``t`` of steps taken, this one included::
+
+        first  = beta1 * first + (1 - beta1) * mean
+        second = beta2 * second + (1 - beta2) * mean * mean
+        vector = vector - learning_rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
+
+    FedAdam leaves the correction out and starts ``second`` above zero instead. What depends on ``t`` alone is computed
+    in fp64 and rounded once. IEEE square roots and divisions are correctly rounded, and so are NumPy's roots; torch
+    takes its own from MKL where it can, whose last bit may differ.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        learning_rate: float,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        num_fragments: int = 1,
+    ) -> None:
+        self._learning_rate = learning_rate
+        self._beta1, self._beta2, self._epsilon = beta1, beta2, epsilon
+        self._layout = layout
+        self._first = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._second = torch.zeros(layout.num_parameters, dtype=torch.float32)
+        self._steps = torch.zeros(num_fragments, dtype=torch.float32)
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """Both moments, ``[num_parameters]``, and each fragment's number of steps (exact up to 2**24)."""
+        return [("outer.first", self._first), ("outer.second", self._second), ("outer.steps", self._steps)]
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`."""
+        own = self.state_tensors()
+        if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
+            raise IncompatibleError("the outer optimizer's state does not fit: all peers need the same outer optimizer")
+        if not bool((tensors[2][1] >= 0).all()) or not bool((tensors[1][1] >= 0).all()):
+            raise IncompatibleError("the outer optimizer's state is out of range: ask another peer for it")
+        for (_, mine), (_, theirs) in zip(own, tensors, strict=True):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+        """See `Stepper.step`."""
+        fragment = fragment or whole(self._layout)
+        self._steps[fragment.index].add_(1.0)
+        taken = int(self._steps[fragment.index])
+        rate = self._learning_rate / (1.0 - _power(self._beta1, taken))
+        correction = math.sqrt(1.0 - _power(self._beta2, taken))
+        size = min(BLOCK_VALUES, self._layout.num_parameters)
+        update, scale = torch.empty(size, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
+        for block, source in _blocks(fragment):
+            count = block.stop - block.start
+            part, divisor, gradient = update[:count], scale[:count], mean[source]
+            torch.mul(gradient, 1.0 - self._beta1, out=part)
+            self._first[block].mul_(self._beta1).add_(part)
+            torch.mul(gradient, gradient, out=part)
+            part.mul_(1.0 - self._beta2)
+            self._second[block].mul_(self._beta2).add_(part)
+            np.sqrt(self._second[block].numpy(), out=divisor.numpy())
+            divisor.div_(correction).add_(self._epsilon)
+            torch.mul(self._first[block], rate, out=part)
+            vector[block].sub_(part.div_(divisor))
+        _step_buffers(self._layout, vector, mean, fragment)
+
+
+def _power(base: float, exponent: int) -> float:
+    """``base ** exponent`` in fp64, from multiplications alone: C libraries' ``pow`` differ in the last bit."""
+    result = 1.0
+    while exponent:
+        if exponent & 1:
+            result *= base
+        base *= base
+        exponent >>= 1
+    return result
 
 
 class AverageStep(Stepper):
@@ -115,15 +200,15 @@ class AverageStep(Stepper):
             raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
+        fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = slice(start, min(start + BLOCK_VALUES, self._layout.num_parameters))
+        for block, source in _blocks(fragment):
             part = update[: block.stop - block.start]
-            torch.mul(mean[block], self._learning_rate, out=part)
+            torch.mul(mean[source], self._learning_rate, out=part)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment)
 
 
 class GradientStep(Stepper):
@@ -211,8 +296,8 @@ class GradientStep(Stepper):
         self._adopt(state)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor) -> None:
-        """See `Stepper.step`."""
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+        """See `Stepper.step`; ``fragment`` is the whole vector."""
         parameters = self._layout.parameters_of(self._module)
         scale = self._clip_scale(mean)
         for entry, parameter in parameters:
@@ -228,7 +313,7 @@ class GradientStep(Stepper):
             self._after_step()
         for entry, parameter in parameters:
             vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
-        _step_buffers(self._layout, vector, mean)
+        _step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
         self._layout.write(vector, self._module, kind="buffer")
 
     def _adopt(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
@@ -261,6 +346,20 @@ class GradientStep(Stepper):
         return min(1.0, self._clip_norm / (math.sqrt(squares) + 1e-6))
 
 
-def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor) -> None:
-    vector[layout.num_parameters :].sub_(mean[layout.num_parameters :])
+def whole(layout: Layout) -> Fragment:
+    """The whole vector as one fragment."""
+    return Fragment(0, layout.entries)
+
+
+def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:
+    """The fragment's parameters, at most `BLOCK_VALUES` at a time: where in the vector, and where in the fragment."""
+    for start, offset, count in fragment.parameter_spans:
+        for done in range(0, count, BLOCK_VALUES):
+            size = min(BLOCK_VALUES, count - done)
+            yield slice(start + done, start + done + size), slice(offset + done, offset + done + size)
+
+
+def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor, fragment: Fragment) -> None:
+    for start, offset, count in fragment.buffer_spans:
+        vector[start : start + count].sub_(mean[offset : offset + count])
     layout.round_integers(vector)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from p2ptrain.averaging.head import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
 from p2ptrain.training.digest import ChunkedBytes, MerkleTree, NamedTensors, merkle_tree
+from p2ptrain.training.fragments import Fragment, Fragments
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.outer import Stepper
 
@@ -87,19 +88,29 @@ class SharedState:
         vector: The master copy; fp32, ``[layout.num_values]``, CPU. Changed by this class alone, always in place.
         layout: What is where in it.
         stepper: The optimizer that is shared.
+        fragments: What of it each round synchronises.
     """
 
-    def __init__(self, vector: Tensor, layout: Layout, stepper: Stepper, head: Head | None = None) -> None:
+    def __init__(
+        self,
+        vector: Tensor,
+        layout: Layout,
+        stepper: Stepper,
+        head: Head | None = None,
+        fragments: Fragments | None = None,
+    ) -> None:
         """
         Args:
             vector: The values at the start; owned by this object from now on.
             layout: Its layout.
             stepper: The shared optimizer.
             head: Where the lineage stands; None until it is set, since it names the digest of this very state.
+            fragments: What of it each round synchronises; None for all of it.
         """
         self.vector = vector
         self.layout = layout
         self.stepper = stepper
+        self.fragments = fragments or Fragments(layout)
         self._head = head
         self._settled = head is not None
         self._tree: MerkleTree | None = None
@@ -109,11 +120,13 @@ class SharedState:
         self._offered: Snapshot | None = None
 
     @classmethod
-    def from_module(cls, module: nn.Module, layout: Layout, stepper: Stepper) -> SharedState:
+    def from_module(
+        cls, module: nn.Module, layout: Layout, stepper: Stepper, fragments: Fragments | None = None
+    ) -> SharedState:
         """The state that the module's present values are the beginning of; its ``head`` is still to be set."""
         vector = layout.new_vector()
         layout.read(module, vector)
-        return cls(vector, layout, stepper)
+        return cls(vector, layout, stepper, fragments=fragments)
 
     @property
     def head(self) -> Head:
@@ -140,13 +153,18 @@ class SharedState:
         self._tree = tree
         return tree
 
-    def apply(self, mean: Tensor) -> None:
-        """Take the shared step on a certified mean (fp32, ``[num_values]``, CPU). Set ``head`` afterwards."""
+    def apply(self, mean: Tensor, fragment: Fragment | None = None) -> None:
+        """Take the shared step on a certified mean. Set ``head`` afterwards.
+
+        Args:
+            mean: fp32, ``[fragment.num_values]``, CPU.
+            fragment: Whose values it holds; None for the whole vector.
+        """
         with self._lock:
             self._detach(same_lineage=True)
             self._settled = False
             self._tree = None
-            self.stepper.step(self.vector, mean)
+            self.stepper.step(self.vector, mean, fragment)
 
     def replace(self, tensors: NamedTensors, head: Head) -> None:
         """Take over another state as a whole.

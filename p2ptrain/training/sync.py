@@ -1,8 +1,9 @@
 """One peer's side of synchronisation: contribute, apply what was certified, catch up when behind.
 
-`Synchronizer.synchronize` is called at the end of a local phase, with the model's thread waiting, so nothing else
-changes parameters meanwhile. Whatever happens in it, the shared state is afterwards either bit-identical to before or a
-later certified state as a whole, and local work is either counted once or still there to be contributed.
+`Synchronizer.synchronize` is called at the end of a local phase. The model's thread waits meanwhile or, where rounds
+run under compute, lets it have the model between two steps (`Work.at_rest`). Whatever happens in it, the shared state
+is afterwards either bit-identical to before or a later certified state as a whole, and local work is either counted
+once or still there to be contributed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from p2ptrain.training.data import Place, place_among
+from p2ptrain.training.encoding import vector_codec
 from p2ptrain.training.following import Follower, whole
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import StateServer
@@ -38,6 +40,8 @@ from p2ptrain.training.work import RoundResult, Work
 
 if TYPE_CHECKING:
     import torch
+
+    from p2ptrain.training.fragments import Fragment
 
 __all__ = ["RoundResult", "Synchronizer", "Work"]
 
@@ -52,6 +56,7 @@ class Synchronizer:
 
     Attributes:
         state: The shared state.
+        feedback: What codecs dropped of this peer's contributions, fragment after fragment.
         averager: Its averaging engine.
         rounds_committed: Certified rounds applied at a synchronisation of this peer.
         rounds_aborted: Synchronisations that ended without one.
@@ -81,7 +86,7 @@ class Synchronizer:
             swarm: The manifest's digest, 32 bytes.
             manifest: What the swarm agreed on.
             state: Parameters, buffers and shared optimizer state with their head.
-            codec: How contributions travel.
+            codec: How contributions travel: `vector_codec` of the manifest, for the whole vector.
             membership: Who is there.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
         """
@@ -91,7 +96,6 @@ class Synchronizer:
         self._signer = signer
         self._swarm = swarm
         self._spec = manifest.averaging
-        self._codec = codec
         self._membership = membership
         self._bandwidth = bandwidth
         target = manifest.training.global_batch if manifest.training.every == 1 else 0
@@ -99,14 +103,18 @@ class Synchronizer:
             rpc, runtime, signer, swarm, self._spec, codec, membership, state.head,
             state.layout.num_values, state.layout.fingerprint, target,
         )  # fmt: skip
+        self._codecs = [vector_codec(self._spec, fragment.layout) for fragment in state.fragments]
+        sizes = [fragment.num_values for fragment in state.fragments]
+        self.averager.take_turns(self._codecs, sizes)
         self.feedback = ErrorFeedback(state.layout.num_values, codec)
+        self._feedbacks = self.feedback.split(self._codecs, sizes)
         self._buffer: torch.Tensor | None = None
         self._place: tuple[bytes, Place] | None = None
         self._follower = Follower(
-            rpc, runtime, signer, swarm, membership, state, self.averager, self.feedback, self._apply, self._move,
+            rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._move,
             drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
         )  # fmt: skip
-        self._server = StateServer(rpc, state, runtime, offered_rounds=self._spec.history_rounds // 2)
+        self._server = StateServer(rpc, state, runtime, offered_rounds=self.averager.history.max_rounds // 2)
         self.rounds_committed = 0
         self.rounds_aborted = 0
         self.last_round = 0
@@ -211,51 +219,78 @@ class Synchronizer:
         return pauses and isinstance(error, NoGroupError) and present < self._spec.min_peers
 
     async def _synchronize(self, work: Work) -> RoundResult:
-        import torch
-
-        if self._buffer is None:
-            self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
         before = self.head
+        for _ in range(MAX_STEPS):
+            async with work.at_rest():
+                ready = await self._prepare(work, before)
+            if isinstance(ready, RoundResult):
+                return ready
+            try:
+                outcome = await self.averager.average(*ready, self._bandwidth)
+            except (BehindError, MismatchError, UnencodableError) as error:
+                async with work.at_rest():
+                    result = await self._recover(error, work)
+                if result is not None:
+                    return result
+                continue
+            async with work.at_rest():
+                return await self._take_home(outcome, work)
+        raise AttemptFailedError("the swarm moved on faster than this peer could follow")
+
+    async def _prepare(self, work: Work, before: Head) -> tuple[torch.Tensor, int, int] | RoundResult:
+        """Catch up, and collect the contribution to the round in progress, with its tokens and samples."""
         for _ in range(MAX_STEPS):
             await self._follower.follow_swarm(work)
             if 0 < self.last_round <= self.head.round:
                 return RoundResult(self.head != before, self.head.round, "the last round is over")
-            if not await self._state_is_intact():
-                await self._follower.heal(work, own_digest_is_right=True)
-                continue
-            if work.tokens <= 0:
-                return RoundResult(False, self.head.round, "nothing to contribute yet")
-            if not await self._runtime.compute(self._collect, work, self._buffer):
-                return await self._drop(work, "the local update is not finite")
-            try:
-                outcome = await self.averager.average(self._buffer, work.tokens, work.samples, self._bandwidth)
-            except BehindError as error:
-                if not await self._follower.follow(error.source, work):
-                    raise AttemptFailedError(f"{error}, but its source failed") from error
-                continue
-            except MismatchError as error:
-                if not self._follower.others_hold_another_state():
-                    raise AttemptFailedError(f"{error}, but nobody announces another: not believed") from error
-                logger.warning("round %d: %s", self.head.round, error)
-                await self._follower.heal(work, own_digest_is_right=False)
-                continue
-            except UnencodableError as error:
-                return await self._drop(work, str(error))
-            return await self._take_home(outcome, work)
-        raise AttemptFailedError("the swarm moved on faster than this peer could follow")
+            if await self._state_is_intact():
+                break
+            await self._follower.heal(work, own_digest_is_right=True)
+        else:
+            raise AttemptFailedError("the state in memory was damaged again and again")
+        fragment = self.state.fragments.of_round(self.head.round)
+        tokens, contribution = work.tokens_of(fragment), self._room_for(fragment)
+        if tokens <= 0:
+            return RoundResult(False, self.head.round, "nothing to contribute yet")
+        if not await self._runtime.compute(self._collect, work, contribution, fragment):
+            return await self._drop(work, "the local update is not finite")
+        return contribution, tokens, work.samples
+
+    async def _recover(self, error: BehindError | MismatchError | UnencodableError, work: Work) -> RoundResult | None:
+        """Do what it takes to try again; a result where that would not help."""
+        if isinstance(error, UnencodableError):
+            return await self._drop(work, str(error))
+        if isinstance(error, BehindError):
+            if not await self._follower.follow(error.source, work):
+                raise AttemptFailedError(f"{error}, but its source failed") from error
+            return None
+        if not self._follower.others_hold_another_state():
+            raise AttemptFailedError(f"{error}, but nobody announces another: not believed") from error
+        logger.warning("round %d: %s", self.head.round, error)
+        await self._follower.heal(work, own_digest_is_right=False)
+        return None
 
     async def _drop(self, work: Work, reason: str) -> RoundResult:
         await self._runtime.compute(work.adopt, False, None)
-        self.averager.consumed()
+        self.averager.consumed(range(len(self._codecs)))
         self.feedback.reset()
         return RoundResult(False, self.head.round, f"{reason}: it was dropped")
 
-    def _collect(self, work: Work, out: torch.Tensor) -> bool:
+    def _room_for(self, fragment: Fragment) -> torch.Tensor:
+        """Memory for the values of one fragment, which is used again in every round; fp32."""
+        import torch
+
+        if self._buffer is None:
+            size = max(fragment.num_values for fragment in self.state.fragments)
+            self._buffer = torch.empty(size, dtype=torch.float32)
+        return self._buffer[: fragment.num_values]
+
+    def _collect(self, work: Work, out: torch.Tensor, fragment: Fragment) -> bool:
         """Fill ``out`` with the contribution and residual; whether all of it is finite."""
         import torch
 
-        work.collect(out)
-        self.feedback.add_to(out)
+        work.collect(out, fragment)
+        self._feedbacks[fragment.index].add_to(out)
         return bool(torch.isfinite(out.sum(dtype=torch.float64)))
 
     async def _state_is_intact(self) -> bool:
@@ -268,7 +303,8 @@ class Synchronizer:
     async def _take_home(self, outcome: RoundOutcome, work: Work) -> RoundResult:
         body = outcome.result.certificate.body
         if outcome.contributed:
-            await self._runtime.compute(self.feedback.update, outcome.encoded)
+            fragment = self.state.fragments.of_round(body.round)
+            await self._runtime.compute(self._feedbacks[fragment.index].update, outcome.encoded)
         reason = "" if outcome.contributed else "late: this peer's work waits for the next round"
         if outcome.refusal and not outcome.contributed:
             # It would be refused again and again, and longer each time.
@@ -295,7 +331,7 @@ class Synchronizer:
         body = result.certificate.body
         tree_root = await self._runtime.compute(self._apply_means, body, result.means, work, contributed)
         if contributed:
-            self.averager.consumed()
+            self.averager.consumed([self.state.fragments.of_round(body.round).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.history.add(result)
 
@@ -303,16 +339,19 @@ class Synchronizer:
         import torch
 
         carry = None
-        if work is not None and not contributed and work.tokens > 0:
-            carry = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-            work.collect(carry)
+        fragment = self.state.fragments.of_round(body.round)
+        if work is not None and not contributed and work.tokens_of(fragment) > 0:
+            carry = torch.empty(fragment.num_values, dtype=torch.float32)
+            work.collect(carry, fragment)
             carry.mul_(self._spec.late_decay)
-        if self._buffer is None:
-            self._buffer = torch.empty(self.state.layout.num_values, dtype=torch.float32)
-        decode_means(self._spec, self._codec, body, means, self._buffer)
-        self.state.apply(self._buffer)
+        mean = self._room_for(fragment)
+        decode_means(self._spec, self._codecs[fragment.index], body, means, mean)
+        self.state.apply(mean, fragment)
         if work is not None:
-            work.adopt(contributed, carry)
+            counted = (0, 0)
+            if contributed:  # All that waits is given up where it cannot be told how much of it is in the result.
+                counted = self.averager.counts_in(body) or (work.tokens_of(fragment), work.samples)
+            work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
 
     def _move(self, head: Head) -> None:

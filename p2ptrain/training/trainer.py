@@ -163,7 +163,7 @@ class Trainer:
     def _train_step(self) -> torch.Tensor:
         head = self._synchronizer.head
         if head.round != self._round:
-            self._round, self._index = head.round, 0
+            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples that were carried over.
         size = self._spec.local_batch
         batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
         self._index += size
@@ -218,9 +218,15 @@ class Trainer:
     def _finish(self) -> None:
         """Hand in what is not contributed yet, save, and measure the shared state."""
         try:
-            if self.optimizer.samples_in_round and not self._is_done() and not self._is_left_alone():
+            if self.optimizer.is_under_way:
+                self.optimizer.synchronize()
+            for _ in range(self._spec.fragments):
+                if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
+                    break
                 result = self.optimizer.synchronize()
                 logger.info("last round: %s", "committed" if result.committed else result.reason)
+                if not result.committed:
+                    break
         except P2PTrainError as error:
             logger.info("the last local steps were not contributed: %s", error)
         self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)

@@ -2,38 +2,61 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from p2ptrain.training.fragments import Fragment
+
 
 class Work(Protocol):
     """What a peer did since it last contributed; the live model's side of a synchronisation.
 
-    All methods run off the event loop, one at a time, while the training thread waits.
+    All methods run off the event loop, one at a time, while `at_rest` is held. Where rounds synchronise one
+    fragment each, a token has a share in every fragment's next contribution and counts there as much: 1 / P of a token.
     """
 
     @property
     def tokens(self) -> int:
-        """Weight of the contribution; 0 when there is nothing to contribute."""
+        """Tokens that are not contributed yet, over all fragments; 0 when there is nothing to contribute."""
 
     @property
     def samples(self) -> int:
-        """Samples read."""
+        """Samples read since the last contribution to any fragment."""
 
-    def collect(self, out: torch.Tensor) -> None:
-        """Write the contribution (fp32, ``[num_values]``): start minus now, or the mean gradient."""
+    def tokens_of(self, fragment: Fragment) -> int:
+        """Weight of a fragment's contribution; 0 when there is nothing to contribute to it."""
 
-    def adopt(self, contributed: bool, carry: torch.Tensor | None) -> None:
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """Write the contribution (fp32, ``[fragment.num_values]``): start minus now, or the mean gradient.
+
+        Args:
+            out: Where to.
+            fragment: To which fragment; None for the whole vector.
+        """
+
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
         """Set the live model from the shared state, which has just changed.
 
         Args:
-            contributed: Whether the work is part of that state; it is then forgotten.
+            contributed: Whether the work is part of that state; it is then forgotten, but for what was done since.
             carry: Otherwise, what `collect` gave before the change, to be put on top of the new state;
                 None drops the work.
+            fragment: What of the state changed; None for all of it.
+            counted: With ``contributed``: the tokens and samples that are in the state.
         """
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """While it is held, no other thread touches the live model; for whoever calls the methods above."""
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ DECAY = 0.5
 class Trainers:
     """Trainers that average when they are told to, and share one ledger, which checks that equal lineages are equal."""
 
-    def __init__(self, network: SimulatedNetwork, codec: str) -> None:
+    def __init__(self, network: SimulatedNetwork, codec: str, fragments: int) -> None:
         self.network = network
-        self.manifest = make_manifest(codec=codec, min_peers=2, late_decay=DECAY)
+        self.manifest = make_manifest({"fragments": fragments}, codec=codec, min_peers=2, late_decay=DECAY)
         self.ledger = Ledger()
         self.all: dict[str, SimulatedTrainer] = {}
         self.noise = torch.Generator().manual_seed(1)
@@ -59,7 +59,8 @@ class Trainers:
         with torch.no_grad():
             for parameter in trainer.module.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=self.noise), alpha=0.01)
-        trainer.work.steps, trainer.work.samples, trainer.work.tokens = 1, 1, trainer.work.tokens + TOKENS_PER_STEP
+        trainer.work.steps = trainer.work.samples = 0
+        trainer.work.add_step(1, TOKENS_PER_STEP)
 
     def leave(self, name: str) -> None:
         """Pull a trainer's cable."""
@@ -77,9 +78,11 @@ class Trainers:
 
 
 @asynccontextmanager
-async def trainers(network: SimulatedNetwork, names: str, codec: str = "int8") -> AsyncIterator[Trainers]:
+async def trainers(
+    network: SimulatedNetwork, names: str, codec: str = "int8", fragments: int = 1
+) -> AsyncIterator[Trainers]:
     """Trainers called by one letter each that have averaged once."""
-    swarm = Trainers(network, codec)
+    swarm = Trainers(network, codec, fragments)
     for name in names:
         await swarm.start(name)
     await swarm.rounds(names, 1)
@@ -155,6 +158,41 @@ def test_work_that_waits_is_carried_alike_and_counted_once(is_download: bool, mo
             assert laggard.work.tokens == 0
             assert counted[laggard.peer.peer_id] == 2 * tokens
             assert_equal_states(*swarm.all.values())
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("is_download", [False, True])
+def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
+    is_download: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *sizes: Way(is_download, "told so"))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc", fragments=2) as swarm:
+            laggard = swarm.all["c"]
+            swarm.step("c")
+            work = torch.empty(laggard.state.layout.num_values)
+            laggard.work.collect(work)
+            pending, first = list(laggard.work.pending), laggard.sync.head.round
+            swarm.leave("c")
+            await swarm.rounds("ab", 4)
+            await swarm.come_back("c")
+            missed = range(first, swarm.all["a"].sync.head.round)
+            await bytes_to_follow(laggard)
+            assert laggard.sync.resyncs == is_download
+            assert_equal_states(*swarm.all.values())
+            carried = torch.empty_like(work)
+            laggard.work.collect(carried)
+            for fragment in laggard.state.fragments:
+                decay = DECAY ** sum(number % 2 == fragment.index for number in missed)
+                for start, _, count in fragment.parameter_spans:
+                    span = slice(start, start + count)
+                    torch.testing.assert_close(carried[span], work[span] * decay, rtol=1e-3, atol=1e-6)
+            assert laggard.work.pending == pending
+            await swarm.rounds("abc", 2)
+            assert laggard.work.pending[0] in (0, TOKENS_PER_STEP)
+            assert sum(laggard.work.pending) == TOKENS_PER_STEP  # The fragment of the round before last waits again.
 
     simulate(main, seed=1)
 

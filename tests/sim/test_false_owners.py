@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.openings import Rules, verify_evidence
 from p2ptrain.averaging.reduction import CHUNK_VALUES
 from p2ptrain.codecs import get_codec
@@ -84,7 +85,8 @@ def test_a_false_mean_convicts_its_owner_before_everybody(lie: Corrupt) -> None:
         assert honest[0].outcomes[-1].attempts == 2
         assert_right(honest, evil)
         for each in honest:
-            assert verify_evidence(each.averager.evidence.convicted[accused], RULES, each.peer.signer)[0] == accused
+            evidence = each.averager.evidence.convicted[accused]
+            assert verify_evidence(evidence, SWARM, lambda share: RULES, each.peer.signer)[0] == accused
             assert accused in each.membership.avoided()
         await average_honestly(honest, evil, 2)
         assert_right(honest, evil)
@@ -108,6 +110,37 @@ def test_who_does_not_show_what_is_false_brings_nothing_through_either(lie: Corr
         await stop_averagers([*honest, evil])
 
     simulate(main, seed=2)
+
+
+def test_owners_are_held_against_what_their_round_averages() -> None:
+    sizes, codecs = (NUM_VALUES, NUM_VALUES // 2), (get_codec("int8"), get_codec("int4"))
+
+    def lie_about_the_shorter(butterfly: Butterfly) -> None:
+        if butterfly.attempt.head.round % 2:
+            falsify(None)(butterfly)
+
+    async def main(network: SimulatedNetwork) -> None:
+        honest, evil = await start(network, lie_about_the_shorter)
+        rules = [Rules(SWARM, SPEC, codec, size) for codec, size in zip(codecs, sizes, strict=True)]
+        for each in (*honest, evil):
+            each.sizes = sizes
+            each.averager.take_turns(codecs, sizes)
+        accused = evil.peer.peer_id
+        for _ in range(8):
+            await average_honestly(honest, evil, 1)
+            if any(each.averager.evidence.convicted for each in honest):
+                break
+        await until(lambda: all(each.membership.is_convicted(accused) for each in honest), 10)
+        for each in honest:
+            evidence = each.averager.evidence.convicted
+            assert list(evidence) == [accused]
+            found = verify_evidence(evidence[accused], SWARM, lambda share: rules[share.round % 2], each.peer.signer)
+            assert found[0] == accused
+        await average_honestly(honest, evil, 2)
+        assert_right(honest, evil)
+        await stop_averagers([*honest, evil])
+
+    simulate(main, seed=3)
 
 
 def test_a_newcomer_learns_of_the_evidence_from_its_first_group() -> None:

@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 
 from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.training.fragments import Fragment
 from tests.support.conservation import Conservation
 from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer
 
@@ -72,12 +73,19 @@ class Accounts:
         self.values.watch(trainer)
         adopt = work.adopt
 
-        def watched_adopt(contributed: bool, carry: torch.Tensor | None) -> None:
+        def watched_adopt(
+            contributed: bool,
+            carry: torch.Tensor | None,
+            fragment: Fragment | None = None,
+            counted: tuple[int, int] = (0, 0),
+        ) -> None:
+            before, lineage = work.tokens, trainer.sync.head.lineage
+            adopt(contributed, carry, fragment, counted)
+            forgotten = before - work.tokens
             if contributed:
-                self._adopted[name] = (trainer.sync.head.lineage, work.tokens)
-            elif carry is None:
-                book.dropped += work.tokens
-            adopt(contributed, carry)
+                self._adopted[name] = (lineage, forgotten)
+            else:
+                book.dropped += forgotten
 
         def watched_change() -> None:
             changed()

@@ -31,6 +31,7 @@ class AveragingPeer:
     Attributes:
         outcomes: What each round gave here, in order.
         seconds: How long each took, from the roster to the certificate.
+        sizes: How much of ``vector`` rounds average, in turn; all of it if empty.
     """
 
     peer: SimulatedPeer
@@ -42,6 +43,7 @@ class AveragingPeer:
     others: list[AveragingPeer] = field(default_factory=list)
     outcomes: list[RoundOutcome] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
 
     def follow(self) -> None:
         """Learn where the others are, and go to the best head among them, as if that took no time."""
@@ -58,7 +60,8 @@ class AveragingPeer:
         """Average once, and go on to the next head; catch up first when the others are ahead."""
         self.follow()
         try:
-            outcome = await self.averager.average(self.vector, tokens, 1)
+            size = self.sizes[self.averager.head.round % len(self.sizes)] if self.sizes else len(self.vector)
+            outcome = await self.averager.average(self.vector[:size], tokens, 1)
         except BehindError:
             return await self.round(tokens)
         self.outcomes.append(outcome)

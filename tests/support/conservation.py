@@ -218,11 +218,22 @@ class Conservation:
     hostile: set[str] = field(default_factory=set)
 
     def watch(self, trainer: SimulatedTrainer) -> None:
-        """Follow this trainer from now on."""
-        values = self.of[trainer.peer.name] = Values(trainer, self)
+        """Follow this trainer from now on: not its values if rounds have some of them only, or more come meanwhile."""
         sync, work = trainer.sync, trainer.work
         stages: list[Body] = []
         average_level = sync.averager._average_level
+
+        async def watched_level(*args: Any) -> Any:
+            stage = await average_level(*args)
+            stages.append(stage.certificate.body)
+            self.results[stage.certificate.body.body_hash] = stage.certificate.body
+            return stage
+
+        sync.averager._average_level = watched_level  # type: ignore[method-assign, assignment]
+        training = trainer.manifest.training
+        if training.fragments > 1 or training.overlap_steps:
+            return
+        values = self.of[trainer.peer.name] = Values(trainer, self)
         step, average, adopt, reset = trainer._step, sync.averager.average, work.adopt, sync.feedback.reset
         replace = trainer.state.replace
 
@@ -238,15 +249,9 @@ class Conservation:
                 values.was_in(outcome, tokens, stages)
             return outcome
 
-        async def watched_level(*args: Any) -> Any:
-            stage = await average_level(*args)
-            stages.append(stage.certificate.body)
-            self.results[stage.certificate.body.body_hash] = stage.certificate.body
-            return stage
-
-        def watched_adopt(contributed: bool, carry: Tensor | None) -> None:
+        def watched_adopt(contributed: bool, carry: Tensor | None, *rest: Any) -> None:
             values.forgets(contributed, carry)
-            adopt(contributed, carry)
+            adopt(contributed, carry, *rest)
 
         def watched_replace(*args: Any) -> None:
             values.is_replaced = True
@@ -256,11 +261,10 @@ class Conservation:
             values.lost_residual()
             reset()
 
-        sync.averager._average_level = watched_level  # type: ignore[method-assign, assignment]
         trainer.state.replace = watched_replace  # type: ignore[method-assign, assignment]
         trainer._step = watched_step  # type: ignore[method-assign]
         sync.averager.average = watched_average  # type: ignore[method-assign]
-        work.adopt = watched_adopt  # type: ignore[method-assign]
+        work.adopt = watched_adopt  # type: ignore[method-assign, assignment]
         sync.feedback.reset = watched_reset  # type: ignore[method-assign]
 
     def check(self) -> None:

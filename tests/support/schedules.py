@@ -17,7 +17,7 @@ import logging
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedPeer
@@ -66,6 +66,8 @@ class Schedule:
         slow: How many of the trainers have a tenth of the speed, in computing and on the network.
         hostility: What the last trainer does; empty if it is honest.
         group_size: Of the manifest; more trainers than this average in a tree of groups.
+        fragments: Of the manifest: parts of the model that take turns.
+        overlap_steps: Of the manifest: steps while a round is under way.
     """
 
     seed: int
@@ -79,12 +81,21 @@ class Schedule:
     slow: int = 0
     hostility: str = ""
     group_size: int = 64
+    fragments: int = 1
+    overlap_steps: int = 0
+
+    @property
+    def training(self) -> dict[str, int]:
+        """What differs in the manifest's section on training."""
+        every = max(4, 2 * self.fragments * self.overlap_steps)
+        return {"every": every, "fragments": self.fragments, "overlap_steps": self.overlap_steps}
 
     @property
     def command(self) -> str:
         """What runs it by itself."""
         low, high, events = self.bounds
         options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
+        options += f" --fragments {self.fragments} --overlap-steps {self.overlap_steps}"
         return f"python -m tests.support.schedules --first {self.seed} {options}"
 
 
@@ -121,8 +132,8 @@ class Run:
         self.schedule = schedule
         self.network = network
         manifest = make_manifest(
-            codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12, aggregation=schedule.rule,
-            group_size=schedule.group_size,
+            schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12,
+            aggregation=schedule.rule, group_size=schedule.group_size,
         )  # fmt: skip
         self.swarm = SimulatedSwarm(network, manifest, schedule.seed)
         self.accounts = Accounts(self.swarm)
@@ -260,13 +271,17 @@ def main() -> int:
     parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least")
     parser.add_argument("--max-peers", type=int, default=6, help="and at most")
     parser.add_argument("--max-events", type=int, default=6, help="faults, at most")
+    parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns")
+    parser.add_argument("--overlap-steps", type=int, default=0, help="steps while a round is under way")
     parser.add_argument("--verbose", action="store_true", help="log what the peers do")
     options = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.CRITICAL)
     torch.set_num_threads(1)
     began, failed = time.process_time(), []
     for seed in range(options.first, options.first + options.count):
-        for problem in find_problems(draw_schedule(seed, options.min_peers, options.max_peers, options.max_events)):
+        schedule = draw_schedule(seed, options.min_peers, options.max_peers, options.max_events)
+        schedule = replace(schedule, fragments=options.fragments, overlap_steps=options.overlap_steps)
+        for problem in find_problems(schedule):
             failed.append(seed)
             sys.stdout.write(f"{problem}\n")
             sys.stdout.flush()

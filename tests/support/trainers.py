@@ -7,9 +7,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records import PeerRecord
@@ -19,14 +21,14 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.encoding import vector_codec
-from p2ptrain.training.optimizer import LocalWork
+from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
 TOKENS_PER_STEP = 10
 
 
-def make_manifest(**averaging: object) -> Manifest:
-    """A manifest with short deadlines; ``averaging`` overrides its averaging section."""
+def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object) -> Manifest:
+    """A manifest with short deadlines; ``training`` and ``averaging`` override these sections."""
     values: dict[str, object] = {
         "codec": "int8",
         "grace_seconds": 3.0,
@@ -34,8 +36,19 @@ def make_manifest(**averaging: object) -> Manifest:
         "round_seconds": 20.0,
         **averaging,
     }
-    training = TrainingSpec(every=4, outer="nesterov", outer_learning_rate=0.7, outer_momentum=0.9)
-    return Manifest(name="simulated", training=training, averaging=AveragingSpec.model_validate(values))
+    steps = {"every": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9, **(training or {})}
+    return Manifest(
+        name="simulated",
+        training=TrainingSpec.model_validate(steps),
+        averaging=AveragingSpec.model_validate(values),
+    )
+
+
+def make_module(manifest: Manifest, width: int) -> torch.nn.Module:
+    """A tiny model, of one layer or, where the manifest asks for fragments, of enough narrow ones."""
+    if manifest.training.fragments == 1:
+        return torch.nn.Linear(width, width)
+    return torch.nn.Sequential(*(torch.nn.Linear(5, 5) for _ in range(2 * manifest.training.fragments)))
 
 
 def longest_wait_seconds(manifest: Manifest) -> float:
@@ -96,7 +109,7 @@ class SimulatedTrainer:
         self.noise = torch.Generator().manual_seed(self.random.randrange(1 << 63))
         self.swarm = manifest.digest
         generator = torch.Generator().manual_seed(1)
-        self.module = torch.nn.Linear(width, width)
+        self.module = make_module(manifest, width)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -111,7 +124,10 @@ class SimulatedTrainer:
             vector_codec(manifest.averaging, self.state.layout), self.membership,
         )  # fmt: skip
         self.sync.on_change = self._changed
-        self.work = LocalWork(self.module, self.state, accumulate=False)
+        spec = manifest.training
+        self.work = LocalWork(
+            self.module, self.state, accumulate=False, mixing=spec.mixing if spec.overlap_steps else None
+        )
         self.results: list[RoundResult] = []
         self.stop = False
         self.is_hostile = False
@@ -136,17 +152,26 @@ class SimulatedTrainer:
         await self.presence.start()
         try:
             await self._join()
-            next_attempt = self.manifest.training.every
+            spec = self.manifest.training
+            next_attempt = spec.steps_per_round
             while not self.stop:
-                await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
-                self._step()
+                await self._compute()
                 if self.work.steps >= next_attempt or self.sync.is_closing():
-                    result = await self.synchronize()
-                    next_attempt = self.manifest.training.every
+                    result = await (self.synchronize_under_compute() if spec.overlap_steps else self.synchronize())
+                    next_attempt = spec.steps_per_round
                     if not result.committed:
                         next_attempt = self.work.steps + 1
         finally:
             await self.close()
+
+    async def synchronize_under_compute(self) -> RoundResult:
+        """One synchronisation that goes on while the next steps are computed, up to the manifest's overlap."""
+        self.work.steps = 0
+        async with asyncio.TaskGroup() as tasks:
+            flight = tasks.create_task(self.synchronize())
+            while not flight.done() and self.work.steps < self.manifest.training.overlap_steps:
+                await self._compute()
+        return flight.result()
 
     async def _join(self) -> None:
         self.status = "syncing"
@@ -156,13 +181,15 @@ class SimulatedTrainer:
         self.sync.averager.matchmaker.participates = True
         await step_in(self.presence, self.sync)
 
+    async def _compute(self) -> None:
+        await asyncio.sleep(self.step_seconds * self.random.uniform(0.9, 1.1))
+        self._step()
+
     def _step(self) -> None:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=self.noise))
-        self.work.steps += 1
-        self.work.samples += 1
-        self.work.tokens += TOKENS_PER_STEP
+        self.work.add_step(1, TOKENS_PER_STEP)
         name = self.peer.name
         self.ledger.produced[name] = self.ledger.produced.get(name, 0) + TOKENS_PER_STEP
 
@@ -171,7 +198,7 @@ class SimulatedTrainer:
         loop = asyncio.get_running_loop()
         self.before_sync(self)
         head, vector = self.sync.head, self.state.vector.clone()
-        started, tokens = loop.time(), self.work.tokens
+        started, pending = loop.time(), list(self.work.pending)
         result = await self.sync.synchronize(self.work)
         seconds = loop.time() - started
         self.ledger.longest_seconds = max(self.ledger.longest_seconds, seconds)
@@ -179,11 +206,15 @@ class SimulatedTrainer:
             raise InvariantError(f"{self.peer.name} waited {seconds:.0f} s in a synchronisation")
         if self.sync.head == head and not torch.equal(vector, self.state.vector):
             raise InvariantError(f"{self.peer.name}: a round that was not applied changed parameters")
-        if self.work.tokens not in (0, tokens):
+        if not self.manifest.training.overlap_steps and any(
+            now not in (0, before) for now, before in zip(self.work.pending, pending, strict=True)
+        ):
             raise InvariantError(f"{self.peer.name}: work was split")
         if result.committed:
             self.ledger.commits.append((loop.time(), self.peer.name, result.round))
             if result.contributed:
+                body = Certificate.from_bytes(self.sync.head.certificate, self.swarm, self.peer.signer).body
+                tokens, _ = self.sync.averager.counts_in(body) or (0, 0)
                 name = self.peer.name
                 self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
         self.results.append(result)

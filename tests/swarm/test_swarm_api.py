@@ -188,7 +188,8 @@ def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_
 
 
 def lose_progress(opt: SwarmOptimizer) -> None:
-    opt._work.samples = opt._work.tokens = opt._work.steps = 0
+    opt._work.samples = opt._work.steps = 0
+    opt._work.pending = [0]
     assert opt._work.accumulated is not None
     opt._work.accumulated.zero_()
 

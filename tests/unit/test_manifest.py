@@ -118,3 +118,10 @@ def test_a_wrong_value_is_refused_with_one_line_that_names_it(values: dict[str, 
     assert str(caught.value).startswith("run.toml: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_adam_that_moves_parameters_by_their_own_size_is_refused() -> None:
+    with pytest.raises(ManifestError, match=r"start at 0\.01"):
+        parse_manifest({"training": {"outer": "adam"}}, "a")
+    parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.01}}, "a")
+    parse_manifest({"training": {"outer": "adam", "outer_epsilon": 0.1}}, "a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgpack
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.audit import FalseMeanError
+from p2ptrain.averaging.certificate import Roster
+from p2ptrain.averaging.commitments import Slice
 from p2ptrain.averaging.openings import Rules, verify_evidence
 from p2ptrain.averaging.reduction import CHUNK_VALUES, OwnShare
 from p2ptrain.codecs import codec_names, get_codec
@@ -91,7 +94,7 @@ def test_a_false_mean_is_evidence_that_anybody_can_verify(lie: Callable[..., Non
     group = make_group(rule)
     with pytest.raises(FalseMeanError) as found:
         run_check(group, 1, lie, [2, 0])
-    accused, fault = verify_evidence(found.value.evidence, group.rules, VERIFIER)
+    accused, fault = verify_evidence(found.value.evidence, SWARM, lambda share: group.rules, VERIFIER)
     assert accused == "member1"
     assert fault == str(found.value) == "its mean is not that of the parts"
 
@@ -157,7 +160,7 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
     try:
         # A chunk of the mean is bound to the statement, parts to their senders, the rest to the owner: whatever still
         # verifies says the same.
-        assert verify_evidence(bytes(changed), EVIDENCE_RULES, VERIFIER)[0] == "member1"
+        assert verify_evidence(bytes(changed), SWARM, lambda share: EVIDENCE_RULES, VERIFIER)[0] == "member1"
     except IntegrityError:
         return
     assert msgpack.unpackb(bytes(changed)) == msgpack.unpackb(EVIDENCE)
@@ -167,11 +170,14 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
 @given(st.binary(max_size=200))
 def test_garbage_convicts_nobody(data: bytes) -> None:
     with pytest.raises(IntegrityError):
-        verify_evidence(data, EVIDENCE_RULES, VERIFIER)
+        verify_evidence(data, SWARM, lambda share: EVIDENCE_RULES, VERIFIER)
 
 
 def test_an_honest_owner_s_opening_is_no_evidence() -> None:
     group = make_group()
+
+    def verify(evidence: bytes) -> None:
+        verify_evidence(evidence, SWARM, lambda share: group.rules, VERIFIER)
 
     async def main() -> None:
         audit, _, mean = await group.reduced(1)
@@ -182,10 +188,10 @@ def test_an_honest_owner_s_opening_is_no_evidence() -> None:
         low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
         said = [statement, wire, keys, proof, 1, openings[0]]
         with pytest.raises(IntegrityError, match="is right"):
-            verify_evidence(msgpack.packb([*said, bytes(mean[low:high]), tree.proof(1)]), group.rules, VERIFIER)
+            verify(msgpack.packb([*said, bytes(mean[low:high]), tree.proof(1)]))
         other = bytes([mean[low] ^ 1]) + bytes(mean[low + 1 : high])
         with pytest.raises(IntegrityError, match="another mean"):
-            verify_evidence(msgpack.packb([*said, other, tree.proof(1)]), group.rules, VERIFIER)
+            verify(msgpack.packb([*said, other, tree.proof(1)]))
 
     asyncio.run(main())
 
@@ -194,7 +200,25 @@ def test_evidence_is_of_one_swarm() -> None:
     other = Rules(bytes(32), EVIDENCE_RULES.spec, EVIDENCE_RULES.codec, EVIDENCE_RULES.num_values)
     assert EVIDENCE_RULES.swarm == SWARM
     with pytest.raises(IntegrityError):
-        verify_evidence(EVIDENCE, other, VERIFIER)
+        verify_evidence(EVIDENCE, other.swarm, lambda share: other, VERIFIER)
+
+
+@pytest.mark.parametrize(("round_", "level"), [(3, 0), (3, 1)])
+def test_evidence_is_judged_by_the_rules_of_its_round_and_level(round_: int, level: int) -> None:
+    group = make_group()
+    group.roster = Roster(tuple(replace(ticket, round=round_, level=level) for ticket in group.roster.tickets))
+    with pytest.raises(FalseMeanError) as found:
+        run_check(group, 1, flip, [0])
+    asked = []
+
+    def rules_of(share: Slice) -> Rules:
+        asked.append((share.round, share.level))
+        return group.rules
+
+    assert verify_evidence(found.value.evidence, SWARM, rules_of, VERIFIER)[0] == "member1"
+    assert asked == [(round_, level)]
+    with pytest.raises(IntegrityError, match="another vector"):  # A shorter fragment's.
+        verify_evidence(found.value.evidence, SWARM, lambda share: replace(group.rules, num_values=64), VERIFIER)
 
 
 def test_a_member_draws_its_part_of_the_checks_and_each_chunk_at_most_once() -> None:

@@ -68,8 +68,9 @@ def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_refused
             source, reader = roster[0].member.rpc.peer_id, roster[1].history
             body = result.certificate.body
             assert await reader.fetch_means(source, body, NUM_VALUES, 5.0) == result.means
-            reader._codec = by_size(get_codec("int8"), get_codec("bf16"), [15, 10, 35], 10)
-            misfit = replace(body, codec=f"{reader._codec.name}/1")
+            other = by_size(get_codec("int8"), get_codec("bf16"), [15, 10, 35], 10)
+            reader.codec_of = lambda _: other
+            misfit = replace(body, codec=f"{other.name}/1")
             with pytest.raises(ProtocolError, match="within blocks"):
                 await reader.fetch_means(source, misfit, NUM_VALUES, 5.0)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,7 @@ from p2ptrain.errors import IncompatibleError
 from p2ptrain.training import outer
 from p2ptrain.training.digest import byte_view
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import AverageStep, GradientStep, NesterovStep
+from p2ptrain.training.outer import AdamStep, AverageStep, GradientStep, NesterovStep
 
 
 def _layout(num_parameters: int = 1000) -> Layout:
@@ -77,11 +79,93 @@ def test_nesterov_agrees_with_torch() -> None:
     torch.testing.assert_close(vector[: layout.num_parameters], parameter.data)
 
 
-def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_golden_bits_of_adam() -> None:
+    layout = _layout()
+    stepper = AdamStep(layout, 0.02, 0.9, 0.99, 1e-3)
+    vector = _values(layout.num_values, 1)
+    for seed in range(2, 12):
+        stepper.step(vector, _values(layout.num_values, seed))
+    digest = hashlib.sha256(byte_view(vector))
+    for _, tensor in stepper.state_tensors():
+        digest.update(byte_view(tensor))
+    assert digest.hexdigest() == "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.floats(1e-4, 1.0), st.floats(0.0, 0.99), st.floats(0.0, 0.999), st.floats(1e-8, 1.0), st.integers(1, 30),
+    st.integers(0, 1000),
+)  # fmt: skip
+def test_adam_rounds_every_operation_to_fp32(
+    rate: float, beta1: float, beta2: float, epsilon: float, size: int, seed: int
+) -> None:
+    layout = _layout(size)
+    stepper = AdamStep(layout, rate, beta1, beta2, epsilon)
+    vector = _values(layout.num_values, seed)
+    expected: npt.NDArray[Any] = vector.numpy()[:size].copy()
+    first: npt.NDArray[Any] = np.zeros(size, np.float32)
+    second: npt.NDArray[Any] = np.zeros(size, np.float32)
+    b1, b2, c1, c2 = (np.float32(value) for value in (beta1, beta2, 1 - beta1, 1 - beta2))
+    power1 = power2 = 1.0
+    for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
+        mean = _values(layout.num_values, seed + step + 1)
+        stepper.step(vector, mean)
+        delta = mean.numpy()[:size]
+        first = first * b1 + delta * c1
+        second = second * b2 + (delta * delta) * c2
+        power1, power2 = power1 * beta1, power2 * beta2
+        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(epsilon)
+        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
+    assert np.array_equal(vector.numpy()[:size], expected)
+
+
+def test_adam_agrees_with_torch() -> None:
+    layout = _layout()
+    vector = _values(layout.num_values, 1)
+    parameter = nn.Parameter(vector[: layout.num_parameters].clone())
+    reference = torch.optim.Adam([parameter], lr=0.02, betas=(0.9, 0.99), eps=1e-3)
+    stepper = AdamStep(layout, 0.02, 0.9, 0.99, 1e-3)
+    for seed in range(2, 40):
+        mean = _values(layout.num_values, seed)
+        stepper.step(vector, mean)
+        parameter.grad = mean[: layout.num_parameters].clone()
+        reference.step()
+    torch.testing.assert_close(vector[: layout.num_parameters], parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_adams_state_moves_to_another_peer_and_misfits_are_refused() -> None:
+    layout = _layout()
+    one, two = (AdamStep(layout, 0.02, 0.9, 0.99, 1e-3) for _ in range(2))
+    vector = _values(layout.num_values, 1)
+    one.step(vector, _values(layout.num_values, 2))
+    two.load_state_tensors(one.state_tensors())
+    vectors = [vector.clone(), vector.clone()]
+    for stepper, each in zip((one, two), vectors, strict=True):
+        stepper.step(each, _values(layout.num_values, 3))
+    assert torch.equal(*vectors)
+    first, second, steps = one.state_tensors()
+    for bad in ([], [first], [first, second, ("outer.steps", torch.zeros(2))], [second, first, steps],
+                [first, second, ("outer.steps", torch.tensor([-1.0]))],
+                [first, ("outer.second", -second[1]), steps]):  # fmt: skip
+        with pytest.raises(IncompatibleError):
+            two.load_state_tensors(bad)
+    for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+PSEUDO_GRADIENT_STEPS: dict[str, Callable[[Layout], outer.Stepper]] = {
+    "nesterov": lambda layout: NesterovStep(layout, 0.7, 0.9),
+    "adam": lambda layout: AdamStep(layout, 0.02, 0.9, 0.99, 1e-3),
+    "average": lambda layout: AverageStep(layout, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", PSEUDO_GRADIENT_STEPS)
+def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     layout = _layout()
 
     def run() -> torch.Tensor:
-        stepper, vector = NesterovStep(layout, 0.7, 0.9), _values(layout.num_values, 1)
+        stepper, vector = PSEUDO_GRADIENT_STEPS[name](layout), _values(layout.num_values, 1)
         for seed in range(2, 5):
             stepper.step(vector, _values(layout.num_values, seed))
         return vector
@@ -91,13 +175,13 @@ def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(run(), whole)
 
 
-@pytest.mark.parametrize("make", [lambda x: NesterovStep(x, 0.7, 0.9), lambda x: AverageStep(x, 0.5)])
-def test_buffers_take_the_mean_and_integers_stay_whole(make: Callable[[Layout], outer.Stepper]) -> None:
+@pytest.mark.parametrize("name", PSEUDO_GRADIENT_STEPS)
+def test_buffers_take_the_mean_and_integers_stay_whole(name: str) -> None:
     layout = _layout(2)
     vector = torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 10.0, 20.0])
     mean = torch.tensor([1.0, 1.0, 0.25, -0.5, 0.0, -0.6, 1.5])
     kept = mean.clone()
-    make(layout).step(vector, mean)
+    PSEUDO_GRADIENT_STEPS[name](layout).step(vector, mean)
     assert vector[2:].tolist() == [0.75, 2.5, 3.0, 11.0, 18.0]
     assert torch.equal(mean, kept)
 

@@ -1,0 +1,105 @@
+"""Who may touch the live model: the training thread, or, between two of its steps, the side that synchronises.
+
+When a round runs under compute (``training.overlap_steps``), the event loop's side needs the model for two moments: to
+read the contribution, and to apply the result. It asks for them with `Rest.held`, and the training thread grants them
+where a step ends. Without overlap the training thread waits for the whole round, and the model is at rest anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from p2ptrain.errors import TemporaryError
+
+LOOK_SECONDS = 1.0
+"""Between two looks at whether the other side still exists."""
+
+
+class Rest:
+    """Hands the live model back and forth; at rest until `resume`."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._training = False
+        self._reserved = False
+        self._held = False
+        self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    # --- the training thread's side
+
+    def park(self) -> None:
+        """The training thread leaves the model alone; who waits for it gets it."""
+        with self._changed:
+            self._training = False
+            if self._waiting is not None:
+                (loop, future), self._waiting = self._waiting, None
+                self._held = True
+                loop.call_soon_threadsafe(_grant, future)
+
+    def resume(self, is_over: Callable[[], bool]) -> None:
+        """The training thread takes the model, as soon as the other side does not hold it.
+
+        Args:
+            is_over: Whether the other side has ended, so that it will not give the model back.
+
+        Raises:
+            TemporaryError: It has.
+        """
+        with self._changed:
+            while self._held or self._reserved:
+                if not self._changed.wait(LOOK_SECONDS) and is_over():
+                    raise TemporaryError("the swarm was closed during a round: call Swarm.join again to go on")
+            self._training = True
+
+    def reserve(self) -> None:
+        """Give the model to the next `held`; while the training thread is parked."""
+        with self._changed:
+            self._reserved = True
+
+    def end_reservation(self) -> None:
+        """Take back what `reserve` gave, if nobody came for it; from any thread."""
+        with self._changed:
+            self._reserved = False
+            self._changed.notify_all()
+
+    # --- the event loop's side
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Keep the model still; waits for the end of the step that is being computed."""
+        await self._take()
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    async def _take(self) -> None:
+        with self._changed:
+            if not self._training:
+                self._reserved, self._held = False, True
+                return
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiting = (loop, future)
+        try:
+            await future
+        except asyncio.CancelledError:
+            with self._changed:
+                granted = self._waiting is None
+                self._waiting = None
+            if granted:
+                self._give_back()
+            raise
+
+    def _give_back(self) -> None:
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+
+def _grant(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

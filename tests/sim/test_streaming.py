@@ -1,0 +1,84 @@
+"""Swarms whose rounds synchronise one fragment each, also under compute: the same promises, under the same faults."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.accounts import Accounts
+from tests.support.schedules import draw_schedule, find_problems
+from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+
+FRAGMENTS = {"fragments": 2, "outer": "adam", "outer_learning_rate": 0.01}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
+def test_they_keep_every_promise_whatever_befalls_them(fragments: int, overlap_steps: int) -> None:
+    for seed in range(40, 60):
+        schedule = replace(draw_schedule(seed, 2, 6), fragments=fragments, overlap_steps=overlap_steps)
+        assert find_problems(schedule) == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("fragments", "overlap_steps"), [(2, 0), (2, 2), (1, 3)])
+def test_so_do_those_larger_than_a_group(fragments: int, overlap_steps: int) -> None:
+    for seed in range(100, 106):
+        schedule = replace(draw_schedule(seed, 5, 9), group_size=3, fragments=fragments, overlap_steps=overlap_steps)
+        assert find_problems(schedule) == []
+
+
+def test_laggards_find_as_many_rounds_of_each_fragment() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS, history_rounds=2), 0)
+        trainer, _ = swarm.start("t0"), swarm.start("t1")
+        lineages: dict[int, bytes] = {}
+        changed = trainer.sync.on_change
+
+        def watch() -> None:
+            changed()
+            lineages[trainer.sync.head.round] = trainer.sync.head.lineage
+
+        trainer.sync.on_change = watch
+        await swarm.until(lambda: swarm.in_agreement(7), 120, "rounds are committed")
+        history, last = trainer.sync.averager.history, trainer.sync.head.round
+        assert len(history.chain(lineages[last - 4])) == 4
+        assert history.chain(lineages[last - 5]) == []
+        await swarm.end()
+
+    simulate(main, 2)
+
+
+def test_a_round_moves_its_fragment_alone() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest(FRAGMENTS), 0)
+        Accounts(swarm)
+        history: dict[int, torch.Tensor] = {}
+        for index in range(3):
+            trainer = swarm.start(f"t{index}")
+            changed = trainer.sync.on_change
+
+            def watch(trainer: SimulatedTrainer = trainer, changed: object = changed) -> None:
+                assert callable(changed)
+                changed()
+                vector = history.setdefault(trainer.sync.head.round, trainer.state.vector.clone())
+                assert torch.equal(vector, trainer.state.vector)
+
+            trainer.sync.on_change = watch
+        await swarm.until(lambda: swarm.in_agreement(6), 120, "rounds are committed")
+        state = swarm.trainers["t0"].state
+        for before, after in itertools.pairwise(sorted(history)):
+            moved = history[before] != history[after]
+            own = torch.zeros_like(moved)
+            for start, _, count in state.fragments.of_round(before).parameter_spans:
+                own[start : start + count] = True
+            assert after == before + 1
+            assert not bool(moved[~own].any())
+            assert bool(moved[own].any())
+        await swarm.end()
+
+    simulate(main, 1)

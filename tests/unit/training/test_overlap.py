@@ -1,0 +1,255 @@
+"""Rounds under compute: who has the model when, what is applied how, and what is still to be contributed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.errors import ManifestError, TemporaryError
+from p2ptrain.manifest import TrainingSpec, parse_manifest
+from p2ptrain.training.fragments import Fragments
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.outer import AverageStep
+from p2ptrain.training.rest import Rest
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.work import RoundResult
+
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(WAIT_SECONDS)
+    loop.close()
+
+
+def _shared(num_fragments: int = 1) -> tuple[nn.Module, SharedState]:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layout = Layout.from_module(module)
+    return module, SharedState.from_module(module, layout, AverageStep(layout, 1.0), Fragments(layout, num_fragments))
+
+
+def _read(module: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
+
+
+def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> None:
+    module, state = _shared(2)
+    work = LocalWork(module, state, accumulate=False, mixing=0.25)
+    fragment = state.fragments.of_round(1)
+    work.add_step(4, 40)
+    work.add_step(4, 40)
+    handed_in = work.tokens_of(fragment)
+    work.add_step(4, 40)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(1.0)
+    live, start = _read(module), state.vector.clone()
+    mean = torch.full((fragment.num_values,), -0.5)
+    state.apply(mean, fragment)
+    work.adopt(True, None, fragment, (handed_in, 8))
+    assert handed_in == 40
+    assert (work.pending, work.samples) == ([120, 40], 4)
+    (span,) = fragment.parameter_spans
+    own = slice(span[0], span[0] + span[2])
+    expected = live.clone()
+    expected[own] = 0.25 * live[own] + 0.75 * (start[own] + 0.5)
+    torch.testing.assert_close(_read(module), expected)
+
+
+def test_whoever_synchronises_gets_the_model_between_two_steps(loop: asyncio.AbstractEventLoop) -> None:
+    rest, events = Rest(), []
+
+    async def touch() -> None:
+        async with rest.held():
+            events.append("held")
+            await asyncio.sleep(0)
+            events.append("given back")
+
+    rest.resume(lambda: False)
+    future = asyncio.run_coroutine_threadsafe(touch(), loop)
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_SECONDS)
+    events.append("step")
+    rest.park()
+    rest.resume(lambda: False)
+    events.append("next step")
+    future.result(WAIT_SECONDS)
+    assert events == ["step", "held", "given back", "next step"]
+
+
+def test_training_waits_for_what_the_model_is_reserved_for(loop: asyncio.AbstractEventLoop) -> None:
+    rest = Rest()
+
+    async def touch() -> str:
+        async with rest.held():
+            return "touched"
+
+    rest.reserve()
+    future = asyncio.run_coroutine_threadsafe(touch(), loop)
+    rest.resume(lambda: False)
+    assert future.done() or future.result(WAIT_SECONDS) == "touched"
+    rest.park()
+    rest.reserve()
+    rest.end_reservation()
+    rest.resume(lambda: False)
+
+
+def test_training_ends_when_the_other_side_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("p2ptrain.training.rest.LOOK_SECONDS", 0.01)
+    rest = Rest()
+    rest.reserve()
+    with pytest.raises(TemporaryError, match="closed during a round"):
+        rest.resume(lambda: True)
+
+
+def test_who_gives_up_waiting_for_the_model_does_not_keep_it(loop: asyncio.AbstractEventLoop) -> None:
+    rest = Rest()
+
+    async def touch() -> None:
+        async with rest.held():
+            raise AssertionError("it was cancelled before")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(touch())
+        await asyncio.sleep(0)
+        rest.park()  # Granted, but the task learns of its cancellation first.
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    rest.resume(lambda: False)
+    asyncio.run_coroutine_threadsafe(cancelled(), loop).result(WAIT_SECONDS)
+    rest.resume(lambda: False)
+
+
+@dataclass
+class ScriptedSynchronizer:
+    """Reads the contribution, waits for the test, and then gives the result that it is told."""
+
+    state: SharedState
+    head: Any = field(default_factory=lambda: SimpleNamespace(round=0))
+    begun: list[list[int]] = field(default_factory=list)
+    arrivals: list[Future[RoundResult]] = field(default_factory=list)
+
+    def is_closing(self) -> bool:
+        return False
+
+    async def synchronize(self, work: LocalWork) -> RoundResult:
+        fragment = self.state.fragments.of_round(self.head.round)
+        contribution = torch.empty(fragment.num_values)
+        async with work.at_rest():
+            counted = work.tokens_of(fragment), work.samples
+            self.begun.append(list(work.pending))
+            work.collect(contribution, fragment)
+        arrival: Future[RoundResult] = Future()
+        self.arrivals.append(arrival)
+        result = await asyncio.wrap_future(arrival)
+        async with work.at_rest():
+            if result.committed:
+                self.state.apply(contribution, fragment)
+                self.head.round += 1
+                work.adopt(True, None, fragment, counted)
+        return result
+
+
+def _optimizer(loop: asyncio.AbstractEventLoop, **spec: Any) -> tuple[SwarmOptimizer, ScriptedSynchronizer]:
+    module, state = _shared(spec.get("fragments", 1))
+    training = TrainingSpec.model_validate({"local_batch": 1, **spec})
+    synchronizer = ScriptedSynchronizer(state)
+    inner = torch.optim.SGD(module.parameters(), lr=0.1)
+    return SwarmOptimizer(module, inner, synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
+
+
+def _step(optimizer: SwarmOptimizer, times: int = 1) -> None:
+    for _ in range(times):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def _committed(round_: int) -> RoundResult:
+    return RoundResult(True, round_, "", contributed=True)
+
+
+def _arrive(synchronizer: ScriptedSynchronizer, result: RoundResult, loop: asyncio.AbstractEventLoop) -> None:
+    while not synchronizer.arrivals:
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(WAIT_SECONDS)
+    synchronizer.arrivals.pop().set_result(result)
+
+
+def test_steps_go_on_under_a_round_and_count_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
+    optimizer, synchronizer = _optimizer(loop, every=8, fragments=2, overlap_steps=3)
+    _step(optimizer, 4)
+    assert [optimizer.is_under_way] == [True]
+    assert synchronizer.begun == [[40, 40]]
+    _step(optimizer, 2)
+    assert [optimizer.last_result] == [None]
+    _arrive(synchronizer, _committed(1), loop)
+    _step(optimizer)
+    assert [optimizer.last_result] == [_committed(1)]
+    assert optimizer.samples_in_round == 3
+    _step(optimizer)
+    assert synchronizer.begun == [[40, 40], [40, 80]]
+    _arrive(synchronizer, _committed(2), loop)
+    assert optimizer.synchronize().round == 2
+    assert [optimizer.is_under_way] == [False]
+
+
+def test_training_waits_for_a_round_that_takes_longer_than_the_overlap(loop: asyncio.AbstractEventLoop) -> None:
+    optimizer, synchronizer = _optimizer(loop, every=4, overlap_steps=2)
+    _step(optimizer, 5)
+    trained = threading.Thread(target=_step, args=(optimizer,))
+    trained.start()
+    trained.join(0.2)
+    assert trained.is_alive()
+    _arrive(synchronizer, _committed(1), loop)
+    trained.join(WAIT_SECONDS)
+    assert optimizer.last_result == _committed(1)
+
+
+def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
+    optimizer, synchronizer = _optimizer(loop, every=8, overlap_steps=1)
+    _step(optimizer, 8)
+    before, live = synchronizer.state.vector.clone(), _read(optimizer._module)
+    _arrive(synchronizer, RoundResult(False, 0, "it broke"), loop)
+    _step(optimizer)
+    assert optimizer.last_result is not None
+    assert not optimizer.last_result.committed
+    assert torch.equal(synchronizer.state.vector, before)
+    torch.testing.assert_close(_read(optimizer._module), live - 0.1)
+    _step(optimizer, 2)
+    assert synchronizer.begun == [[80], [110]]
+    _arrive(synchronizer, _committed(1), loop)
+    optimizer.synchronize()
+
+
+def test_a_closed_swarm_ends_a_round_under_compute(loop: asyncio.AbstractEventLoop) -> None:
+    optimizer, _ = _optimizer(loop, every=4, overlap_steps=2)
+    _step(optimizer, 4)
+    optimizer._bridge.cancel("the network ended")
+    with pytest.raises(TemporaryError, match="the network ended"):
+        _step(optimizer, 2)
+
+
+def test_an_overlap_as_long_as_a_round_is_refused() -> None:
+    with pytest.raises(ManifestError, match="must be less"):
+        parse_manifest({"training": {"every": 8, "fragments": 2, "overlap_steps": 4}}, "a")
+    with pytest.raises(ManifestError, match="must be less"):
+        parse_manifest({"training": {"every": 1, "overlap_steps": 1}}, "a")
