@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 MIN_PAUSE_SECONDS = 0.05
-PROBE_TIMEOUT_SECONDS = 3.0
+LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 REPORT_WAIT_SECONDS = 1.0
 FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
@@ -85,7 +85,12 @@ class Place:
             self.closing = key
 
 
-async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any, Any]:
+def probe_seconds(spec: AveragingSpec) -> float:
+    """How long a peer may take to answer: a grace period, which was chosen for the round trips of the swarm."""
+    return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
+
+
+async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> tuple[Head, Any, Any]:
     """Tell a peer that this one is in a round, and whether it is being closed.
 
     Returns:
@@ -98,7 +103,7 @@ async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool) -> tuple[Head, Any
         DeadlineError: No answer in time.
     """
     request = {"key": list(key), "closing": closing}
-    reply = await rpc.call(peer, "rally.nudge", request, PROBE_TIMEOUT_SECONDS)
+    reply = await rpc.call(peer, "rally.nudge", request, timeout_seconds)
     return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
 
 
@@ -356,7 +361,7 @@ class Conductor:
     async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
         try:
-            head, leader, _ = await nudge(self._rpc, peer, key, rally.closing)
+            head, leader, _ = await nudge(self._rpc, peer, key, rally.closing, probe_seconds(self._spec))
         except PeerRefusedError:
             return
         except (PeerError, DeadlineError, IntegrityError) as error:

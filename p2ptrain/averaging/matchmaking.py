@@ -14,7 +14,7 @@ from typing import Any
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, PROBE_TIMEOUT_SECONDS, Conductor, Place, nudge
+from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor, Place, nudge, probe_seconds
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
@@ -90,6 +90,7 @@ class Matchmaker:
         self._last_leader: tuple[Key, str] | None = None
         self._leaders = Leaders(rpc.peer_id, membership, self.cells)
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
+        self._announcing: set[asyncio.Task[None]] = set()
         rpc.serve("rally.nudge", self._serve_nudge)
 
     @property
@@ -126,20 +127,32 @@ class Matchmaker:
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""
+        for task in list(self._announcing):
+            task.cancel()
+        await asyncio.gather(*self._announcing, return_exceptions=True)
         await self._conductor.close()
 
-    async def announce(self) -> None:
-        """Tell all of its cell that train, or are about to, that this peer takes part in the round in progress.
+    def announce_soon(self, head: Head) -> None:
+        """`announce`, while this peer is still on its way to ``head``: the others wait a grace period for it."""
+        task = asyncio.create_task(self.announce(head), name="announce")
+        self._announcing.add(task)
+        task.add_done_callback(self._announcing.discard)
+
+    async def announce(self, head: Head | None = None) -> None:
+        """Tell all of its cell that train, or are about to, that this peer takes part in the round after a head.
 
         Records spread with a delay; without this, two peers that start together would each end their first round alone.
+
+        Args:
+            head: None for the head of this peer.
         """
-        key = self._place.key
+        key = self.cells.key_of(head or self._place.head, self._rpc.peer_id)
         peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
         await asyncio.gather(*(self._greet(peer, key) for peer in peers))
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
-            *_, failed = await nudge(self._rpc, peer, key, closing=False)
+            *_, failed = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
             if key == self._place.key:
                 self._leaders.learn(key, failed)
         except (PeerError, DeadlineError, IntegrityError) as error:
@@ -182,7 +195,7 @@ class Matchmaker:
         """
         loop = asyncio.get_running_loop()
         grace = (1 + ticket.level) * self._spec.grace_seconds
-        deadline = loop.time() + self._spec.matchmaking_seconds + grace + PROBE_TIMEOUT_SECONDS
+        deadline = loop.time() + self._spec.matchmaking_seconds + grace + probe_seconds(self._spec)
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         tried: list[str] = []
         target, hops = "", 0
@@ -322,7 +335,7 @@ class Matchmaker:
                 else:
                     head = self.head.without_proof().to_dict()
                     request = {"head": head, "samples": samples, "batch": batch_samples, "seconds": seconds}
-                    reply = await self._rpc.call(leader, "rally.report", request, PROBE_TIMEOUT_SECONDS)
+                    reply = await self._rpc.call(leader, "rally.report", request, probe_seconds(self._spec))
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:

@@ -182,6 +182,8 @@ class Follower:
             await self._download(source, work, keep_work=True, chain=chain)
 
     async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None) -> None:
+        if work is not None and work.tokens > 0:
+            self._averager.matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
         for certificate in chain:
             body = certificate.body
             head = self._state.head
