@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit clean
+.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -61,6 +61,9 @@ bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; 
 
 bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures
 	$(BIN)/python -m benchmarks.bench_moshpit $(ARGS)
+
+bench-groups: $(STAMP)  ## how groups form among 8 to 512 peers, and when leaders fail; ARGS="--sizes 64x16"
+	$(BIN)/python -m benchmarks.bench_groups $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

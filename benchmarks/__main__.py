@@ -4,13 +4,15 @@ python -m benchmarks --json results/all.json
 python -m benchmarks --only download
 
 Of the comparison with hivemind's averaging this measures rounds alone; ``make bench-averaging`` measures all of it. Of
-the ways to synchronise it measures some; ``make bench-convergence`` measures all.
+the ways to synchronise it measures some; ``make bench-convergence`` measures all. Of the sizes of swarms it leaves out
+the large ones; ``make bench-groups`` measures them too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence", "--only", "DiLoCo", "SparseLoCo", "streaming"],
     "moshpit": ["benchmarks.bench_moshpit"],
+    "groups": ["benchmarks.bench_groups", "--sizes", "8x16", "64x16"],
     "reduction": ["benchmarks.bench_reduction"],
     "part_lists": ["benchmarks.bench_part_lists"],
     "attacks": ["benchmarks.bench_attacks"],
@@ -114,6 +117,16 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
         return [
             (f"{name}: published figures not met", str(len(found["far_off"])), ""),
             (f"{name}: variance after a round of random groups, of the formula's", f"{furthest['ratio']:.3f}", ""),
+        ]
+    if name == "groups":
+        small, large = found[0]["steady"], found[-1]["steady"]
+        ratio = statistics.median(large["group"]) / statistics.median(small["group"])
+        return [
+            (
+                f"{name}: time until a group stands among {found[-1]['peers']}, of {found[0]['peers']}",
+                f"{ratio:.2f}",
+                "",
+            )
         ]
     if name == "reduction":
         group = found["8"]

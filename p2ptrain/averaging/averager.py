@@ -12,10 +12,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.attempts import Attempts
+from p2ptrain.averaging.beats import first_result
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.descent import Ascent, Descent
@@ -42,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 3
 MAX_DELEGATES = 3
-"""So many members of a group may stand for it, one after the other."""
+"""So many members of a group may stand for it, one after the other has failed or fallen quiet."""
 MIN_HISTORY_BYTES = 64 << 20
 MAX_PARTIAL_RESULTS = 8
 
@@ -270,26 +272,36 @@ class Averager:
         if body.level == 0:
             self._own_results.append(body)
         self._descent.expect(body)
-        ascent, above = None, list[_Stage]()
+        brought: tuple[Ascent, list[_Stage]] | None = None
+        delegates = self._delegates(stage)[:MAX_DELEGATES]
         try:
-            for delegate in self._delegates(stage)[:MAX_DELEGATES]:
-                try:
-                    if delegate == self._rpc.peer_id:
-                        ascent, above = await self._represent(head, stage, wish)
-                    else:
-                        self._enter("gather")
-                        ascent = await self._descent.fetch(delegate, body, body.bounds[-1], self._seconds_above(body))
-                    break
-                except (TemporaryError, IntegrityError) as error:
-                    logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
-                    if delegate == self._rpc.peer_id:
-                        self._descent.conclude(body, None)
+            brought = await first_result(
+                [partial(self._bring, head, stage, wish, delegate) for delegate in delegates],
+                lambda error: isinstance(error, (TemporaryError, IntegrityError)),
+            )
         finally:
-            self._descent.conclude(body, ascent)
-        if ascent is None:
+            self._descent.conclude(body, brought[0] if brought else None)
+        if brought is None:
             self._attempts.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
-        return ascent, above
+        return brought
+
+    async def _bring(
+        self, head: Head, stage: _Stage, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
+    ) -> tuple[Ascent, list[_Stage]]:
+        """What became of a group's result by way of one delegate, which may be this peer."""
+        body, own = stage.certificate.body, delegate == self._rpc.peer_id
+        try:
+            if own:
+                return await self._represent(head, stage, wish)
+            self._enter("gather")
+            seconds = self._seconds_above(body)
+            return await self._descent.fetch(delegate, body, body.bounds[-1], seconds, on_quiet), []
+        except (TemporaryError, IntegrityError) as error:
+            logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
+            if own:
+                self._descent.conclude(body, None)
+            raise
 
     def _delegates(self, stage: _Stage) -> list[str]:
         """Who stands for a group, in order: its contributors, those first that others can open streams to."""

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
+from p2ptrain.averaging.beats import beat_until
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.descent import QUIET_GRACES
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership, rank
+from p2ptrain.averaging.patience import LEAST_QUIET_SECONDS
 from p2ptrain.averaging.rally import Answer, Rally, decide
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
@@ -226,11 +229,10 @@ class Conductor:
             raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
-        await channel.send({"kind": "waiting"})  # A leader that hangs says nothing, and is passed over soon.
         answer = asyncio.create_task(self.enlist(ticket, head, tried, hops, avoid), name="enlist")
         try:
-            waiting: set[asyncio.Future[Any]] = {answer, channel.lost}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            # A leader that hangs says nothing, and is passed over soon.
+            await beat_until(channel, answer, self._spec.grace_seconds)
             if answer.done():
                 await channel.send(answer.result())
         finally:
@@ -249,12 +251,24 @@ class Conductor:
             best = self._leaders.candidates(key, [*tried, *self._place.passed_over(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
                 return {"kind": "redirect", "peer": best}
+        await self._make_room(self.rally(head, key), ticket.peer)
         rally = self.rally(head, key)
         answer = rally.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid[:MAX_AVOIDED_PEERS]))
         try:
             return await answer
         finally:
             rally.remove(ticket.peer, answer) if not rally.over else None
+
+    async def _make_room(self, rally: Rally, peer: str) -> None:
+        """If another peer speaks for a delegate's cell, ask whether it is there still; if not, it speaks no more."""
+        holder = rally.holder(peer)
+        if holder in ("", self._rpc.peer_id):
+            return
+        patience = max(LEAST_QUIET_SECONDS, QUIET_GRACES * self._spec.grace_seconds)
+        try:
+            await nudge(self._rpc, holder, rally.key, rally.closing, patience)
+        except (PeerError, DeadlineError, IntegrityError):
+            rally.dismiss(holder, "another delegate of your cell came when you did not answer")
 
     async def _serve_report(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         head = Head.from_dict(request.get("head"))
@@ -313,7 +327,7 @@ class Conductor:
                     rally.answer_all({"kind": "behind", "peer": self._rpc.peer_id})
                     break
                 expected = self._expected(rally)
-                decision = decide(rally.situation(expected, now), self._spec)
+                decision = decide(rally.situation(expected, now), rally.spec)
                 if decision.action == "close" and not rally.closing:
                     rally.closing = True
                     probed_at.clear()

@@ -1,10 +1,11 @@
 """The way down the tree: how the result of a round reaches those that averaged in a cell and sent a delegate up.
 
-A member asks its delegate, which answers once it holds the result: the certificates of all levels above, by which the
-member sees that its cell's result is in it, and a hash of each piece of the encoded means. Then every member fetches
-its own pieces, one in n, from the delegate, and all others from the members whose own they are. So the delegate sends
-one vector, whatever the number of members, and nobody sends or receives more than one. What somebody fails to bring is
-fetched from the delegate; every piece is checked by itself, so that who sends a false one is known.
+A member asks its delegate, which says that it is at it until it holds the result (`p2ptrain.averaging.beats`), and then
+answers: the certificates of all levels above, by which the member sees that its cell's result is in it, and a hash of
+each piece of the encoded means. Then every member fetches its own pieces, one in n, from the delegate, and all others
+from the members whose own they are. So the delegate sends one vector, whatever the number of members, and nobody sends
+or receives more than one. What somebody fails to bring is fetched from the delegate; every piece is checked by itself,
+so that who sends a false one is known.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
+from p2ptrain.averaging.beats import answer_after_beats, beat_until
 from p2ptrain.averaging.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.history import History, Means
-from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
+from p2ptrain.averaging.patience import patience_seconds, quiet_seconds, quorum_of_others
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.channel import Channel
@@ -29,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 1 << 18
 OPEN_TIMEOUT_SECONDS = 8.0
+QUIET_GRACES = 0.5
+"""By so much of the grace period a delegate's sign of life may be late, and so may the next one's, before the groups of
+the level above, whose grace period is longer, go on without their cell."""
 KNOWN_WAIT_SECONDS = 5.0
 """How long a member may take to come to know of a cell's result that another member holds."""
 MAX_REPLY_BYTES = 8 << 20
@@ -172,10 +178,16 @@ class Descent:
     # --- serving ---------------------------------------------------------------------------------------------------
 
     async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
-        end = await self._wait_until_known(self._ends, request.get("cell"), "this peer knows of no such result")
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
-        await asyncio.wait({end})
-        path = None if end.cancelled() else end.result()
+        end = asyncio.create_task(self._end_of(request.get("cell")), name="end of a result")
+        try:
+            await beat_until(channel, end, self._grace_seconds)
+            if not end.done():
+                return
+            path = end.result()
+        finally:
+            end.cancel()
+            await asyncio.gather(end, return_exceptions=True)
         if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
         pieces = self._kept.get(path[-1].body.body_hash)
@@ -183,6 +195,12 @@ class Descent:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         hashes = await self._runtime.compute(_hash_all, pieces)
         await channel.send({"path": [certificate.to_bytes() for certificate in path], "pieces": hashes})
+
+    async def _end_of(self, cell: object) -> Path | None:
+        """What became of a cell's result, once that is clear."""
+        end = await self._wait_until_known(self._ends, cell, "this peer knows of no such result")
+        await asyncio.wait({end})
+        return None if end.cancelled() else end.result()
 
     async def _serve_pieces(self, channel: Channel, request: dict[str, Any]) -> None:
         pieces = await self._wait_until_known(self._kept, request.get("body"), "this result is not kept here")
@@ -212,7 +230,14 @@ class Descent:
 
     # --- fetching --------------------------------------------------------------------------------------------------
 
-    async def fetch(self, delegate: str, cell: Body, num_values: int, seconds: float) -> Ascent:
+    async def fetch(
+        self,
+        delegate: str,
+        cell: Body,
+        num_values: int,
+        seconds: float,
+        on_quiet: Callable[[], None] = lambda: None,
+    ) -> Ascent:
         """What became of a cell's result, by way of a member that stands for it or waits for who does.
 
         Args:
@@ -220,14 +245,13 @@ class Descent:
             cell: Its result, as all its members hold it.
             num_values: Length of the vectors.
             seconds: How long the round may take up there.
+            on_quiet: Called when the delegate falls quiet; it is listened to on.
 
         Raises:
             PeerError, DeadlineError: It failed, or nothing came of the result.
             ProtocolError: What it sent does not verify.
         """
-        request = {"cell": cell.body_hash}
-        async with self._rpc.open(delegate, "descent.result", request, OPEN_TIMEOUT_SECONDS) as channel:
-            reply = await channel.receive(seconds, max_bytes=MAX_REPLY_BYTES)
+        reply = await self._ask(delegate, cell, seconds, on_quiet)
         try:
             path = await self._runtime.compute(self._check_path, cell, reply.get("path"))
         except IntegrityError as error:
@@ -251,6 +275,21 @@ class Descent:
             self._kept.pop(body.body_hash, None)
             raise
         return Ascent(path, means)
+
+    async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> dict[str, Any]:
+        loop, grace, allowance = asyncio.get_running_loop(), self._grace_seconds, QUIET_GRACES * self._grace_seconds
+        began = loop.time()
+        unreached = loop.call_later(quiet_seconds(grace, allowance, 0.0, 0.0), on_quiet)
+        try:
+            async with self._rpc.open(
+                delegate, "descent.result", {"cell": cell.body_hash}, OPEN_TIMEOUT_SECONDS
+            ) as channel:
+                unreached.cancel()
+                return await answer_after_beats(
+                    channel, seconds, grace, allowance, loop.time() - began, MAX_REPLY_BYTES, on_quiet
+                )
+        finally:
+            unreached.cancel()
 
     def _check_path(self, cell: Body, raw: Any) -> Path:
         if not isinstance(raw, list) or not 0 < len(raw) < MAX_LEVELS or not all(type(item) is bytes for item in raw):

@@ -12,6 +12,7 @@ import logging
 from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
+from p2ptrain.averaging.beats import answer_after_beats
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor, Place, nudge, probe_seconds
@@ -36,8 +37,9 @@ from p2ptrain.signing import Signer
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
-ACCEPTANCE_SECONDS = 5.0
-"""How long a leader may take to say that it has a ticket; then another is asked."""
+LEADER_QUIET_SECONDS = 1.5
+"""A leader's sign of life may be late by this, or the grace period if that is longer; then another is asked, while the
+groups of the level above wait for this one's still."""
 MAX_GREETED = 64
 MAX_EXCLUDED = 8
 RETRY_SECONDS = 0.25
@@ -258,10 +260,13 @@ class Matchmaker:
                 "hops": hops,
                 "avoid": self._membership.avoided(),
             }
+            began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
+            patience = max(grace, LEADER_QUIET_SECONDS)
             async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
-                answer = await channel.receive(min(ACCEPTANCE_SECONDS, timeout_seconds), max_bytes=MAX_ROSTER_BYTES)
-                if answer.get("kind") == "waiting":
-                    answer = await channel.receive(timeout_seconds, max_bytes=MAX_ROSTER_BYTES)
+                opened = asyncio.get_running_loop().time()
+                answer = await answer_after_beats(
+                    channel, began + timeout_seconds - opened, grace, patience, opened - began, MAX_ROSTER_BYTES
+                )
             if answer.get("kind") not in ("roster", "redirect", "behind", "refused"):
                 raise ProtocolError(leader, "answered a ticket with nonsense")
             return answer

@@ -1,4 +1,4 @@
-"""How long to wait: for the rest once most are there, and for an attempt as a whole. Pure decisions.
+"""How long to wait: for the rest once most are there, for an attempt, and for a sign of life. Pure decisions.
 
 Absolute times cannot be right for both a laptop on a phone's hotspot and a rack: what is usual is learnt from the swarm
 itself. The quorum of a round says how long its transfers take on these links today, and the rest may take the grace
@@ -19,6 +19,14 @@ SLACK = 0.2
 MIN_HISTORY = 3
 SCATTERS = 6.0
 """Median absolute deviations beyond the median; 4 standard deviations where times are normally distributed."""
+
+BEATS_PER_GRACE = 8
+LEAST_BEAT_SECONDS, MOST_BEAT_SECONDS = 0.1, 0.5
+LEAST_QUIET_SECONDS = 0.5
+ROUND_TRIPS = 4.0
+"""A beat may be late by so many round trips: lost pieces of data are sent again after a few."""
+LATENESSES = 3.0
+"""And by so many times what the latest one was late by, where the link or the machine is slow at all times."""
 
 
 def quorum_of_others(others: int, quorum: float) -> int:
@@ -59,3 +67,23 @@ def attempt_seconds(history: Sequence[float], spec: AveragingSpec) -> float:
     scatter = statistics.median(abs(seconds - median) for seconds in history)
     usual = max(2.0 * median, median + SCATTERS * scatter)
     return min(spec.round_seconds, usual + 2.0 * spec.grace_seconds)
+
+
+def beat_seconds(grace_seconds: float) -> float:
+    """How often a peer that others wait for says that it is at it (`p2ptrain.averaging.beats`)."""
+    return min(MOST_BEAT_SECONDS, max(LEAST_BEAT_SECONDS, grace_seconds / BEATS_PER_GRACE))
+
+
+def quiet_seconds(
+    grace_seconds: float, allowance_seconds: float, round_trip_seconds: float, latest_seconds: float
+) -> float:
+    """How long after a beat the next one may come before the peer counts as quiet.
+
+    Args:
+        grace_seconds: The swarm's; says when the next one is due.
+        allowance_seconds: How late it may be in any case: a part of the time that others wait.
+        round_trip_seconds: To the peer, as it was measured.
+        latest_seconds: What its latest beat so far was late by.
+    """
+    late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
+    return beat_seconds(grace_seconds) + late

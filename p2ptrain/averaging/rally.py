@@ -169,6 +169,19 @@ class Rally:
             del self.members[self.slot_of(peer)]
             self.stir()
 
+    def holder(self, peer: str) -> str:
+        """Who else speaks in the place of this peer; empty when nobody does."""
+        member = self.members.get(self.slot_of(peer))
+        return "" if member is None or member.ticket.peer == peer or self.over else member.ticket.peer
+
+    def dismiss(self, peer: str, reason: str) -> None:
+        """Refuse a ticket that was taken before."""
+        member = self.members.get(self.slot_of(peer))
+        if member is not None and member.ticket.peer == peer and not member.answer.done():
+            member.answer.set_result({"kind": "refused", "reason": reason})
+            del self.members[self.slot_of(peer)]
+            self.stir()
+
     def has(self, peer: str) -> bool:
         """Whether this peer handed in a ticket."""
         member = self.members.get(self.slot_of(peer))

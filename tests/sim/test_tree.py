@@ -71,15 +71,30 @@ def test_all_peers_come_to_the_exact_mean_of_all(num_peers: int, seed: int) -> N
     run(num_peers, scenario, seed)
 
 
-def hit_first_delegate(started: list[AveragingPeer], fault: Callable[[AveragingPeer], object]) -> list[AveragingPeer]:
-    """Let ``fault`` befall the first peer that is about to stand for its cell; the list then holds it."""
+def test_cells_smaller_than_the_least_number_of_peers_average_in_a_swarm_that_has_it() -> None:
+    spec = SPEC.model_copy(update={"min_peers": 7})
+
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        await asyncio.gather(*(each.round() for each in started))
+        body = started[0].outcomes[-1].result.certificate.body
+        assert body.levels == 2
+        assert sum(body.peers) == len(started)
+
+    run(12, scenario, spec=spec)
+
+
+def hit_first_delegate(
+    started: list[AveragingPeer], fault: Callable[[AveragingPeer], object], least: int = 1
+) -> list[AveragingPeer]:
+    """Let ``fault`` befall the first peer that is about to stand for a cell of ``least``; the list then holds it."""
     hit: list[AveragingPeer] = []
 
     def watch(each: AveragingPeer) -> None:
         represent = each.averager._represent
 
         async def represent_or_fail(*arguments: Any) -> Any:
-            if not hit:
+            if not hit and len(arguments[1].certificate.body.members) >= least:
                 hit.append(each)
                 fault(each)
             return await represent(*arguments)
@@ -128,6 +143,100 @@ def test_a_delegate_that_falls_silent_costs_the_other_cells_no_round() -> None:
         last = [each.outcomes[-1] for each in started]
         assert len({outcome.result.certificate.body.body_hash for outcome in last}) == 1
         assert all(outcome.contributed for outcome in last)
+
+    run(12, scenario, seed=2)
+
+
+def test_a_cell_whose_delegate_falls_silent_is_counted_in_the_same_round() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        # Of two members one cannot certify what the other did not sign.
+        hit = hit_first_delegate(started, lambda who: network.cut(who.peer), least=3)
+        began = network.loop.time()
+        tasks = {each: asyncio.create_task(each.try_round()) for each in started}
+        await until(lambda: bool(hit), 60)
+        others = [each for each in started if each is not hit[0]]
+        assert all(await asyncio.gather(*(tasks[each] for each in others)))
+        assert network.loop.time() - began < 5 * SPEC.grace_seconds
+        last = [each.outcomes[-1] for each in others]
+        assert len({outcome.result.certificate.body.body_hash for outcome in last}) == 1
+        assert all(outcome.contributed for outcome in last)
+        assert last[0].result.certificate.body.tokens == 10 * len(started), "the silent one's work is in its cell's"
+        network.mend(hit[0].peer)
+        await tasks[hit[0]]
+
+    run(12, scenario, seed=2)
+
+
+def test_a_delegate_that_falls_silent_with_a_ticket_in_makes_room_for_the_next() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        late: list[AveragingPeer] = []
+        silent: list[
+            AveragingPeer
+        ] = []  # Another cell's delegate comes late, so that the ticket of the silent one waits.
+
+        def hold_or_cut(each: AveragingPeer) -> None:
+            represent = each.averager._represent
+
+            async def changed(*arguments: Any) -> Any:
+                if not late:
+                    late.append(each)
+                    await asyncio.sleep(3.5)
+                elif not silent and len(arguments[1].certificate.body.members) >= 3:
+                    silent.append(each)
+                    network.loop.call_later(0.2, network.cut, each.peer, context=network.context)
+                return await represent(*arguments)
+
+            each.averager._represent = changed  # type: ignore[method-assign, assignment]
+
+        for each in started:
+            hold_or_cut(each)
+        tasks = {each: asyncio.create_task(each.try_round()) for each in started}
+        await until(lambda: bool(silent), 60)
+        others = [each for each in started if each is not silent[0]]
+        assert all(await asyncio.gather(*(tasks[each] for each in others)))
+        body = others[0].outcomes[-1].result.certificate.body
+        assert body.tokens == 10 * len(started)
+        network.mend(silent[0].peer)
+        await tasks[silent[0]]
+
+    run(12, scenario, seed=2, spec=SPEC.model_copy(update={"grace_seconds": 2.0}))
+
+
+def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        for each in started:
+            each.vector = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+        stood: list[bytes] = []
+
+        def count(each: AveragingPeer) -> None:
+            represent = each.averager._represent
+
+            async def counted(*arguments: Any) -> Any:
+                stood.append(arguments[1].certificate.body.body_hash)
+                return await represent(*arguments)
+
+            each.averager._represent = counted  # type: ignore[method-assign, assignment]
+
+        def crawl(who: AveragingPeer) -> None:
+            who.peer.uplink.bytes_per_second = who.peer.downlink.bytes_per_second = 1.25e6
+            crawling.append(network.loop.create_task(stop_and_go(who), context=network.context.copy()))
+
+        async def stop_and_go(who: AveragingPeer) -> None:
+            while True:
+                network.stall(who.peer, 0.09)
+                await asyncio.sleep(0.1)
+
+        crawling: list[asyncio.Task[None]] = []
+        for each in started:
+            count(each)
+        hit_first_delegate(started, crawl, least=3)
+        assert all(await asyncio.gather(*(each.try_round() for each in started)))
+        crawling[0].cancel()
+        assert len(stood) == len(set(stood)), "two stood for one cell"
+        assert started[0].outcomes[-1].result.certificate.body.tokens == 10 * len(started)
 
     run(12, scenario, seed=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,7 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.transport import Transport
 from tests.support.simulation import SWARM
 
 LAYOUT = b"y" * 32
@@ -51,7 +53,7 @@ class AveragingPeer:
             if other.peer.alive:
                 runtime, head = self.peer.runtime, other.averager.head
                 self.membership.update(
-                    _record(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
+                    record_of(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
                 )
                 if head.outranks(self.averager.head):
                     self.averager.set_head(head)
@@ -90,7 +92,8 @@ class AveragingPeer:
         return out
 
 
-def _record(peer: SimulatedPeer, head: Head) -> PeerRecord:
+def record_of(peer: SimulatedPeer, head: Head) -> PeerRecord:
+    """What a peer that trains from this head publishes."""
     return PeerRecord(
         peer=peer.peer_id, name=peer.name, version="0", protocol=1, role="trainer", state="training", device="cpu",
         round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None,
@@ -100,13 +103,17 @@ def _record(peer: SimulatedPeer, head: Head) -> PeerRecord:
 
 
 async def start_averagers(
-    network: SimulatedNetwork, peers: list[SimulatedPeer], spec: AveragingSpec, num_values: int
+    network: SimulatedNetwork,
+    peers: list[SimulatedPeer],
+    spec: AveragingSpec,
+    num_values: int,
+    transport_of: Callable[[SimulatedPeer], Transport] = lambda peer: peer.transport,
 ) -> list[AveragingPeer]:
-    """One averager on each of ``peers``; all know of each other."""
+    """One averager on each of ``peers``, over its transport or what stands before it; all know of each other."""
     head = genesis(SWARM, b"d" * 32)
     started = []
     for index, peer in enumerate(peers):
-        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
         averager = Averager(
             rpc, peer.runtime, peer.signer, SWARM, spec, get_codec(spec.codec), membership, head, num_values, LAYOUT
