@@ -72,17 +72,19 @@ class SymmetricCodec(BlockwiseCodec):
         """
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         steps, blocks = -(-num_values // step), step // self.block_size
-        energies = np.zeros(steps * blocks)
+        squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
+        done = self._run_kernel("squares", array.ctypes.data, squares.ctypes.data, num_values)
         scratch = np.empty((self._rows_per_chunk, self.block_size), np.float32)
-        for start, rows, columns in self._spans(0, num_values):
-            headers, codes = self._views(array, start, rows, columns)
-            first = start // self.block_size
+        for start, rows, columns in self._spans(done, num_values):
+            _, codes = self._views(array, start, rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 numbers = scratch[: piece.stop - piece.start, :columns]
                 self.read_codes(codes[piece], numbers)
-                squares = np.matmul(numbers[:, None, :], numbers[:, :, None])
-                energies[first + piece.start : first + piece.stop] = squares[:, 0, 0]
-            energies[first : first + rows] *= np.square(headers[:, 0].astype(np.float64))
+                first = start // self.block_size + piece.start
+                squares[first : first + len(numbers)] = np.matmul(numbers[:, None, :], numbers[:, :, None])[:, 0, 0]
+        for start, rows, columns in self._spans(0, num_values):
+            scales, first = self._views(array, start, rows, columns)[0][:, 0], start // self.block_size
+            energies[first : first + rows] = np.square(scales.astype(np.float64)) * squares[first : first + rows]
         sums = energies.reshape(steps, blocks)
         while (width := sums.shape[1]) > 1:  # By halves, so that the order does not depend on a library.
             half = -(-width // 2)
