@@ -167,7 +167,9 @@ class Attempts:
                 if isinstance(error, LateError):
                     durations.clear()  # Perhaps all have become slower: no deadline but the manifest's holds.
                 logger.info("round %d: attempt failed: %s", attempt.head.round, error)
-                self._blame(error, butterfly)
+                unproven = isinstance(error, LateError) and bool(butterfly.exchange.faults)
+                if not unproven:
+                    self._blame(error, butterfly)
                 butterfly.give_up(error.suspects)
                 await butterfly.stop_sending()
                 if butterfly.exchange.evidence:
@@ -175,6 +177,8 @@ class Attempts:
                         await self.evidence.add(butterfly.exchange.evidence)
                 certificate = await self._settlements.settle(attempt)
                 if certificate is None:
+                    if unproven:  # Or was it only that this peer asked when the others had gone on?
+                        self._blame(error, butterfly)
                     if not attempt.withholds:
                         self.give_up_on(attempt.head)
                     self._matchmaker.group_broke()

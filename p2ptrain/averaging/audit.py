@@ -185,12 +185,17 @@ class Audit:
 
     # --- as a checker ---------------------------------------------------------------------------------------------
 
-    def draw(self, owner: int) -> list[int]:
-        """The chunks of a share that this member checks; nobody else can tell which."""
-        others, count = len(self._attempt.roster.tickets) - 1, self._rules.num_chunks(self._attempt.size(owner))
-        each, rest = divmod(self._rules.spec.spot_checks, others)
+    def draw(self, owner: int, checkers: int) -> list[int]:
+        """The chunks of a share that this member checks; nobody else can tell which.
+
+        Args:
+            owner: Whose share.
+            checkers: How many members check it in time, this one included: those on slow links only look on.
+        """
+        count = self._rules.num_chunks(self._attempt.size(owner))
+        each, rest = divmod(self._rules.spec.spot_checks, checkers)
         random = self._runtime.random
-        return random.sample(range(count), min(each + (random.random() * others < rest), count, MAX_CHUNKS))
+        return random.sample(range(count), min(each + (random.random() * checkers < rest), count, MAX_CHUNKS))
 
     def max_answer_bytes(self, owner: int, num_chunks: int) -> int:
         """More than an honest answer takes."""

@@ -291,14 +291,16 @@ class Butterfly:
 
     async def _gather(self, deadline: float) -> None:
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        others = sum(attempt.size(i) > 0 for i in range(len(attempt.means)) if i != self._index)
+        others = [i for i in range(len(attempt.means)) if attempt.size(i) and i != self._index]
         began, until = loop.time(), deadline
         while not attempt.is_complete():
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
             self._fail_if_lost([attempt.roster.members[i] for i in missing])
-            theirs = others - sum(i != self._index for i in missing)
-            if until == deadline and theirs >= quorum_of_others(others, self._spec.quorum):
-                until = min(deadline, self._patience_ends(began, loop.time()))
+            theirs = [i for i in others if i not in missing]
+            if until == deadline and len(theirs) >= quorum_of_others(len(others), self._spec.quorum):
+                usual = loop.time() - began  # For the longest share that is here; a longer one takes longer.
+                usual *= max(1.0, max(map(attempt.size, missing)) / max(map(attempt.size, theirs), default=1))
+                until = min(deadline, self._patience_ends(began, began + usual))
             attempt.changed.clear()
             async with asyncio.timeout_at(until):
                 await attempt.changed.wait()
@@ -310,7 +312,8 @@ class Butterfly:
             await self._vouching.pass_checks(deadline, self._fail_if_lost)
         if self.exchange.clears:
             await self._vouching.wait_for_clears(deadline, self._fail_if_lost)
-        attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
+        if self.exchange.audit is None or self.exchange.certificate() is None:  # Nobody signs what it did not check.
+            attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
         self.exchange.own_proof.set()
         attempt.changed.set()
 
@@ -323,7 +326,7 @@ class Butterfly:
 
     async def _collect_signatures(self, deadline: float) -> Certificate:
         attempt = self.attempt
-        while (certificate := attempt.certificate()) is None:
+        while (certificate := self.exchange.certificate()) is None:
             # Whoever cannot be reached may still give its signature to somebody that can.
             gone = [
                 t.peer

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.audit import Audit, FalseMeanError
+from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare, chunk_values
@@ -68,6 +70,7 @@ class Exchange:
         evidence: Of a false mean, once this member has found one.
         own_complaints: Chunks that owners did not show to this member: (owner, chunk).
         complaints: The same from others, which this member has yet to look into.
+        unshown: By owner that passed signatures on in place of chunks that this member asked for: which.
         own_clear: Set once this member's checks are through.
         cleared: Members that say so of theirs.
         slow_to_clear: Peers that took too long in an earlier round, and are not waited for; outlives the attempt.
@@ -128,10 +131,12 @@ class Exchange:
         self.evidence = b""
         self.own_complaints: list[tuple[int, int]] = []
         self.complaints: list[tuple[int, int]] = []
+        self.unshown: dict[int, list[int]] = {}
         self.own_clear = asyncio.Event()
         self.cleared: set[int] = set()
         self.slow_to_clear: set[str] = set()
         self.accused: dict[str, str] = {}
+        self._passed_on: list[tuple[str, Any]] = []
 
     def changed(self) -> None:
         """Let the state machine look again."""
@@ -148,10 +153,23 @@ class Exchange:
         """Whether members wait for each other's checks; of two, both have to sign anyway."""
         return self.audit is not None and len(self.attempt.roster.tickets) > 2
 
+    def excused(self) -> set[int]:
+        """Members whose checks are not waited for: lost, too late the last time, or too slow to own a share."""
+        attempt, excused = self.attempt, self.lost.keys() | self.slow_to_clear
+        return {
+            index
+            for index, ticket in enumerate(attempt.roster.tickets)
+            if ticket.peer in excused or (ticket.reachable and not attempt.size(index))
+        }
+
+    def checkers_of(self, owner: int) -> int:
+        """How many members can check an owner's share in time, this one included."""
+        return len(self.attempt.roster.tickets) - len((self.excused() | {owner}) - {self.index})
+
     @property
     def max_complaints(self) -> int:
-        """Chunks that one member may ask the others to look at: those that it draws of one share."""
-        return -(-self.spec.spot_checks // max(1, len(self.attempt.roster.tickets) - 1))
+        """Chunks that one member may ask the others to look at: those that it draws of one share at the most."""
+        return min(self.spec.spot_checks, MAX_CHUNKS)
 
     def note_gave_up(self, index: int, blamed: list[Any], complaints: Any = None) -> None:
         """Take down whom a member blames that gave up, and what it could not check."""
@@ -183,6 +201,25 @@ class Exchange:
         self.slow_to_clear.discard(self.attempt.roster.members[index])
         self.changed()
 
+    def signatures(self) -> Message:
+        """All of the result that this member has, for others."""
+        return {"proofs": [[peer, proof] for peer, proof in sorted(self.attempt.proofs.items())]}
+
+    def note_signatures(self, proofs: Any) -> None:
+        """Take in signatures that another member passes on; those that are none are left out by `certificate`."""
+        for entry in proofs[: len(self.attempt.roster.tickets)] if isinstance(proofs, list) else []:
+            if isinstance(entry, list) and len(entry) == 2 and entry[0] in self.attempt.roster.members:
+                self._passed_on.append((entry[0], entry[1]))
+        self.changed()
+
+    def certificate(self) -> Certificate | None:
+        """The certificate, once a majority is known to have signed what this member holds."""
+        if self.attempt.body is not None:
+            for peer, proof in self._passed_on:
+                self.attempt.add_proof(peer, proof, self.signer)
+            self._passed_on.clear()
+        return self.attempt.certificate()
+
     def find_fault(self, owner: int, chunks: list[int], reason: str, *, late: bool) -> None:
         """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
         self.faults.setdefault(owner, (reason, late))
@@ -194,7 +231,7 @@ class Exchange:
         """Receive an owner's answer to a check, and judge it; what is wrong with it is left in `faults`.
 
         Returns:
-            Whether all is right there; it is neither when the owner has given up.
+            Whether all is right there; it is neither when the owner has given up, or says that a majority has signed.
 
         Raises:
             PeerLostError, PeerRefusedError: It does not answer, for whatever reason.
@@ -211,6 +248,10 @@ class Exchange:
             reply = await channel.receive(seconds)
             if isinstance(blamed := reply.get("gave up"), list):
                 self.note_gave_up(owner, blamed, reply.get("complaints"))
+                return False
+            if "proofs" in reply:
+                self.note_signatures(reply["proofs"])
+                self.unshown[owner] = chunks
                 return False
             size = reply.get("opening")
             if type(size) is not int or not 0 < size <= limit:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.pieces import Growing, cut
@@ -22,7 +21,7 @@ from p2ptrain.averaging.robust import (
     out_of_proportion,
     vote_weights,
 )
-from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hash
+from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hashes
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.hashing import EMPTY_HASH, bulk_hash
 from p2ptrain.manifest import AveragingSpec
@@ -66,8 +65,8 @@ def mean_tree(codec: Decoder, mean: bytes | bytearray | memoryview, num_values: 
         num_values: How many.
         chunk: `chunk_values` of the whole vector's codec.
     """
-    view, ends = memoryview(mean), [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
-    return SumTree([(leaf_hash(view[start:end]), 0.0) for start, end in pairwise([0, *ends])])
+    ends = [codec.encoded_bytes(high) for _, high in cut(num_values, chunk, chunk)]
+    return SumTree([(leaf, 0.0) for leaf in leaf_hashes(mean, ends)])
 
 
 class RangeCheck:
@@ -127,7 +126,7 @@ class PartCheck(RangeCheck):
         if self._measured:
             energies = codec.squared_norms(piece, high - low, self._chunk)
         if self._hashed:
-            hashes = [leaf_hash(piece[codec.encoded_bytes(first) : codec.encoded_bytes(last)]) for first, last in spans]
+            hashes = leaf_hashes(piece, [codec.encoded_bytes(last) for _, last in spans])
         self.leaves += zip(hashes, energies, strict=True)
 
 

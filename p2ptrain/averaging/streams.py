@@ -99,17 +99,40 @@ class ServedStreams:
             await mean.send(channel)
             if exchange.audit is not None:
                 await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
-                await self._open_chunks(channel, (await channel.receive(exchange.spec.round_seconds)).get("check"))
+                if not await self._answer_check(channel):
+                    return
         if exchange.clears:
             await exchange.own_clear.wait()
             await channel.send({"clear": True})
         await exchange.own_proof.wait()
-        assert attempt.body is not None
-        await channel.send({"body": attempt.body.body_hash, "proof": attempt.proofs[exchange.rpc.peer_id]})
-        await exchange.certified.wait()
-        await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
+        if (proof := attempt.proofs.get(exchange.rpc.peer_id)) is not None:
+            assert attempt.body is not None
+            await channel.send({"body": attempt.body.body_hash, "proof": proof})
+            await exchange.certified.wait()
+            await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
         if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
-            await channel.send({"proofs": [[peer, proof] for peer, proof in sorted(attempt.proofs.items())]})
+            await channel.send(exchange.signatures())
+
+    async def _answer_check(self, channel: Channel) -> bool:
+        """Answer a member's check of the own share; whether it asked before a majority had signed.
+
+        A member that is slow may hold its last mean long after that. All that it needs then are the signatures; and
+        they are sent while this member is still there.
+        """
+        exchange = self._exchange
+        asking = asyncio.create_task(channel.receive(exchange.spec.round_seconds), name="asking")
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # It ends with the channel.
+        certified = asyncio.create_task(exchange.certified.wait(), name="certified")
+        try:
+            await asyncio.wait({asking, certified}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return await self._open_chunks(channel, asking.result().get("check"))
+            await channel.send(exchange.signatures())
+            await asyncio.wait({asking})
+            return False
+        finally:
+            certified.cancel()
+            await asyncio.gather(certified, return_exceptions=True)
 
     async def _receive_commitment(self, channel: Channel, sender: int, check: PartCheck, codec: str) -> SumTree | None:
         exchange = self._exchange
@@ -122,13 +145,18 @@ class ServedStreams:
             exchange.refuse(channel.remote, f"peer {channel.remote[-8:]}: {error}")
             raise ProtocolError(channel.remote, str(error)) from error
 
-    async def _open_chunks(self, channel: Channel, chunks: Any) -> None:
-        """Answer a check, which may be of nothing."""
-        if chunks == [] or self._exchange.audit is None:
-            return
-        answer = await self._exchange.audit.answer(chunks)
+    async def _open_chunks(self, channel: Channel, chunks: Any) -> bool:
+        """Answer a check, which may be of nothing; False if it came when a majority had signed."""
+        exchange = self._exchange
+        if chunks == [] or exchange.audit is None:
+            return True
+        if exchange.certified.is_set():
+            await channel.send(exchange.signatures())
+            return False
+        answer = await exchange.audit.answer(chunks)
         await channel.send({"opening": len(answer)})
         await channel.send_bytes(answer)
+        return True
 
     def _codec_of_part(self, peer: str, name: Any) -> Codec:
         attempt, index = self._exchange.attempt, self._exchange.index
@@ -285,9 +313,8 @@ class OpenedStreams:
             audit.hear(index, reply.get("statement"), tree)
         except IntegrityError as error:
             raise ProtocolError(channel.remote, str(error)) from error
-        async with asyncio.timeout_at(deadline):
-            await exchange.agreed_on.wait()
-        chunks = audit.draw(index)
+        await self._await_body(deadline)  # No mean that is still on its way shares the link with what checks take.
+        chunks = audit.draw(index, exchange.checkers_of(index))
         await channel.send({"check": chunks})
         try:
             passed = await exchange.examine(index, chunks, channel)
@@ -329,23 +356,33 @@ class OpenedStreams:
     async def _fetch_signatures(self, channel: Channel, index: int, deadline: float) -> None:
         """Receive a member's signature of the body; and those that it passes on, should they be needed."""
         attempt, signer, loop = self._exchange.attempt, self._exchange.signer, asyncio.get_running_loop()
+        exchange = self._exchange
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return
-        if self._exchange.clears and reply.get("clear") is True:
-            self._exchange.note_clear(index)
+        if exchange.clears and reply.get("clear") is True:
+            exchange.note_clear(index)
             reply = await channel.receive(deadline - loop.time())
             if self._notes_that_it_gave_up(index, reply):
                 return
+        if "proofs" in reply:
+            exchange.note_signatures(reply["proofs"])
+            return
+        await self._await_body(deadline)
+        assert attempt.body is not None
+        same_result = reply.get("body") == attempt.body.body_hash
+        if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
+            exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
+        if attempt.certificate() is None:
+            exchange.note_signatures((await channel.receive(deadline - loop.time())).get("proofs"))
+
+    async def _await_body(self, deadline: float) -> None:
+        """Wait until every share's mean is here."""
+        attempt = self._exchange.attempt
         while attempt.body is None:
             attempt.changed.clear()
             async with asyncio.timeout_at(deadline):
                 await attempt.changed.wait()
-        same_result = reply.get("body") == attempt.body.body_hash
-        if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
-            self._exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
-        if attempt.certificate() is None:
-            self._add_proofs((await channel.receive(deadline - loop.time())).get("proofs"))
 
     def _notes_that_it_gave_up(self, index: int, reply: dict[str, Any]) -> bool:
         blamed = reply.get("gave up")
@@ -353,13 +390,6 @@ class OpenedStreams:
             return False
         self._exchange.note_gave_up(index, blamed, reply.get("complaints"))
         return True
-
-    def _add_proofs(self, proofs: Any) -> None:
-        """Take in signatures that another member passes on; those that are none are left out."""
-        attempt = self._exchange.attempt
-        for entry in proofs[: len(attempt.roster.tickets)] if isinstance(proofs, list) else []:
-            if isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is str:
-                attempt.add_proof(entry[0], entry[1], self._exchange.signer)
 
     def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:
         size = len(self._exchange.attempt.roster.tickets)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 
 from blake3 import blake3
 
@@ -29,6 +30,20 @@ _INNER_KEY = blake3(b"p2ptrain sum tree: inner node").digest()
 def leaf_hash(chunk: bytes | bytearray | memoryview) -> bytes:
     """The hash of a leaf's bytes."""
     return blake3(chunk, key=_LEAF_KEY).digest()
+
+
+def leaf_hashes(data: bytes | bytearray | memoryview, ends: Sequence[int]) -> list[bytes]:
+    """The hashes of leaves that lie one after the other in ``data``; ``ends`` says where each ends."""
+    return _hashes(data, ends, _LEAF_KEY)
+
+
+def _hashes(data: bytes | bytearray | memoryview, ends: Sequence[int], key: bytes) -> list[bytes]:
+    view, hasher, hashes = memoryview(data), blake3(key=key), []
+    for start, end in pairwise((0, *ends)):
+        hasher.reset()
+        hasher.update(view[start:end])
+        hashes.append(hasher.digest())
+    return hashes
 
 
 def _parent(left: Node, right: Node) -> Node:
@@ -51,8 +66,11 @@ class SumTree:
             raise ValueError("a tree needs a leaf")
         self._levels = [list(leaves)]
         while len(level := self._levels[-1]) > 1:
-            above = [_parent(level[at], level[at + 1]) for at in range(0, len(level) - 1, 2)]
-            self._levels.append(above + level[len(above) * 2 :])
+            pairs = len(level) // 2
+            packed = b"".join([NODE.pack(*node) for node in level[: 2 * pairs]])
+            hashes = _hashes(packed, range(2 * NODE.size, len(packed) + 1, 2 * NODE.size), _INNER_KEY)
+            energies = [level[at][1] + level[at + 1][1] for at in range(0, 2 * pairs, 2)]
+            self._levels.append([*zip(hashes, energies, strict=True), *level[2 * pairs :]])
         self.root = self._levels[-1][0]
 
     def __len__(self) -> int:

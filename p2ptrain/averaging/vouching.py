@@ -37,13 +37,18 @@ class Vouching:
         self._looking: set[asyncio.Task[None]] = set()
 
     async def pass_checks(self, deadline: float, fail_if_lost: FailIfLost) -> None:
-        """Wait until this member's spot checks of the others' shares are through."""
+        """Wait until this member's spot checks of the others' shares are through, or a majority has signed without."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
         attempt = exchange.attempt
         owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != exchange.index}
         until = deadline
         while missing := owners - exchange.checked:
+            certified = exchange.certificate() is not None
+            for owner, chunks in () if certified else exchange.unshown.items():
+                exchange.find_fault(owner, chunks, "shows signatures of too few in place of a chunk", late=True)
             self._look_into_complaints()
+            if certified:
+                return
             fail_if_lost([attempt.roster.members[i] for i in missing])
             if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
                 until = min(until, loop.time() + REASON_SECONDS)
@@ -54,9 +59,14 @@ class Vouching:
                 await attempt.changed.wait()
 
     def _look_into_complaints(self) -> bool:
-        """Check what owners did not show to others; whether that goes on. Fails once anything did not pass."""
+        """Check what owners did not show to others; whether that goes on.
+
+        Fails once anything did not pass, unless that was only late, and a majority signed without waiting for it.
+        """
         exchange = self._exchange
         for index, (fault, late) in exchange.faults.items():
+            if late and exchange.certificate() is not None:
+                continue
             peer, phase = exchange.attempt.roster.members[index], exchange.attempt.phase
             kind = LateError if late else AttemptFailedError
             raise kind(f"{phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
@@ -67,7 +77,8 @@ class Vouching:
         return bool(self._looking)
 
     async def _look_into(self, owner: int, chunk: int) -> None:
-        if not await self._opened.ask_again(owner, [chunk]) and owner not in self._exchange.faults:
+        passed = await self._opened.ask_again(owner, [chunk])
+        if not passed and owner not in self._exchange.faults and self._exchange.certificate() is None:
             self._exchange.find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
         self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
         self._exchange.changed()
@@ -81,9 +92,10 @@ class Vouching:
         until = deadline
         while True:
             looking = self._look_into_complaints()
+            if exchange.certificate() is not None:
+                return
             fail_if_lost([])
-            excused = {i for i, peer in enumerate(members) if peer in exchange.lost.keys() | exchange.slow_to_clear}
-            waiting = counted - exchange.cleared - exchange.gave_up.keys() - excused
+            waiting = counted - exchange.cleared - exchange.gave_up.keys() - exchange.excused()
             if not waiting and not looking:
                 return
             if until == deadline and 2 * len(counted & exchange.cleared) >= len(counted):

@@ -19,7 +19,7 @@ class KernelCodec(Codec):
     """A codec that does with torch or NumPy what kernels do not: the rest after the last whole block, or everything.
 
     Attributes:
-        kernels: By operation, some or all of ``encode``, ``decode``, ``accumulate`` and ``validate``;
+        kernels: By operation, some or all of ``encode``, ``decode``, ``accumulate``, ``validate`` and ``squares``;
             `p2ptrain.codecs.warm_up` puts them here. They compute the same bits, so it does not matter when.
         kernel_values: Values in a block of the kernels.
         refusal: What is said of values that cannot be encoded.

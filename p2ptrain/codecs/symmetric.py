@@ -65,6 +65,34 @@ class SymmetricCodec(BlockwiseCodec):
         scales = [self._views(array, *span)[0].max() for span in self._spans(0, num_values)]
         return float(np.max(scales)) * self.levels if scales else 0.0
 
+    def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
+        """See `Codec.squared_norms`; without decoding: for each block, its scale's square times the sum of the codes'.
+
+        That sum is a whole number below ``2**24``, so that fp32 holds it exactly in whatever order it is added up.
+        """
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        steps, blocks = -(-num_values // step), step // self.block_size
+        squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
+        done = self._run_kernel("squares", array.ctypes.data, squares.ctypes.data, num_values)
+        scratch = np.empty((self._rows_per_chunk, self.block_size), np.float32)
+        for start, rows, columns in self._spans(done, num_values):
+            _, codes = self._views(array, start, rows, columns)
+            for piece in chunks(rows, self._rows_per_chunk):
+                numbers = scratch[: piece.stop - piece.start, :columns]
+                self.read_codes(codes[piece], numbers)
+                first = start // self.block_size + piece.start
+                squares[first : first + len(numbers)] = np.matmul(numbers[:, None, :], numbers[:, :, None])[:, 0, 0]
+        for start, rows, columns in self._spans(0, num_values):
+            scales, first = self._views(array, start, rows, columns)[0][:, 0], start // self.block_size
+            energies[first : first + rows] = np.square(scales.astype(np.float64)) * squares[first : first + rows]
+        sums = energies.reshape(steps, blocks)
+        while (width := sums.shape[1]) > 1:  # By halves, so that the order does not depend on a library.
+            half = -(-width // 2)
+            sums[:, : width - half] += sums[:, half:]
+            sums = sums[:, :half]
+        found: list[float] = sums[:, 0].tolist()
+        return found
+
 
 class Int8Codec(ByteCodes, SymmetricCodec):
     """One byte a value, with one fp32 scale for each 256 values; a code is the quantised value, signed."""

@@ -64,6 +64,10 @@ def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
         for index, one in enumerate((plain, native)):
             one.decode_into(encoded, decoded[index])
             one.accumulate_into(encoded, 1 / 3, summed[index])
+        if "squares" in kernels:
+            norms = [each.squared_norms(encoded, len(vector), codec.block_size) for each in (plain, native)]
+            if norms[0] != norms[1]:
+                return False
         if "validate" in kernels:
             native.validate(encoded, len(vector))
         if "encode" in kernels and native.encode(vector) != encoded:

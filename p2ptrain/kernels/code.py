@@ -165,6 +165,22 @@ def decode_block(width: Width, weighted: bool, block: Block) -> None:
             write(codes if width.affine else build.sub(codes, all_lanes(I32, 8)), first)
 
 
+def square_block(width: Width, block: Block) -> None:
+    """Add up the squares of a block's codes, which fit 23 bits; one i32."""
+    build = block.build
+    total = all_lanes(I32, 0)
+    for i in range(0, width.values * width.bits // 8, LANES):
+        loaded = block.load(vector(I8), width.header_bytes + i)
+        codes = [build.sext(loaded, vector(I32))]
+        if width.bits == 4:
+            both = build.zext(loaded, vector(I32))
+            halves = build.and_(both, all_lanes(I32, 15)), build.lshr(both, all_lanes(I32, 4))
+            codes = [build.sub(half, all_lanes(I32, 8)) for half in halves]
+        for code in codes:
+            total = build.add(total, build.mul(code, code))
+    block.store(block.reduce("add", total), 0)
+
+
 DENSE_VALUES = 128
 """Values in a block of the formats that have no blocks of their own: eight vectors, so that loops are worth it."""
 
@@ -227,6 +243,8 @@ def kernels() -> dict[str, Kernel]:
             found[f"encode_{name}"] = Kernel(4 * values, encoded, partial(encode_block, width))
             found[f"decode_{name}"] = Kernel(encoded, 4 * values, partial(decode_block, width, False))
             found[f"accumulate_{name}"] = Kernel(encoded, 4 * values, partial(decode_block, width, True))
+            if not affine:
+                found[f"squares_{name}"] = Kernel(encoded, 4, partial(square_block, width))
     for name, size, limit in (
         ("fp32", 4, INFINITY_BITS), ("fp16", 2, FP16_LIMIT_BITS), ("bf16", 2, BF16_LIMIT_BITS)
     ):  # fmt: skip

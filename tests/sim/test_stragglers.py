@@ -58,7 +58,7 @@ async def average(started: list[AveragingPeer], count: int, slow: AveragingPeer 
 
 
 @functools.cache
-def usual_seconds(num_peers: int) -> float:
+def usual_seconds(num_peers: int, spot_checks: int = SPEC.spot_checks) -> float:
     """How long a round of so many equal peers takes from the roster to the certificate."""
     found: list[float] = []
 
@@ -66,7 +66,7 @@ def usual_seconds(num_peers: int) -> float:
         await average(started, 2)
         found.extend(each.seconds[-1] for each in started)
 
-    run([1.0] * num_peers, scenario)
+    run([1.0] * num_peers, scenario, spec=SPEC.model_copy(update={"spot_checks": spot_checks}))
     return statistics.median(found)
 
 
@@ -81,11 +81,14 @@ def test_two_peers_average_however_long_their_links_take() -> None:
     run([0.2, 0.2], scenario)
 
 
-@pytest.mark.parametrize(("num_peers", "seed"), [(4, 1), (4, 3), (4, 5), (6, 1)])
+@pytest.mark.parametrize(
+    ("num_peers", "seed", "spot_checks"),
+    [*((4, seed, 4) for seed in range(1, 7)), (6, 1, 4), (4, 1, 0), (4, 3, 0), (4, 5, 0), (6, 1, 0)],
+)
 def test_a_peer_at_a_tenth_of_the_speed_costs_the_others_a_fifth_and_grace_and_its_work_counts(
-    num_peers: int, seed: int
+    num_peers: int, seed: int, spot_checks: int
 ) -> None:
-    usual = usual_seconds(num_peers)
+    usual = usual_seconds(num_peers, spot_checks)
 
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         slow, *quick = started
@@ -102,7 +105,8 @@ def test_a_peer_at_a_tenth_of_the_speed_costs_the_others_a_fifth_and_grace_and_i
             index = last.members.index(slow.peer.peer_id)
             assert last.bounds[index] == last.bounds[index + 1]  # It owns no share.
 
-    run([0.1] + [1.0] * (num_peers - 1), scenario, seed)
+    spec = SPEC.model_copy(update={"spot_checks": spot_checks})
+    run([0.1] + [1.0] * (num_peers - 1), scenario, seed, spec)
 
 
 def test_the_mean_with_a_slow_peer_s_fewer_bits_is_still_close() -> None:

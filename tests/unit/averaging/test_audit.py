@@ -226,7 +226,7 @@ def test_a_member_draws_its_part_of_the_checks_and_each_chunk_at_most_once() -> 
 
     async def draw(seed: int) -> list[int]:
         group.seed = seed
-        return group.audit(0)[0].draw(1)
+        return group.audit(0)[0].draw(1, 4)
 
     drawn = [asyncio.run(draw(seed)) for seed in range(200)]
     assert all(len(set(chunks)) == len(chunks) and len(chunks) in (1, 2) for chunks in drawn)

@@ -214,6 +214,21 @@ def test_norm_and_largest_are_those_of_the_decoded_values(codec: Codec, num_valu
 
 
 @every_codec
+@pytest.mark.parametrize("num_values", [1, 1000, 65_536, 3 * 65_536, 3 * 65_536 + 5000])
+def test_the_norm_of_a_chunk_is_that_of_its_values_and_the_same_whatever_lies_beside_it(
+    codec: Codec, num_values: int
+) -> None:
+    encoded, step = memoryview(codec.encode(gaussian(num_values))), math.lcm(16_384, codec.block_size)
+    decoded = decode(codec, encoded, num_values).double()
+    norms = codec.squared_norms(encoded, num_values, step)
+    chunks = [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
+    assert norms == pytest.approx([float(decoded[low:high].square().sum()) for low, high in chunks], rel=1e-5)
+    pieces = [encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)] for low, high in chunks]
+    alone = [codec.squared_norms(p, high - low, step) for p, (low, high) in zip(pieces, chunks, strict=True)]
+    assert norms == [energy for energies in alone for energy in energies]
+
+
+@every_codec
 def test_a_norm_has_the_same_bits_whoever_computes_it(codec: Codec) -> None:
     encoded, threads = codec.encode(gaussian(300_000)), torch.get_num_threads()
     try:

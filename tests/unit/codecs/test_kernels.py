@@ -161,6 +161,9 @@ def test_kernels_decode_and_accumulate_the_same_bits_from_any_buffer(
         codec.accumulate_into(unaligned, weight, summed[-1])
     assert same_bits(*decoded)
     assert same_bits(*summed)
+    if "squares" in native.kernels:
+        step = 4 * plain.block_size
+        assert plain.squared_norms(unaligned, num_values, step) == native.squared_norms(unaligned, num_values, step)
     assert bytes(unaligned) == data
 
 
