@@ -129,11 +129,13 @@ class Fixed(Mixer):
 
 
 class Cells(Mixer):
-    """The engine's random groups: whom a cell has no room for tries its next choice."""
+    """The engine's random groups: whom a cell has no room for tries its next choice, if there is one."""
 
-    def __init__(self, count: int, generator: np.random.Generator, num_cells: int, group_size: int) -> None:
+    def __init__(
+        self, count: int, generator: np.random.Generator, num_cells: int, group_size: int, choices: int = CHOICES
+    ) -> None:
         super().__init__(count, generator)
-        self._num_cells, self._group_size = num_cells, group_size
+        self._num_cells, self._group_size, self._choices = num_cells, group_size, choices
 
     def groups(self, sub_round: int, alive: list[int]) -> Groups:
         return [cell for cell in self.place(sub_round, alive) if cell]
@@ -142,7 +144,7 @@ class Cells(Mixer):
         """Who is in each of the cells, empty ones included."""
         cells: list[list[int]] = [[] for _ in range(self._num_cells)]
         waiting = alive
-        for choice in range(CHOICES):
+        for choice in range(self._choices):
             late: list[int] = []
             self.keys += len(waiting) if choice else 0
             for member in waiting:
@@ -257,7 +259,7 @@ def climb(count: int, group_size: int, failure_rate: float, tries: int, generato
         generator: Where values, weights and failures come from.
     """
     levels = grid.level_cells(count, group_size)
-    draw = Cells(count, generator, levels[0], group_size)
+    draw = Cells(count, generator, levels[0], group_size, choices=1)  # In a tree, a peer has one cell.
     held, weights = generator.standard_normal(count), generator.integers(1, 17, count).astype(np.float64)
     alive = survivors(count, failure_rate, generator)
     cells = [_Cell(held, weights, members, members) for members in draw.place(0, alive)]

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
 from functools import lru_cache
@@ -37,10 +37,14 @@ GroupKey = tuple[int, ...]
 
 LEAST_FILL_PERCENT = 60
 """A shape is kept while this much of it is occupied: below, a new one saves more than one sub-round in six."""
-CELL_TAIL = 1e-3
-"""How likely a cell may get more peers than fit in a group: few enough that a second choice takes those over."""
 MIXING_TAIL = 0.25
-"""The same for random groups that mix, where large groups matter more than a second try of some peers."""
+"""How likely a cell of random groups that mix may get more peers than fit in a group; some then make a second try."""
+MOST_LEFT_OUT = 0.02
+"""Share of the peers for whom there is no room in a tree's cells, on average: their work waits a round. Cells in which
+there is room for all nearly always would be 18 to 45 % full in groups of 4 to 16, and trees often a level deeper.
+A second choice would let fewer wait; but a peer has one cell so that it counts once in a round, whatever it claims."""
+MOST_FILL_PERCENT = 80
+"""Large cells would be fuller than this: then a swarm that grew by a fifth since the last round would not fit in."""
 FIXED_FROM, FIXED_SLOPE = 0.5, 0.1
 """From the benchmark's sweep: fixed coordinates need fewer sub-rounds while the failure rate is within the slope times
 (q - from), where q is the size of their groups divided by that of random ones. With two axes a little longer."""
@@ -301,20 +305,41 @@ def cell_overflow(num_peers: int, num_cells: int, group_size: int) -> float:
     if num_cells == 1:
         return 1.0
     with localcontext(_DECIMALS):
-        term = (1 - Decimal(1) / num_cells) ** num_peers
-        total = term
-        for count in range(group_size):
-            term = term * (num_peers - count) / ((count + 1) * (num_cells - 1))
-            total += term
-        return max(0.0, float(1 - total))
+        return max(0.0, float(1 - sum(_binomial(num_peers, num_cells, group_size))))
+
+
+def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
+    """The share of peers, on average, that come to a cell which has its ``group_size`` of those before them.
+
+    ``c / n · E[max(0, X - g)]`` for X as in `cell_overflow`, where the expectation is ``n / c - g`` plus the sum of
+    ``(g - k) p_k`` over the first g + 1 terms. As exact, and the same on every machine.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+    if min(num_peers, num_cells, group_size) < 1:
+        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")
+    if num_peers <= group_size:
+        return 0.0
+    if num_cells == 1:
+        return 1 - group_size / num_peers
+    with localcontext(_DECIMALS):
+        terms = _binomial(num_peers, num_cells, group_size)
+        room = sum((group_size - count) * term for count, term in enumerate(terms))
+        return max(0.0, float(1 + (room - group_size) * num_cells / num_peers))
+
+
+def _binomial(num_peers: int, num_cells: int, most: int) -> list[Decimal]:
+    """The chances that a cell gets 0, 1, ... ``most`` peers, in the context that is set."""
+    terms = [(1 - Decimal(1) / num_cells) ** num_peers]
+    for count in range(most):
+        terms.append(terms[-1] * (num_peers - count) / ((count + 1) * (num_cells - 1)))
+    return terms
 
 
 @lru_cache(maxsize=1024)
-def cells_for(num_peers: int, group_size: int, tail: float = CELL_TAIL) -> int:
+def cells_for(num_peers: int, group_size: int, tail: float = MIXING_TAIL) -> int:
     """The fewest cells of which each gets more than ``group_size`` peers with a chance of at most ``tail``.
-
-    With the default tail that makes 42 peers a cell for groups of 64, 18 for groups of 32, and less than 3 for groups
-    of 8: small groups lose most of their size to chance.
 
     Raises:
         ValueError: A number is out of range.
@@ -322,25 +347,43 @@ def cells_for(num_peers: int, group_size: int, tail: float = CELL_TAIL) -> int:
     _check_sizes(num_peers, group_size)
     if not 0 < tail < 1:
         raise ValueError(f"a chance of {tail} is not between 0 and 1")
-    too_few, enough = 0, 1
-    while cell_overflow(num_peers, enough, group_size) > tail:
+    return _fewest(1, lambda cells: cell_overflow(num_peers, cells, group_size) <= tail)
+
+
+@lru_cache(maxsize=1024)
+def tree_cells(num_peers: int, group_size: int) -> int:
+    """The fewest cells of a tree's first level that leave out `MOST_LEFT_OUT` of the peers and are not too full.
+
+    That makes 51 peers a cell for groups of 64, 12 for groups of 16, less than 5 for groups of 8 and 2 for groups of 4.
+
+    Raises:
+        ValueError: A number is out of range.
+    """
+    _check_sizes(num_peers, group_size)
+    if num_peers <= group_size:
+        return 1
+    least = -(-100 * num_peers // (MOST_FILL_PERCENT * group_size))
+    return _fewest(least, lambda cells: left_out(num_peers, cells, group_size) <= MOST_LEFT_OUT)
+
+
+def _fewest(least: int, suffices: Callable[[int], bool]) -> int:
+    """The smallest number from ``least`` on that suffices, where all larger ones do."""
+    too_few, enough = least - 1, least
+    while not suffices(enough):
         too_few, enough = enough, 2 * enough
     while enough - too_few > 1:
         middle = (too_few + enough) // 2
-        if cell_overflow(num_peers, middle, group_size) > tail:
-            too_few = middle
-        else:
-            enough = middle
+        too_few, enough = (too_few, middle) if suffices(middle) else (middle, enough)
     return enough
 
 
 def level_cells(num_peers: int, group_size: int) -> tuple[int, ...]:
     """The number of cells on each level of the tree, from the one where all peers average to the last, which has one.
 
-    Only the first level is drawn (`cell_of`, `cells_for`). Further up, the cells of the level before are known by
+    Only the first level is drawn (`cell_of`, `tree_cells`). Further up, the cells of the level before are known by
     number, whoever stands for them, so they are dealt out evenly (`parent_cell`).
     """
-    cells = [cells_for(num_peers, group_size)]
+    cells = [tree_cells(num_peers, group_size)]
     while cells[-1] > 1:
         cells.append(-(-cells[-1] // group_size))
     return tuple(cells)

@@ -54,19 +54,22 @@ def exact_mean(started: list[AveragingPeer]) -> torch.Tensor:
 def test_all_peers_come_to_the_exact_mean_of_all(num_peers: int, seed: int) -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
+        waiting: set[AveragingPeer] = set()
         for _ in range(2):
-            await asyncio.gather(*(each.round() for each in started))
-            bodies = {each.outcomes[-1].result.certificate.body.body_hash for each in started}
-            assert len(bodies) == 1
-            body = started[0].outcomes[-1].result.certificate.body
+            done = await asyncio.gather(*(each.try_round() for each in started))
+            there = [each for each, committed in zip(started, done, strict=True) if committed]
+            assert len({each.outcomes[-1].result.certificate.body.body_hash for each in there}) == 1
+            body = there[0].outcomes[-1].result.certificate.body
             assert body.levels == Cells(SPEC.group_size).num_levels(num_peers) > 1
-            contributed = [each for each in started if each.outcomes[-1].contributed]
-            assert len(contributed) >= 0.9 * num_peers, "a cell that overflows leaves some out, seldom"
+            contributed = [each for each in there if each.outcomes[-1].contributed]
+            assert len(contributed) >= 0.8 * num_peers, "a cell that overflows leaves some out, seldom"
+            assert len(waiting.intersection(contributed)) >= 0.8 * len(waiting), "and not the same ones again"
+            waiting = set(started).difference(contributed)
             assert body.tokens == 10 * len(contributed)
-            torch.testing.assert_close(started[0].mean(), exact_mean(contributed), rtol=1e-5, atol=1e-6)
-            assert all(torch.equal(each.mean(), started[0].mean()) for each in started)
-            places = sorted(each.outcomes[-1].place for each in started)
-            assert places == [(rank, num_peers) for rank in range(num_peers)]
+            torch.testing.assert_close(there[0].mean(), exact_mean(contributed), rtol=1e-5, atol=1e-6)
+            assert all(torch.equal(each.mean(), there[0].mean()) for each in there)
+            places = sorted(each.outcomes[-1].place for each in there)
+            assert places == [(rank, len(there)) for rank in range(len(there))]
 
     run(num_peers, scenario, seed)
 
@@ -81,7 +84,7 @@ def test_cells_smaller_than_the_least_number_of_peers_average_in_a_swarm_that_ha
         assert body.levels == 2
         assert sum(body.peers) == len(started)
 
-    run(12, scenario, spec=spec)
+    run(12, scenario, seed=2, spec=spec)
 
 
 def hit_first_delegate(
@@ -171,10 +174,8 @@ def test_a_cell_whose_delegate_falls_silent_is_counted_in_the_same_round() -> No
 def test_a_delegate_that_falls_silent_with_a_ticket_in_makes_room_for_the_next() -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
-        late: list[AveragingPeer] = []
-        silent: list[
-            AveragingPeer
-        ] = []  # Another cell's delegate comes late, so that the ticket of the silent one waits.
+        late: list[AveragingPeer] = []  # Another cell's delegate, so that the ticket of the silent one waits.
+        silent: list[AveragingPeer] = []
 
         def hold_or_cut(each: AveragingPeer) -> None:
             represent = each.averager._represent

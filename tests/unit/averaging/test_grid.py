@@ -87,7 +87,13 @@ def test_a_size_that_goes_up_and_down_does_not_change_the_shape(most: int, histo
 
 @pytest.mark.parametrize(("n", "size"), [(0, 32), (-1, 32), (5, 0), (2, 1), (100, 1)])
 def test_sizes_that_cannot_be_are_refused(n: int, size: int) -> None:
-    for function in (grid.grid_shape, grid.cells_for, grid.level_cells, lambda n, size: grid.next_shape((4,), n, size)):
+    for function in (
+        grid.grid_shape,
+        grid.cells_for,
+        grid.tree_cells,
+        grid.level_cells,
+        lambda n, size: grid.next_shape((4,), n, size),
+    ):
         with pytest.raises(ValueError, match="cannot average in groups"):
             function(n, size)
 
@@ -287,12 +293,45 @@ def test_the_chance_of_an_overfull_cell_is_the_binomial_tail(n: int, num_cells: 
 
 
 @settings(deadline=None)
-@given(swarm_sizes, group_sizes, st.sampled_from([1e-6, grid.CELL_TAIL, grid.MIXING_TAIL]))
+@given(swarm_sizes, group_sizes, st.sampled_from([1e-6, 1e-3, grid.MIXING_TAIL]))
 def test_there_are_just_enough_cells(n: int, size: int, tail: float) -> None:
     cells = grid.cells_for(n, size, tail)
     assert grid.cell_overflow(n, cells, size) <= tail
     assert cells == 1 or grid.cell_overflow(n, cells - 1, size) > tail
     assert grid.cells_for(n + 1, size, tail) >= cells
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 20))
+def test_the_share_that_is_left_out_is_that_of_those_beyond_the_size_of_a_group(
+    n: int, num_cells: int, size: int
+) -> None:
+    p = Fraction(1, num_cells)
+    chances = [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
+    beyond = sum(max(0, k - size) * chance for k, chance in enumerate(chances)) * num_cells / n
+    assert grid.left_out(n, num_cells, size) == pytest.approx(float(beyond), rel=1e-12, abs=1e-30)
+
+
+@settings(deadline=None)
+@given(swarm_sizes, group_sizes)
+def test_a_tree_has_just_enough_cells(n: int, size: int) -> None:
+    cells = grid.tree_cells(n, size)
+    assert grid.left_out(n, cells, size) <= grid.MOST_LEFT_OUT
+    assert cells == 1 or 100 * n <= grid.MOST_FILL_PERCENT * cells * size
+    if cells > 1:
+        too_full = 100 * n > grid.MOST_FILL_PERCENT * (cells - 1) * size
+        assert too_full or grid.left_out(n, cells - 1, size) > grid.MOST_LEFT_OUT
+    assert (cells == 1) == (n <= size)
+    assert grid.tree_cells(n + 1, size) >= cells
+    assert grid.left_out(n, cells + 1, size) <= grid.left_out(n, cells, size) + 1e-30, "more cells leave out no more"
+
+
+@pytest.mark.parametrize(("n", "size"), [(24, 4), (100, 8), (512, 16), (2000, 64)])
+def test_as_few_are_left_out_of_trees_as_promised(n: int, size: int) -> None:
+    cells, peers, beyond, rounds = grid.tree_cells(n, size), names(n), 0, 12_000 // n
+    for round_ in range(rounds):
+        counts = Counter(grid.cell_of(LINEAGE, round_, 0, peer, cells) for peer in peers)
+        beyond += sum(max(0, count - size) for count in counts.values())
+    assert beyond / (rounds * n) < 1.5 * grid.MOST_LEFT_OUT
 
 
 def test_cells_are_overfull_as_rarely_as_promised() -> None:
@@ -368,6 +407,8 @@ def test_cells_and_chances_that_cannot_be_are_refused() -> None:
     for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="make no sense"):
             grid.cell_overflow(*numbers)
+        with pytest.raises(ValueError, match="make no sense"):
+            grid.left_out(*numbers)
     for tail in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="not between 0 and 1"):
             grid.cells_for(100, 8, tail)
@@ -381,4 +422,5 @@ def test_what_is_drawn_is_the_same_for_every_version_that_can_meet() -> None:
     assert [grid.cell_of(LINEAGE, 7, level, "peer", 1000) for level in range(3)] == [51, 584, 105]
     assert grid.slot_offset((32, 32), LINEAGE, 7, 1, (1, 5)) == 26
     assert grid.delegate_order(LINEAGE, 7, 1, names(6)) == ["p2", "p3", "p1", "p4", "p5", "p0"]
-    assert [grid.cells_for(1000, size) for size in (8, 32, 64, 256)] == [407, 56, 24, 5]
+    assert [grid.cells_for(1000, size, 1e-3) for size in (8, 32, 64, 256)] == [407, 56, 24, 5]
+    assert [grid.tree_cells(1000, size) for size in (4, 8, 16, 64)] == [620, 209, 84, 20]
