@@ -165,6 +165,9 @@ class AveragingSpec(Section):
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)
     """Fewer peers than this do not commit a round."""
+    auxiliaries: int = Field(0, ge=0, le=64)
+    """Peers without a model that may lend their bandwidth to each group of at least three (``p2ptrain join LINK
+    --auxiliary``): they own shares and contribute nothing. Worth it where trainers' uplinks are thin. 0: none."""
     below_min: Literal["pause", "continue"] = "pause"
     """What a trainer does below ``min_peers``: wait, or go on with inner steps without synchronising."""
     quorum: float = Field(0.5, gt=0, le=1)
@@ -199,6 +202,15 @@ class AveragingSpec(Section):
     0 trusts owners. Rounds take some 20 % more CPU, and wait longer for members on slow links."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
+
+    @model_validator(mode="after")
+    def _auxiliaries_fit_codec(self) -> AveragingSpec:
+        if self.auxiliaries and self.codec in ("topk", "powersgd"):
+            raise ValueError(
+                f"averaging.auxiliaries = {self.auxiliaries} does not go with codec = {self.codec!r}, of whose means"
+                " most waits for later rounds: it would be lost with an auxiliary that leaves; use int8 or int4"
+            )
+        return self
 
     @model_validator(mode="after")
     def _rule_fits_codec(self) -> AveragingSpec:
