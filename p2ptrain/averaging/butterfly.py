@@ -201,15 +201,26 @@ class Butterfly:
     def _mask_is_due(self, owner: int) -> float:
         """Until when another owner's mask may take.
 
-        It needs this member's part, which should be there soon after a quorum of the owners has its own, and closes
-        about when this member's mask does.
+        It needs this member's part, which should be there soon after a quorum of owners like it has its own, and closes
+        about when this member's mask does; that of an auxiliary as much later as more is sent by then.
         """
-        closed, arrivals = self._mask_closed_at, sorted(self.exchange.arrived_at.values())
-        others = sum(self.attempt.size(i) > 0 for i in range(len(self.attempt.means)) if i != self._index)
-        needed = quorum_of_others(others, self._spec.quorum)
+        closed, alike = self._mask_closed_at, self._others_like(owner)
+        arrivals = sorted(at for i, at in self.exchange.arrived_at.items() if i in alike)
+        needed = quorum_of_others(len(alike), self._spec.quorum)
         if closed is None or len(arrivals) < needed:
             return math.inf
-        return self._patience_ends(self._began, max(closed, self.exchange.arrived_at.get(owner, arrivals[needed - 1])))
+        arrived = self.exchange.arrived_at.get(owner, arrivals[needed - 1])
+        if not self.attempt.roster.has_member(owner):  # It gets its parts when the members have theirs.
+            begun = sum(self.attempt.size(i) for i in self._others_like(self._index))
+            whole = self.attempt.bounds[-1] - self.attempt.size(self._index)
+            closed = self._began + (closed - self._began) * whole / begun if begun else math.inf
+        return self._patience_ends(self._began, max(closed, arrived))
+
+    def _others_like(self, owner: int) -> set[int]:
+        """The other owners that are members as this one is, or auxiliaries as it is: their shares are alike."""
+        roster, indices = self.attempt.roster, range(len(self.attempt.means))
+        others = {i for i in indices if self.attempt.size(i) and i != self._index}
+        return {i for i in others if roster.has_member(i) == roster.has_member(owner)}
 
     async def _reduce_own_share(self) -> None:
         """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
@@ -334,13 +345,13 @@ class Butterfly:
 
     async def _gather(self, deadline: float) -> None:
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        others = sum(attempt.size(i) > 0 for i in range(len(attempt.means)) if i != self._index)
+        members, lenders = self._others_like(self._index), self._others_like(len(attempt.means))
         began, until = loop.time(), deadline
         while not attempt.is_complete():
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
             self._fail_if_lost([attempt.roster.owners[i] for i in missing])
-            theirs = others - sum(i != self._index for i in missing)
-            if until == deadline and theirs >= quorum_of_others(others, self._spec.quorum):
+            here = [(len(each), len(each.difference(missing))) for each in (members, lenders)]
+            if until == deadline and all(came >= quorum_of_others(all_, self._spec.quorum) for all_, came in here):
                 until = min(deadline, self._patience_ends(began, loop.time()))
             attempt.changed.clear()
             async with asyncio.timeout_at(until):

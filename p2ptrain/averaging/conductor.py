@@ -37,6 +37,8 @@ FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
 MAX_RALLIES = 8
 MAX_HOPS = 4
+LEND, CALL_HEAD = "rally.lend", "rally.head"
+"""What auxiliaries ask."""
 CONVICTED = "there is evidence that you falsified a mean"
 
 
@@ -143,8 +145,8 @@ class Conductor:
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
         if spec.auxiliaries:
-            rpc.serve_channel("rally.lend", self._serve_lend)
-            rpc.serve("rally.head", self._serve_head)
+            rpc.serve_channel(LEND, self._serve_lend)
+            rpc.serve(CALL_HEAD, self._serve_head)
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""

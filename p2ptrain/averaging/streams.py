@@ -14,7 +14,7 @@ from typing import Any
 from p2ptrain.averaging.audit import Audit
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import Exchange
-from p2ptrain.averaging.patience import least_mask
+from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
@@ -224,13 +224,15 @@ class OpenedStreams:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended: set[int] = set()
+        self._progress = asyncio.Event()
 
     def start(self, deadline: float) -> None:
         """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
         own, attempt = self._exchange.index, self._exchange.attempt
         size, owners = len(attempt.roster.tickets), len(attempt.means)
-        # Auxiliaries first: they own most. Of those that own nothing there is nothing to be had.
-        order = [i for i in range(size, owners) if attempt.size(i)] + [*range(own + 1, size), *range(own)]
+        # Of auxiliaries that own nothing there is nothing to be had.
+        order = [*range(own + 1, size), *range(own), *(i for i in range(size, owners) if attempt.size(i))]
         names = [f"exchange-{i}" if i < size else f"{TO_AUXILIARY}-{i}" for i in order]
         self._tasks = [
             asyncio.create_task(self._talk_to(i, deadline), name=name) for i, name in zip(order, names, strict=True)
@@ -270,7 +272,33 @@ class OpenedStreams:
                 exchange.rpc.count_refusal(peer, BAD_ANSWER)
         except CodecError as error:
             exchange.unencodable = str(error)
+        self._ended.add(index)
+        self._wake()
         exchange.changed()
+
+    async def _members_have_theirs(self, deadline: float) -> None:
+        """Wait until the other members have their parts, as long as they would wait for each other's.
+
+        Auxiliaries' parts are the larger ones. If all went out at once, chance would say whose small parts arrive much
+        later than the others', and members would not wait for those.
+        """
+        exchange, loop = self._exchange, asyncio.get_running_loop()
+        attempt, members = exchange.attempt, range(len(exchange.attempt.roster.tickets))
+        owners = {i for i in members if attempt.size(i) and i != exchange.index}
+        quorum, until = quorum_of_others(len(owners), exchange.spec.quorum), deadline
+        while owners - exchange.arrived_at.keys() - self._ended:
+            if until == deadline and len(owners & exchange.arrived_at.keys()) >= quorum:
+                now = loop.time()
+                until = min(deadline, now + patience_seconds(now - exchange.began, exchange.spec.grace_seconds))
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._progress.wait()
+            except TimeoutError:
+                return
+
+    def _wake(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
 
     async def _tell_result(self, channel: Channel) -> None:
         """Tell an auxiliary what became of the round."""
@@ -290,6 +318,8 @@ class OpenedStreams:
         exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
         audit = exchange.audit
         part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+        if not attempt.roster.has_member(index):
+            await self._members_have_theirs(deadline)
         check = RangeCheck(part_codec, exchange.spec) if audit is None else audit.new_check(part_codec)
         try:
             exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
@@ -302,6 +332,7 @@ class OpenedStreams:
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
         exchange.arrived_at[index] = loop.time()
+        self._wake()
         exchange.agreed.set()
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
