@@ -94,6 +94,7 @@ class Lender:
         rounds_broken: Groups of its that came to nothing.
         is_reachable: Whether others can open streams to it; otherwise it offers nothing.
         on_change: Called when one of these has changed.
+        on_phase: Called with each phase of an attempt: scatter, reduce, gather.
     """
 
     def __init__(
@@ -138,11 +139,13 @@ class Lender:
         self._arrived = asyncio.Event()
         self._lingering: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
+        self.new_butterfly: Callable[..., Butterfly] = Butterfly
         self.head: Head | None = None
         self.rounds_helped = 0
         self.rounds_broken = 0
         self.is_reachable: Callable[[], bool] = lambda: True
         self.on_change: Callable[[], None] = lambda: None
+        self.on_phase: Callable[[str], None] = lambda phase: None
         rpc.serve_channel("butterfly", self._serve_butterfly)
 
     def stop(self) -> None:
@@ -327,13 +330,14 @@ class Lender:
             return
         attempt = Attempt(roster, head, bounds, codec, self._swarm, self._spec, levels)
         losses = self._losses_at(part, codec, num_values) if levels == 1 else None
-        butterfly = Butterfly(
+        butterfly = self.new_butterfly(
             attempt, _zeros(num_values) if losses is None else losses, self._rpc, self._runtime, self._signer,
-            self._spec,
+            self._spec, self.on_phase,
         )  # fmt: skip
         self._running[roster.group_id] = butterfly
         self._arrived.set()
         self._arrived = asyncio.Event()
+        self.on_phase("scatter")
         certificate: Certificate | None = None
         try:
             certificate = await butterfly.lend()
