@@ -132,6 +132,7 @@ class Lender:
         self._cells = Cells(spec.group_size)
         self._history = History(rpc, runtime, signer, swarm, get_codec(spec.codec), spec, 0)
         self._plan: Plan | None = None
+        self._told_by = ""
         self._losses: dict[int, torch.Tensor] = {}
         self._losses_of = b""
         self._source = ""
@@ -192,6 +193,9 @@ class Lender:
             return 0.0 if self.head is not head else PAUSE_SECONDS
         if answer["kind"] != "roster":
             logger.debug("round %d: not needed: %s", head.round, str(answer.get("reason", ""))[:200])
+            if answer.get("mismatch") is True:  # Who told of the model, or this leader, does not say how it is.
+                self._plan = None
+                self._membership.mistrust(self._told_by)
             return PAUSE_SECONDS
         await self._take_part(self._checked_roster(answer, ticket), head, plan)
         return 0.0
@@ -240,7 +244,9 @@ class Lender:
         first = [self._source] if self._source in trainers else []
         for peer in dict.fromkeys([*first, *self._runtime.random.sample(trainers, len(trainers))]):
             try:
-                return await self._learn(peer)
+                plan = await self._learn(peer)
+                self._told_by = peer
+                return plan
             except (PeerError, DeadlineError, IntegrityError) as error:
                 logger.info("peer %s does not tell of the model: %s", peer[-8:], error)
         raise AttemptFailedError("no trainer tells what the model looks like")

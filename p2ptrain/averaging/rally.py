@@ -338,9 +338,11 @@ class Rally:
         avoided = frozenset[str]().union(*(by_peer[ticket.peer].avoid for ticket in chosen))
         lenders = [peer for peer in self.lenders if may_lend(peer) and peer not in avoided]
         roster = self._roster(chosen, [self.lenders[peer].ticket for peer in lenders])
-        for peer in self.lenders.keys() - set(roster.owners):
-            if not self.lenders[peer].answer.done():
-                self.lenders[peer].answer.set_result({"kind": "refused", "reason": "this group does without you"})
+        for peer, lender in self.lenders.items():
+            if peer not in roster.owners and not lender.answer.done():
+                differs = lender.ticket.layout != common[1]
+                why = "your model layout differs from the group's" if differs else "this group does without you"
+                lender.answer.set_result({"kind": "refused", "reason": why, "mismatch": differs})
         wire = {"kind": "roster", "tickets": [ticket.to_wire() for ticket in roster.tickets]}
         wire |= {"auxiliaries": [ticket.to_wire() for ticket in roster.auxiliaries]} if roster.auxiliaries else {}
         self.answer_all(wire)
