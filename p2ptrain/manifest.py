@@ -20,6 +20,11 @@ from p2ptrain.signing import Signer
 PROTOCOL_VERSION = 1
 """Raised whenever peers of the old version could no longer take part; a joiner with another version is refused."""
 
+NO_AUXILIARIES = (
+    "this swarm takes no auxiliaries: train with it, or ask its organizer for one with averaging.auxiliaries"
+)
+"""What is said to those that would be one."""
+
 MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
 """The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""

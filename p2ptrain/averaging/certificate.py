@@ -5,8 +5,8 @@ The roster's members reduce, and each that holds the whole result signs its *bod
 majority of the roster is a *certificate*: only certificates advance a round, and a roster can have at most one, because
 two majorities of one roster share a member and a member signs one body per roster.
 
-*Auxiliaries* (`p2ptrain.averaging.lending`) are on a roster, too: they own shares, so their tickets are part of its name,
-but they are no members. They contribute nothing, sign nothing, and no majority or quorum counts them.
+*Auxiliaries* (`p2ptrain.averaging.lending`) are on a roster, too: they own shares, so their tickets are part of its
+name, but they are no members. They contribute nothing, sign nothing, and no majority or quorum counts them.
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ signs nothing, and nobody waits for it; all that it opens itself is the stream t
 It follows the swarm lightly: certificates lead it from head to head, without any state. Where they do not, it believes
 the trainer that announces the best head for as long as something comes of it.
 
-**What encoding its means loses** it keeps by position, and adds to the next mean that it makes there. As each mean there
-takes up all that was kept, this is never more than what one encoding loses, half a step of the codec; so much is lost
-for good when an auxiliary leaves, or comes to a lineage to which no certificates lead. Nothing is kept where members
-check means (`p2ptrain.averaging.audit`), since those have to follow from the parts alone, under rules by votes, and in
-trees, where a group's result may yet miss the round's.
+**What encoding its means loses** it keeps by position, and adds to the next mean that it makes there. As each mean
+there takes up all that was kept, this is never more than what one encoding loses, half a step of the codec; so much is
+lost for good when an auxiliary leaves, or comes to a lineage to which no certificates lead. Nothing is kept where
+members check means (`p2ptrain.averaging.audit`), since those have to follow from the parts alone, under rules by votes,
+and in trees, where a group's result may yet miss the round's.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Lender:
         rounds_broken: Groups of its that came to nothing.
         is_reachable: Whether others can open streams to it; otherwise it offers nothing.
         on_change: Called when one of these has changed.
+        on_helped: Called after each round that it helped with.
         on_phase: Called with each phase of an attempt: scatter, reduce, gather.
     """
 
@@ -146,6 +147,7 @@ class Lender:
         self.rounds_broken = 0
         self.is_reachable: Callable[[], bool] = lambda: True
         self.on_change: Callable[[], None] = lambda: None
+        self.on_helped: Callable[[], None] = lambda: None
         self.on_phase: Callable[[str], None] = lambda phase: None
         rpc.serve_channel("butterfly", self._serve_butterfly)
 
@@ -361,10 +363,11 @@ class Lender:
         if losses is not None:
             await self._runtime.compute(_keep_loss, butterfly, losses)
         self.rounds_helped += 1
-        logger.info("round %d: helped %d trainers", head.round, len(roster.tickets))
+        logger.debug("round %d: helped %d trainers", head.round, len(roster.tickets))
         if certificate.body.is_last:
             self._move(certificate.body.next_head(bytes(DIGEST_BYTES), b""))
         self.on_change()
+        self.on_helped()
 
     def _losses_at(self, part: int, codec: Codec, num_values: int) -> torch.Tensor | None:
         """What the means of a part of the model lost here, fp32, ``[num_values]``; None if nothing is kept."""

@@ -6,10 +6,12 @@ contribution, 1 - w_i, and its finished mean to the n - 1 others, (n - 1) w_i, a
 bandwidth), which `split_shares` minimises: Diskin et al., "Distributed Deep Learning in Open Collaborations" (DeDLOC),
 section 3.2, https://arxiv.org/abs/2106.10207, there solved as a linear program.
 
-An *auxiliary* owns a share and contributes nothing. With the fraction w_a it receives n parts of its share and sends its
-mean to n members: ``n w_a`` vectors each way. What it owns its n members need not reduce, and each of them then sends
-its vector once, and receives the mean once. In a group of one or two that is what a member does anyway, so there
-auxiliaries own nothing.
+An *auxiliary* owns a share and contributes nothing. With the fraction w_a it receives n parts of its share and sends
+its mean to n members: ``n w_a`` vectors each way. The more auxiliaries own, the nearer members come to sending their
+vector once and receiving the mean once. In a group of one or two they do so anyway, and auxiliaries own nothing there.
+
+Both counts are of what goes each way. Members send in one half of a round and receive in the other, so what is gained
+is time on their uplinks: nearly half of it in large groups, if downlinks are wide; nothing where both are alike.
 """
 
 from __future__ import annotations
@@ -22,9 +24,7 @@ Share = tuple[int, int]
 """First value and the value after the last; equal for who owns nothing."""
 
 
-def share_weights(
-    bandwidths: Sequence[float], auxiliaries: Sequence[tuple[float, Fraction]] = ()
-) -> list[Fraction]:
+def share_weights(bandwidths: Sequence[float], auxiliaries: Sequence[tuple[float, Fraction]] = ()) -> list[Fraction]:
     """The fractions that minimise the slowest owner's time; they sum to exactly 1.
 
     Water-filling. Pour the work to one level T: ``w_i = max(0, (T b_i - 1) / (n - 2))`` for members and

@@ -157,9 +157,7 @@ def owner_weights(roster: Roster, rates: Sequence[int]) -> list[Fraction]:
     return share_weights(owner_rates(roster.tickets, rates[:size]), lent)
 
 
-def plan_shares(
-    roster: Roster, num_values: int, block_size: int
-) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
+def plan_shares(roster: Roster, num_values: int, block_size: int) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
     """Who owns what of a vector: the owners' rates, their weights, and the offsets at which their shares meet."""
     rates = agreed_rates(roster.tickets, roster.auxiliaries)
     weights = owner_weights(roster, rates)

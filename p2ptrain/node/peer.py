@@ -25,7 +25,7 @@ from p2ptrain.errors import (
     PeerError,
     PeerRefusedError,
 )
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, NO_AUXILIARIES, PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.libp2p_directory import Libp2pDirectory
@@ -51,9 +51,6 @@ MANIFEST_SECONDS = 10.0
 MAX_KNOWN_ADDRESSES = 64
 CLOCK_WARNING_SECONDS = 5.0
 EMPTY_HASH = bytes(32)
-NO_AUXILIARIES = (
-    "this swarm takes no auxiliaries: train with it, or ask its organizer for one with averaging.auxiliaries"
-)
 
 
 @dataclass(frozen=True)

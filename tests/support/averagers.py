@@ -173,8 +173,6 @@ async def start_lender(peer: SimulatedPeer, others: list[AveragingPeer]) -> Lend
 
     lender = Lender(rpc, peer.runtime, peer.signer, SWARM, spec, membership, learn)
     await rpc.start()
-    started = LendingPeer(
-        peer, rpc, membership, lender, peer.spawn(lender.run()), others
-    )
+    started = LendingPeer(peer, rpc, membership, lender, peer.spawn(lender.run()), others)
     started.introduce()
     return started
