@@ -14,9 +14,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
 from p2ptrain.averaging.cells import Cells, Key
-from p2ptrain.averaging.certificate import AuxiliaryTicket, Ticket
+from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership, rank

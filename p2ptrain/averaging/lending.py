@@ -32,9 +32,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.certificate import AuxiliaryTicket, Certificate, Roster
+from p2ptrain.averaging.certificate import Certificate, Roster
 from p2ptrain.averaging.conductor import CALL_HEAD, LEND, MAX_HOPS, PROBE_TIMEOUT_SECONDS
 from p2ptrain.averaging.head import DIGEST_BYTES, Head
 from p2ptrain.averaging.history import History

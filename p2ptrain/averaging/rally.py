@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import GlobalBatch, Report
 from p2ptrain.averaging.cells import Cells, Key
-from p2ptrain.averaging.certificate import AuxiliaryTicket, Roster, Ticket
+from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.membership import rank
 from p2ptrain.errors import IntegrityError
@@ -300,10 +301,10 @@ class Rally:
     def answer_all(self, answer: Answer) -> None:
         """Tell every member the same and end the rally."""
         self.over = True
-        waiting = [*self.members.values(), *self.lenders.values()]
-        for each in waiting:
-            if not each.answer.done():
-                each.answer.set_result(answer)
+        answers = [each.answer for each in self.members.values()] + [each.answer for each in self.lenders.values()]
+        for each in answers:
+            if not each.done():
+                each.set_result(answer)
         self.stir()
 
     def form(self, may_lend: Callable[[str], bool] = lambda peer: True) -> list[str]:

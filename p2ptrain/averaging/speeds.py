@@ -22,7 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from p2ptrain.averaging.certificate import AuxiliaryTicket, Roster, Ticket
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
+from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.patience import SLACK
 from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.codecs import Codec
@@ -122,9 +123,9 @@ def agreed_rates(tickets: Sequence[Ticket], auxiliaries: Sequence[AuxiliaryTicke
     """
     told = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
-    for ticket in (*tickets, *auxiliaries):
-        measured = _measured(ticket.peer, told)
-        rates.append(min((rate for rate in (measured, ticket.bandwidth) if rate), default=0))
+    declared = [(t.peer, t.bandwidth) for t in tickets] + [(t.peer, t.bandwidth) for t in auxiliaries]
+    for peer, limit in declared:
+        rates.append(min((rate for rate in (_measured(peer, told), limit) if rate), default=0))
     known = sorted(rate for rate in rates[: len(tickets)] if rate)
     typical, fastest = known[len(known) // 2] if known else 1, max([1, *known, *rates])
     return [_on_ladder(rate or typical, fastest) for rate in rates]

@@ -78,14 +78,14 @@ def lent_share(body: Body) -> float:
 
 
 def test_auxiliaries_own_shares_and_the_mean_is_exactly_what_it_is_without_them() -> None:
-    means = []
+    means: list[torch.Tensor] = []
 
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer], lent: list[LendingPeer]) -> None:
         for index, each in enumerate(started):  # Sums of whole numbers do not depend on their order.
             each.vector = torch.arange(NUM_VALUES, dtype=torch.float32) % 97 * (index + 1)
             each.follow()
-        for each in lent:
-            each.introduce()
+        for lender in lent:
+            lender.introduce()
         await asyncio.sleep(1.0)
         tokens = (10, 10, 20)  # Weights that are exact, too.
         await asyncio.gather(*(each.round(count) for each, count in zip(started, tokens, strict=True)))
@@ -139,7 +139,7 @@ def test_an_auxiliary_that_fails_costs_an_attempt_at_most_and_the_next_goes_with
 
 
 def test_an_auxiliary_that_comes_again_and_again_cannot_break_round_after_round() -> None:
-    attempts = []
+    attempts: list[int] = []
 
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer], lent: list[LendingPeer]) -> None:
         broken = 0
