@@ -215,6 +215,12 @@ class AveragingSpec(Section):
                 f"averaging.auxiliaries = {self.auxiliaries} does not go with codec = {self.codec!r}, of whose means"
                 " most waits for later rounds: it would be lost with an auxiliary that leaves; use int8 or int4"
             )
+        if self.auxiliaries and self.spot_checks and self.codec in ("int4", "int4a"):
+            raise ValueError(
+                f"averaging.auxiliaries = {self.auxiliaries} with spot_checks does not go with codec = {self.codec!r}:"
+                " auxiliaries may then not make up for what encoding a mean loses, and small values never get through;"
+                " use int8"
+            )
         return self
 
     @model_validator(mode="after")

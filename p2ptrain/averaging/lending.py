@@ -17,9 +17,9 @@ the trainer that announces the best head for as long as something comes of it.
 
 **What encoding its means loses** it keeps by position, and adds to the next mean that it makes there. As each mean
 there takes up all that was kept, this is never more than what one encoding loses, half a step of the codec; so much is
-lost for good when an auxiliary leaves, or comes to a lineage to which no certificates lead. Nothing is kept where
-members check means (`p2ptrain.averaging.audit`), since those have to follow from the parts alone, under rules by votes,
-and in trees, where a group's result may yet miss the round's.
+lost for good when an auxiliary leaves, or comes to a lineage to which no certificates lead. Nothing is kept in
+trees, where a group's result may yet miss the round's, and where members check means (`p2ptrain.averaging.audit`),
+since those have to follow from the parts alone. There what is lost is lost.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from p2ptrain.averaging.head import DIGEST_BYTES, Head
 from p2ptrain.averaging.history import History
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership, rank
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
-from p2ptrain.averaging.robust import VOTING_RULES
 from p2ptrain.averaging.speeds import plan_shares
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError, TemporaryError
@@ -374,7 +373,7 @@ class Lender:
         """What the means of a part of the model lost here, fp32, ``[num_values]``; None if nothing is kept."""
         import torch
 
-        if not codec.lossy or self._spec.spot_checks or self._spec.aggregation in VOTING_RULES:
+        if not codec.lossy or self._spec.spot_checks:
             return None
         if part not in self._losses:
             self._losses[part] = torch.zeros(num_values, dtype=torch.float32)

@@ -175,7 +175,7 @@ class OwnShare:
             codec: How the result is encoded, unless it is the list of the parts.
             spec: The rule and the limits.
             own: The owner's own part, fp32, ``[num_values]``; not changed. An auxiliary has none: it is what the means
-                that it made before lost there, and is added to a weighted sum.
+                that it made before lost there, and is added to the result; zeros if members check that.
             own_index: Its place in the roster; behind the members if it is an auxiliary.
             num_members: Size of the roster.
             own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
@@ -318,6 +318,8 @@ class OwnShare:
             for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
+            if self._lends and not self._audited:
+                exact.add_(self._own[low:high])
         else:
             self._add_up(low, high, contributors, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)

@@ -422,3 +422,13 @@ def test_no_swarm_takes_auxiliaries_unless_its_manifest_says_so() -> None:
 def test_auxiliaries_do_not_go_with_codecs_whose_means_wait_for_later_rounds(codec: str) -> None:
     with pytest.raises(Exception, match=f"auxiliaries = 2 does not go with codec = '{codec}'"):
         parse_manifest({"averaging": {"codec": codec, "auxiliaries": 2}}, "run.toml")
+
+
+@pytest.mark.parametrize(("codec", "fits"), [("int8", True), ("fp16", True), ("int4", False), ("int4a", False)])
+def test_where_means_are_checked_auxiliaries_go_with_codecs_that_lose_little(codec: str, fits: bool) -> None:
+    values = {"averaging": {"codec": codec, "auxiliaries": 2, "spot_checks": 4}}
+    if fits:
+        assert parse_manifest(values, "run.toml").averaging.auxiliaries == 2
+    else:
+        with pytest.raises(Exception, match="with spot_checks does not go"):
+            parse_manifest(values, "run.toml")

@@ -27,7 +27,8 @@ def test_a_layout_survives_the_wire_with_its_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("index", "field", "value"),
     [(0, 0, "weight"), (0, 1, 5), (0, 1, "n" * 600), (0, 2, [-1]), (0, 2, [1 << 50]), (0, 2, [1 << 30] * 3),
-     (0, 2, [1] * 20), (0, 2, "4"), (0, 3, "load"), (0, 3, "no_such"), (0, 3, None), (0, 0, "buffer"), (1, 1, "0.weight")],
+     (0, 2, [1] * 20), (0, 2, "4"), (0, 3, "load"), (0, 3, "no_such"), (0, 3, None), (0, 0, "buffer"),
+     (1, 1, "0.weight")],
 )  # fmt: skip
 def test_an_impossible_layout_is_refused(index: int, field: int, value: Any) -> None:
     told = layout_to_wire(make_layout())
