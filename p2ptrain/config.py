@@ -152,8 +152,9 @@ class StopAfterSection(Section):
 class PeerConfig(Section):
     """Everything that one peer is told by its owner. Paths in a role file are relative to that file's folder."""
 
-    role: Literal["bootstrap", "trainer"]
-    """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too."""
+    role: Literal["bootstrap", "trainer", "auxiliary"]
+    """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too; ``auxiliary`` has no model, and
+    lends its bandwidth to the trainers' averaging."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
     """A name for people, shown in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")

@@ -59,7 +59,7 @@ class Attempt:
     Attributes:
         roster: Who takes part.
         head: The head that the result will extend.
-        bounds: Share offsets, ``len(roster) + 1``.
+        bounds: Share offsets, one more than owners.
         codec: How the whole vector is encoded.
         swarm: The manifest's digest, 32 bytes.
         spec: The rule by which shares are reduced.
@@ -99,11 +99,11 @@ class Attempt:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.tickets))]
+        self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.owners))]
         self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
-        """Values in a member's share."""
+        """Values in an owner's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     @property
@@ -182,6 +182,7 @@ class Attempt:
             levels=self.levels,
             peers=peers,
             children=tuple(ticket.child for ticket in tickets) if level else (),
+            auxiliaries=tuple(ticket.peer for ticket in self.roster.auxiliaries),
         )
 
     def add_proof(self, peer: str, proof: Any, verifier: Signer) -> bool:

@@ -22,8 +22,7 @@ from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.openings import Rules
 from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
-from p2ptrain.averaging.shares import share_weights, split_shares
-from p2ptrain.averaging.speeds import Speeds, agreed_rates, owner_rates, part_codec
+from p2ptrain.averaging.speeds import Speeds, part_codec, plan_shares
 from p2ptrain.codecs import codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
@@ -114,21 +113,22 @@ class Attempts:
         """
         tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
         codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
-        rates = agreed_rates(tickets)
-        weights = share_weights(owner_rates(tickets, rates))
-        shares = split_shares(num_values, weights, codec.block_size)
-        bounds = (0, *(high for _, high in shares))
+        rates, weights, bounds = plan_shares(roster, num_values, codec.block_size)
         usual, *smaller = part_codecs(spec, codec, num_values)
         part = part_codec(
-            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id), num_values, spec.grace_seconds
-        )
+            usual, smaller, rates[: len(tickets)], weights[: len(tickets)], roster.index_of(self._rpc.peer_id),
+            num_values, spec.grace_seconds,
+        )  # fmt: skip
         levels = self._matchmaker.cells.num_levels(head.present)
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
-        streams = len(tickets) - 1
+        lenders = {ticket.peer for ticket in roster.auxiliaries}
+        streams = len(tickets) - 1 + sum(attempt.size(len(tickets) + i) > 0 for i in range(len(lenders)))
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self.on_phase,
             attempt_seconds(self._durations_of(level), spec), part,
-            lambda peer, num_bytes, seconds: self.speeds.observe(peer, num_bytes, seconds, streams),
+            lambda peer, num_bytes, seconds: self.speeds.observe(
+                peer, num_bytes, seconds, len(tickets) if peer in lenders else streams
+            ),
         )  # fmt: skip
         butterfly.exchange.slow_to_clear = self._slow_to_clear
         self._settlements.remember(attempt)
@@ -219,6 +219,8 @@ class Attempts:
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
                 self.speeds.was_in_time(body.members[index])
+            for peer in body.auxiliaries:  # Nobody needs them, so what broke with them is remembered all the same.
+                self.speeds.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Go on without a peer that was proved to have falsified a mean."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.grid import cell_of, level_cells, parent_cell
 from p2ptrain.averaging.head import DIGEST_BYTES, MAX_COUNT, MAX_PRESENT, Head
@@ -48,7 +49,7 @@ class Cells:
         """Cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
-    def key_of(self, place: Head | Ticket, peer: str, level: int = 0) -> Key:
+    def key_of(self, place: Head | Ticket | AuxiliaryTicket, peer: str, level: int = 0) -> Key:
         """The group in which a peer, or what it stands for, averages in the round after a head, or in a ticket's."""
         cell = _cell(place.round, place.lineage, place.present, self._group_size, level, peer)
         return Key(place.round, place.lineage, place.present, level, cell)

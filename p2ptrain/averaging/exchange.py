@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +45,15 @@ class Exchange:
         spec: Quorum, grace, deadline, and the rule by which shares are reduced.
         part_codec: How this member's own parts are encoded.
         began: When the attempt did, in the loop's time.
-        index: This member's place in the roster.
+        index: This member's place among the roster's owners; an auxiliary's is behind the members'.
+        lends: Whether it is an auxiliary: all but its own share, and what comes for it, is then left unused.
         share: What came for the own share.
         part_changed: Set when a part came or was refused.
         masks: By owner: whose part it holds completely.
         arrived_at: By owner: when it had this member's part, in the loop's time.
         agreed: Set when a mask came, or something that changes who can agree.
+        told: By member: who contributed, as an auxiliary hears it.
+        result: The round's certificate, once an auxiliary was told.
         own_mask: Once it is closed.
         own_mean: Once it begins to be made.
         own_proof: Set once this member has signed.
@@ -103,6 +107,7 @@ class Exchange:
         low, high = attempt.bounds[self.index : self.index + 2]
         # Sparse parts are few enough that all members see all of them, and hold them against what they sent.
         attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1 and not attempt.codec.sparse
+        self.lends = not attempt.roster.has_member(self.index)
         self.share = OwnShare(
             dense_codec(attempt.codec).part(low, high), spec, vector[low:high], self.index, len(attempt.roster.tickets),
             attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
@@ -112,6 +117,8 @@ class Exchange:
         self.masks: dict[int, frozenset[int]] = {}
         self.arrived_at: dict[int, float] = {}
         self.agreed = asyncio.Event()
+        self.told: dict[int, tuple[int, ...]] = {}
+        self.result: Certificate | None = None
         self.own_mask: asyncio.Future[frozenset[int]] = loop.create_future()
         self.own_mean: asyncio.Future[Growing] = loop.create_future()
         self.own_proof = asyncio.Event()
@@ -148,6 +155,35 @@ class Exchange:
         self.refused[peer] = reason
         self.part_changed.set()
 
+    def hear_contributors(self, peer: str, sender: int, contributors: Any) -> None:
+        """As an auxiliary: take down whom a member counts; what most say is so, because most sign the result.
+
+        Raises:
+            ProtocolError: It counts somebody whose part this owner has not.
+        """
+        mask = self.own_mask.result()
+        if not isinstance(contributors, list) or not all(type(i) is int and i in mask for i in contributors):
+            raise ProtocolError(peer, "counts contributions that are not here")
+        self.told[sender] = tuple(sorted(set(contributors)))
+        self.agreed.set()
+
+    def agreed_contributors(self) -> tuple[int, ...]:
+        """As an auxiliary: whom a majority of the members counts; nobody as long as there is none."""
+        said = Counter(self.told.values()).most_common(1)
+        return said[0][0] if said and said[0][1] >= self.attempt.roster.majority else ()
+
+    def hear_result(self, raw: Any) -> None:
+        """As an auxiliary: take down the certificate of this attempt.
+
+        Raises:
+            IntegrityError: It is none.
+        """
+        certificate = Certificate.from_bytes(raw if type(raw) is bytes else b"", self.attempt.swarm, self.signer)
+        if certificate.body.group_id != self.attempt.roster.group_id:
+            raise IntegrityError("a certificate is of another group")
+        self.result = certificate
+        self.changed()
+
     @property
     def clears(self) -> bool:
         """Whether members wait for each other's checks; of two, both have to sign anyway."""
@@ -164,7 +200,9 @@ class Exchange:
 
     def checkers_of(self, owner: int) -> int:
         """How many members can check an owner's share in time, this one included."""
-        return len(self.attempt.roster.tickets) - len((self.excused() | {owner}) - {self.index})
+        excused = self.excused()
+        members = range(len(self.attempt.roster.tickets))
+        return sum(i == self.index or (i != owner and i not in excused) for i in members)
 
     @property
     def max_complaints(self) -> int:
@@ -173,7 +211,7 @@ class Exchange:
 
     def note_gave_up(self, index: int, blamed: list[Any], complaints: Any = None) -> None:
         """Take down whom a member blames that gave up, and what it could not check."""
-        size = len(self.attempt.roster.tickets)
+        size = len(self.attempt.means)
         if isinstance(complaints, list) and index not in self.gave_up:
             self.complaints += [(e[0], e[1]) for e in complaints[: self.max_complaints] if self._is_complaint(e)]
             self.attempt.disputed |= bool(complaints)
@@ -186,7 +224,7 @@ class Exchange:
             return False
         owner, chunk = entry
         attempt = self.attempt
-        if owner >= len(attempt.roster.tickets) or owner == self.index:
+        if owner >= len(attempt.means) or owner == self.index:
             return False
         return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec)))
 

@@ -19,7 +19,7 @@ from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor, Place, 
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.rally import Answer
+from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -122,6 +122,7 @@ class Matchmaker:
         """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
         self._place.head = head
         self._place.running = None
+        self._conductor.moved()
         for peer in head.members:
             here = self.cells.includes(self._place.key, peer)
             if here and peer != self._rpc.peer_id and self._membership.is_news(peer):
@@ -293,28 +294,17 @@ class Matchmaker:
             if leader == self._rpc.peer_id and answer.get("alone") is True:
                 self._last_leader = None  # Nobody came to this peer: that says nothing against it.
             raise MismatchError(reason) if answer.get("mismatch") else NoGroupError(reason)
-        raw = answer.get("tickets")
-        if not isinstance(raw, list) or not 0 < len(raw) <= self._spec.group_size:
-            raise NoGroupError("the leader sent a roster of an impossible size")
         try:
-            own = ticket.to_wire()
-            tickets = tuple(
-                ticket if values == own else Ticket.from_wire(values, self._swarm, self._signer, self._spec.max_weight)
-                for values in raw
-            )
+            roster = roster_from_wire(answer, ticket, self._spec, self._swarm, self._signer)
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
-        roster = Roster(tickets)
-        agreed = {(t.digest, t.layout, self.cells.key_of(t, t.peer, t.level)) for t in tickets}
-        ordered = list(roster.members) == sorted(set(roster.members))
-        key = self.cells.key_of(ticket, ticket.peer, ticket.level)
-        slots = {self.cells.slot(key, peer) for peer in roster.members}
-        if len(agreed) != 1 or ticket not in tickets or not ordered or len(slots) < len(tickets):
+        if ticket not in roster.tickets or not agrees_with_itself(roster, self.cells):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
-        if any(self._membership.is_convicted(peer) for peer in roster.members):
+        if any(self._membership.is_convicted(peer) for peer in roster.owners):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
-        peers, is_last = sum(t.peers for t in tickets), key.level == self.cells.num_levels(key.present) - 1
+        key = self.cells.key_of(ticket, ticket.peer, ticket.level)
+        peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
         if is_last and peers < self._spec.min_peers:
             raise NoGroupError(f"{peers} of at least {self._spec.min_peers} peers are ready")
         return roster

@@ -15,17 +15,78 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import GlobalBatch, Report
-from p2ptrain.averaging.cells import Key
+from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.membership import rank
+from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
 
+MAX_OFFERS = 64
+"""Of auxiliaries, that one rally keeps."""
+
 Answer = dict[str, Any]
 """What a rally tells a member: ``kind`` is ``roster``, ``redirect``, ``behind`` or ``refused``."""
+
+
+MIN_MEMBERS_TO_HELP = 3
+"""In smaller groups a member sends its vector once and receives the mean once even without auxiliaries."""
+
+
+def roster_from_wire(
+    answer: Answer, own: Ticket | AuxiliaryTicket, spec: AveragingSpec, swarm: bytes, verifier: Signer
+) -> Roster:
+    """The roster in a leader's answer; see `agrees_with_itself` too.
+
+    Args:
+        answer: Of kind ``roster``.
+        own: This peer's ticket, whose signature need not be checked.
+        spec: How many peers a roster has at most.
+        swarm: The manifest's digest, 32 bytes.
+        verifier: Checks the others' signatures.
+
+    Raises:
+        IntegrityError: It has an impossible size, or a ticket in it is malformed or not signed.
+    """
+    raw, lent = answer.get("tickets"), answer.get("auxiliaries", [])
+    if not isinstance(raw, list) or not 0 < len(raw) <= spec.group_size:
+        raise IntegrityError("members of an impossible number")
+    if not isinstance(lent, list) or len(lent) > spec.auxiliaries:
+        raise IntegrityError(f"more than {spec.auxiliaries} auxiliaries")
+    tickets, auxiliaries, known = list[Ticket](), list[AuxiliaryTicket](), own.to_wire()
+    for values in raw:
+        same = isinstance(own, Ticket) and values == known
+        tickets.append(own if same else Ticket.from_wire(values, swarm, verifier, spec.max_weight))  # type: ignore[arg-type]
+    for values in lent:
+        same = isinstance(own, AuxiliaryTicket) and values == known
+        auxiliaries.append(own if same else AuxiliaryTicket.from_wire(values, swarm, verifier))  # type: ignore[arg-type]
+    return Roster(tuple(tickets), tuple(auxiliaries))
+
+
+def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
+    """Whether the tickets of a roster belong together, and are in the order in which everybody has them."""
+    first = roster.tickets[0]
+    key = cells.key_of(first, first.peer, first.level)
+    slots = {cells.slot(key, peer) for peer in roster.members}
+    if (
+        {(t.digest, t.layout, cells.key_of(t, t.peer, t.level)) for t in roster.tickets}
+        != {(first.digest, first.layout, key)}
+        or list(roster.members) != sorted(set(roster.members))
+        or len(slots) < len(roster.tickets)
+    ):
+        return False
+    lenders = [ticket.peer for ticket in roster.auxiliaries]
+    return not lenders or (
+        len(roster.tickets) >= MIN_MEMBERS_TO_HELP
+        and first.level == 0
+        and lenders == sorted(set(lenders) - set(roster.members))
+        and {(t.layout, cells.key_of(t, t.peer)) for t in roster.auxiliaries} == {(first.layout, key)}
+    )
 
 
 @dataclass(frozen=True)
@@ -113,6 +174,12 @@ class _Member:
 
 
 @dataclass
+class _Lender:
+    ticket: AuxiliaryTicket
+    answer: asyncio.Future[Answer]
+
+
+@dataclass
 class Rally:
     """The tickets and reports for one group of one round, held by its leader.
 
@@ -123,6 +190,7 @@ class Rally:
         batch: The global batch, as far as it was reported or handed in.
         slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.cells.Cells.slot`.
         members: By slot: tickets handed in, in order of arrival.
+        lenders: By peer: offers of auxiliaries. Nobody waits for them.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
     """
@@ -133,6 +201,7 @@ class Rally:
     batch: GlobalBatch
     slot_of: Callable[[str], str] = lambda peer: peer
     members: dict[str, _Member] = field(default_factory=dict)
+    lenders: dict[str, _Lender] = field(default_factory=dict)
     closing: bool = False
     over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -161,6 +230,23 @@ class Rally:
         self.last_activity = now
         self.stir()
         return answer
+
+    def lend(self, ticket: AuxiliaryTicket) -> asyncio.Future[Answer]:
+        """Take an auxiliary's offer; the future resolves with the rally's answer."""
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        previous = self.lenders.get(ticket.peer)
+        if previous is not None and not previous.answer.done():
+            previous.answer.set_result({"kind": "refused", "reason": "a newer offer replaced this one"})
+        elif previous is None and len(self.lenders) >= MAX_OFFERS:
+            answer.set_result({"kind": "refused", "reason": "others offered enough"})
+            return answer
+        self.lenders[ticket.peer] = _Lender(ticket, answer)
+        return answer
+
+    def withdraw(self, peer: str, answer: asyncio.Future[Answer]) -> None:
+        """Forget an offer, unless a newer one replaced it."""
+        if peer in self.lenders and self.lenders[peer].answer is answer:
+            del self.lenders[peer]
 
     def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
         """Forget a member that went away, unless it came again meanwhile."""
@@ -228,16 +314,18 @@ class Rally:
     def answer_all(self, answer: Answer) -> None:
         """Tell every member the same and end the rally."""
         self.over = True
-        for member in self.members.values():
-            if not member.answer.done():
-                member.answer.set_result(answer)
+        answers = [each.answer for each in self.members.values()] + [each.answer for each in self.lenders.values()]
+        for each in answers:
+            if not each.done():
+                each.set_result(answer)
         self.stir()
 
-    def form(self) -> list[str]:
+    def form(self, may_lend: Callable[[str], bool] = lambda peer: True) -> list[str]:
         """Put the group together and answer everybody; returns the peers in it.
 
         Members whose digest differs from the most common one are refused (they must re-sync), as are those that cannot
-        work with the others, and those beyond the group size; they keep their work for the next round.
+        work with the others, and those beyond the group size; they keep their work for the next round. Auxiliaries
+        that are here come along if ``may_lend`` says so and no member avoids them.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
@@ -261,7 +349,26 @@ class Rally:
             why = "the group is full" if full else "rounds with you and another member broke again and again"
             by_peer[ticket.peer].answer.set_result({"kind": "refused", "reason": f"{why}: your work waits a round"})
             chosen.remove(ticket)
-        roster = Roster(tuple(sorted(chosen, key=lambda ticket: ticket.peer)))
+        avoided = frozenset[str]().union(*(by_peer[ticket.peer].avoid for ticket in chosen))
+        lenders = [peer for peer in self.lenders if may_lend(peer) and peer not in avoided]
+        roster = self._roster(chosen, [self.lenders[peer].ticket for peer in lenders])
+        for peer, lender in self.lenders.items():
+            if peer not in roster.owners and not lender.answer.done():
+                differs = lender.ticket.layout != common[1]
+                why = "your model layout differs from the group's" if differs else "this group does without you"
+                lender.answer.set_result({"kind": "refused", "reason": why, "mismatch": differs})
         wire = {"kind": "roster", "tickets": [ticket.to_wire() for ticket in roster.tickets]}
+        wire |= {"auxiliaries": [ticket.to_wire() for ticket in roster.auxiliaries]} if roster.auxiliaries else {}
         self.answer_all(wire)
         return list(roster.members)
+
+    def _roster(self, chosen: list[Ticket], offers: list[AuxiliaryTicket]) -> Roster:
+        """The chosen members, with as many of the auxiliaries on offer as the manifest admits, others each round."""
+        members = {ticket.peer for ticket in chosen}
+        offers = [each for each in offers if each.peer not in members and each.layout == chosen[0].layout]
+        offers.sort(key=lambda ticket: rank(ticket.peer, self.key))
+        most = self.spec.auxiliaries if len(chosen) >= MIN_MEMBERS_TO_HELP and self.key.level == 0 else 0
+        return Roster(
+            tuple(sorted(chosen, key=lambda ticket: ticket.peer)),
+            tuple(sorted(offers[:most], key=lambda ticket: ticket.peer)),
+        )

@@ -173,8 +173,9 @@ class OwnShare:
         Args:
             codec: How the result is encoded, unless it is the list of the parts.
             spec: The rule and the limits.
-            own: The owner's own part, fp32, ``[num_values]``; not changed.
-            own_index: Its place in the roster.
+            own: The owner's own part, fp32, ``[num_values]``; not changed. An auxiliary has none: it is what the means
+                that it made before lost there, and is added to the result; zeros if members check that.
+            own_index: Its place in the roster; behind the members if it is an auxiliary.
             num_members: Size of the roster.
             own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
                 is. It should be encoded if the codec is sparse: beside what is left of the others' it would be long.
@@ -193,6 +194,7 @@ class OwnShare:
         self._spec = spec
         self._own = own
         self._own_index = own_index
+        self._lends = own_index >= num_members
         self._audited = audited
         self._chunk = chunk or chunk_values(codec)
         self.is_measured = num_members >= MIN_FOR_MEDIAN
@@ -211,8 +213,10 @@ class OwnShare:
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
         """
-        if self._own_codec is not None:
+        if self._own_codec is not None and not self._lends:
             self._encode_own(self._own_codec)
+            return
+        if self._lends:
             return
         from p2ptrain.codecs.norms import sums_of_squares
 
@@ -313,6 +317,8 @@ class OwnShare:
             for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
+            if self._lends and not self._audited:
+                exact.add_(self._own[low:high])
         else:
             self._add_up(low, high, contributors, weights, exact)
         first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
@@ -331,6 +337,8 @@ class OwnShare:
         weight_of = dict(zip(contributors, weights, strict=True))
         if self._own_index in weight_of and self._own_index not in self.parts:
             torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
+        elif self._lends:
+            exact.copy_(self._own[low:high])
         else:
             exact.zero_()
         for index, weight in weight_of.items():

@@ -130,7 +130,7 @@ class Settlements:
         """Adopt a signer's body if it is this attempt's, fetch its means, and sign it."""
         if attempt.body is None:
             contributors = tuple(index for index, *_ in body.contributors)
-            if len(body.members) != len(attempt.means) or body != attempt.body_of(contributors, body.hashes):
+            if body.members != attempt.roster.members or body != attempt.body_of(contributors, body.hashes):
                 raise IntegrityError("its result is not one of this roster")
             means = await self._history.fetch_means(peer, body, attempt.bounds[-1], SETTLE_SECONDS)
             if attempt.body is None:

@@ -7,6 +7,10 @@ nobody's share. A ticket's own limit can only lower it.
 A ticket tells of up to 64 peers, 9 bytes each: the start of the peer id's SHA-256 and a rate with four significant
 bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded up to a ladder of three quarters, in
 whole numbers: every member must come to the same shares, and noise must not move them from round to round.
+
+Auxiliaries send no parts; what is measured is how fast their means arrive. Until that is known all of them together own
+one half at most, each an equal part of it, and `MOST_LENT` afterwards. Something is always left to members, whose masks
+tell them how long an owner may take, and whose speeds are measured by what they send to each other.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
+from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.patience import SLACK
+from p2ptrain.averaging.shares import share_weights, split_shares
 from p2ptrain.codecs import Codec
 
 MIN_BYTES = 64 * 1024
@@ -35,6 +41,9 @@ MAX_TOLD = 64
 LATE = 0.25
 RECOVERY = 1.25
 MAX_SMALL_PARTS = 32
+MOST_LENT, MOST_LENT_UNSEEN = Fraction(7, 8), Fraction(1, 2)
+"""What auxiliaries may own together: if their speed is known, and if it is not. The eighth that is left costs a member
+an eighth of its upload at most."""
 
 
 @dataclass
@@ -106,28 +115,54 @@ def _parse(told: bytes) -> dict[bytes, int]:
     return {entry[:TAG_BYTES]: (8 + entry[-1] % 8) << entry[-1] // 8 for entry in entries}
 
 
-def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
+def agreed_rates(tickets: Sequence[Ticket], auxiliaries: Sequence[AuxiliaryTicket] = ()) -> list[int]:
     """The rate of each ticket's peer in bytes per second; the same for whoever computes it from the same tickets.
 
     Returns:
-        At least 1 each; all 1 when nothing is known of anybody.
+        Members' first; at least 1 each; all 1 when nothing is known of anybody.
     """
     told = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
-    for ticket in tickets:
-        tag = _tag(ticket.peer)
-        seen = sorted(rates_[tag] for peer, rates_ in told.items() if peer != ticket.peer and tag in rates_)
-        measured = seen[(len(seen) - 1) // 2] if seen else 0
-        rates.append(min((rate for rate in (measured, ticket.bandwidth) if rate), default=0))
-    known = sorted(rate for rate in rates if rate)
-    typical = known[len(known) // 2] if known else 1
-    return [_on_ladder(rate or typical, max(known, default=1)) for rate in rates]
+    declared = [(t.peer, t.bandwidth) for t in tickets] + [(t.peer, t.bandwidth) for t in auxiliaries]
+    for peer, limit in declared:
+        rates.append(min((rate for rate in (_measured(peer, told), limit) if rate), default=0))
+    known = sorted(rate for rate in rates[: len(tickets)] if rate)
+    typical, fastest = known[len(known) // 2] if known else 1, max([1, *known, *rates])
+    return [_on_ladder(rate or typical, fastest) for rate in rates]
+
+
+def _measured(peer: str, told: dict[str, dict[bytes, int]]) -> int:
+    """The median of what the other members say of a peer's rate; 0 if nobody says anything."""
+    tag = _tag(peer)
+    seen = sorted(rates[tag] for other, rates in told.items() if other != peer and tag in rates)
+    return seen[(len(seen) - 1) // 2] if seen else 0
 
 
 def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
     """The rates for `p2ptrain.averaging.shares`: 0 for members to which no streams can be opened, unless all are so."""
     reachable = [ticket.reachable for ticket in tickets]
     return [float(rate) if able or not any(reachable) else 0.0 for rate, able in zip(rates, reachable, strict=True)]
+
+
+def owner_weights(roster: Roster, rates: Sequence[int]) -> list[Fraction]:
+    """The share of each owner.
+
+    Args:
+        roster: Members and auxiliaries.
+        rates: Theirs; see `agreed_rates`.
+    """
+    size, auxiliaries = len(roster.tickets), roster.auxiliaries
+    told = {ticket.peer: _parse(ticket.rates) for ticket in roster.tickets}
+    limits = [MOST_LENT if _measured(ticket.peer, told) else MOST_LENT_UNSEEN for ticket in auxiliaries]
+    lent = [(float(rate), limit / len(auxiliaries)) for rate, limit in zip(rates[size:], limits, strict=True)]
+    return share_weights(owner_rates(roster.tickets, rates[:size]), lent)
+
+
+def plan_shares(roster: Roster, num_values: int, block_size: int) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
+    """Who owns what of a vector: the owners' rates, their weights, and the offsets at which their shares meet."""
+    rates = agreed_rates(roster.tickets, roster.auxiliaries)
+    weights = owner_weights(roster, rates)
+    return rates, weights, (0, *(high for _, high in split_shares(num_values, weights, block_size)))
 
 
 def _on_ladder(rate: int, fastest: int) -> int:
@@ -155,8 +190,8 @@ def part_codec(
     Args:
         codec: The codec of the swarm; one that loses nothing is kept, since then nobody wants less.
         smaller: Codecs to choose from, with less and less bytes.
-        rates: See `agreed_rates`.
-        weights: The members' shares; see `p2ptrain.averaging.shares.share_weights`.
+        rates: Of the members; see `agreed_rates`.
+        weights: The members' shares; see `owner_weights`.
         index: Which member.
         num_values: Length of the vector.
         grace_seconds: The grace period.

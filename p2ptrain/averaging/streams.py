@@ -14,7 +14,7 @@ from typing import Any
 from p2ptrain.averaging.audit import Audit
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import Exchange
-from p2ptrain.averaging.patience import least_mask
+from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
@@ -33,6 +33,7 @@ OPEN_TIMEOUT_SECONDS = 10.0
 LINGER_SECONDS = 2.0
 FORWARD_SECONDS = 0.5
 MAX_REFUSAL_LENGTH = 120
+TO_AUXILIARY = "auxiliary"
 BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
 """What is counted against a member: a malformed mask or mean, a signature that is none, one for something else."""
 RETRY_SECONDS = 0.3
@@ -46,6 +47,7 @@ class ServedStreams:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._served: dict[int, asyncio.Task[Any]] = {}
+        self._gone: set[int] = set()
         self._stream_came = asyncio.Event()
         self._questions: Counter[int] = Counter()
 
@@ -53,19 +55,21 @@ class ServedStreams:
         """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
         exchange = self._exchange
         sender = exchange.attempt.roster.index_of(channel.remote)
-        if sender not in (-1, exchange.index) and "check" in request and self._questions[sender] < MAX_QUESTIONS:
+        expected = exchange.attempt.roster.has_member(sender) and sender != exchange.index
+        if expected and "check" in request and self._questions[sender] < MAX_QUESTIONS:
             self._questions[sender] += 1
             if exchange.given_up.done() and not exchange.given_up.cancelled():
                 await channel.send(exchange.farewell())
             else:
                 await self._open_chunks(channel, request["check"])
             return
-        if sender in (-1, exchange.index) or sender in self._served:
+        if not expected or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
         task = asyncio.current_task()
         assert task is not None
         self._served[sender] = task
         self._stream_came.set()
+        exchange.agreed.set()
         work = asyncio.create_task(self._serve_member(channel, sender, request), name=f"serve-{sender}")
         try:
             waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
@@ -79,6 +83,25 @@ class ServedStreams:
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
+            self._gone.add(sender)
+            if exchange.lends:
+                exchange.changed()
+
+    async def until_told(self) -> None:
+        """As an auxiliary: wait until a member told of the result, or all that came are gone."""
+        while self._exchange.result is None and not self.all_are_gone:
+            self._exchange.agreed.clear()
+            await self._exchange.agreed.wait()
+
+    @property
+    def anybody_came(self) -> bool:
+        """Whether a member opened a stream."""
+        return bool(self._served)
+
+    @property
+    def all_are_gone(self) -> bool:
+        """Whether members opened streams, and none of those is left."""
+        return 0 < len(self._served) == len(self._gone)
 
     async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
         exchange, attempt = self._exchange, self._exchange.attempt
@@ -94,6 +117,9 @@ class ServedStreams:
             mask = await asyncio.shield(exchange.own_mask)
             refusal = exchange.share.refused.get(sender, "")
             await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
+            if exchange.lends:
+                told = await channel.receive(exchange.spec.round_seconds)
+                exchange.hear_contributors(channel.remote, sender, told.get("contributors"))
             mean = await asyncio.shield(exchange.own_mean)
             await channel.send({"mean": size})  # So that it can say in its place that it gave up.
             await mean.send(channel)
@@ -101,6 +127,9 @@ class ServedStreams:
                 await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
                 if not await self._answer_check(channel):
                     return
+        if exchange.lends:
+            exchange.hear_result((await channel.receive(exchange.spec.round_seconds)).get("certificate"))
+            return
         if exchange.clears:
             await exchange.own_clear.wait()
             await channel.send({"clear": True})
@@ -223,12 +252,19 @@ class OpenedStreams:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._tasks: list[asyncio.Task[None]] = []
+        self._ended: set[int] = set()
+        self._progress = asyncio.Event()
 
     def start(self, deadline: float) -> None:
         """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
-        own, size = self._exchange.index, len(self._exchange.attempt.roster.tickets)
-        order = [*range(own + 1, size), *range(own)]
-        self._tasks = [asyncio.create_task(self._talk_to(i, deadline), name=f"exchange-{i}") for i in order]
+        own, attempt = self._exchange.index, self._exchange.attempt
+        size, owners = len(attempt.roster.tickets), len(attempt.means)
+        # Of auxiliaries that own nothing there is nothing to be had.
+        order = [*range(own + 1, size), *range(own), *(i for i in range(size, owners) if attempt.size(i))]
+        names = [f"exchange-{i}" if i < size else f"{TO_AUXILIARY}-{i}" for i in order]
+        self._tasks = [
+            asyncio.create_task(self._talk_to(i, deadline), name=name) for i, name in zip(order, names, strict=True)
+        ]
 
     async def stop(self) -> None:
         """End the streams; the vector is not read any more when this returns."""
@@ -240,7 +276,7 @@ class OpenedStreams:
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""
         exchange, attempt = self._exchange, self._exchange.attempt
-        peer, size = attempt.roster.members[index], attempt.size(index)
+        peer, size = attempt.roster.owners[index], attempt.size(index)
         try:
             header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
             header |= {"credential": attempt.credential} if attempt.credential else {}
@@ -250,6 +286,9 @@ class OpenedStreams:
                 peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total
             ) as channel:
                 if size and not await self._bring_part(channel, index, part_codec, deadline):
+                    return
+                if not attempt.roster.has_member(index):
+                    await self._tell_result(channel)
                     return
                 await self._fetch_signatures(channel, index, deadline)
         except (PeerError, DeadlineError, TimeoutError) as error:
@@ -261,13 +300,54 @@ class OpenedStreams:
                 exchange.rpc.count_refusal(peer, BAD_ANSWER)
         except CodecError as error:
             exchange.unencodable = str(error)
+        self._ended.add(index)
+        self._wake()
         exchange.changed()
+
+    async def _members_have_theirs(self, deadline: float) -> None:
+        """Wait until the other members have their parts, as long as they would wait for each other's.
+
+        Auxiliaries' parts are the larger ones. If all went out at once, chance would say whose small parts arrive much
+        later than the others', and members would not wait for those.
+        """
+        exchange, loop = self._exchange, asyncio.get_running_loop()
+        attempt, members = exchange.attempt, range(len(exchange.attempt.roster.tickets))
+        owners = {i for i in members if attempt.size(i) and i != exchange.index}
+        quorum, until = quorum_of_others(len(owners), exchange.spec.quorum), deadline
+        while owners - exchange.arrived_at.keys() - self._ended:
+            if until == deadline and len(owners & exchange.arrived_at.keys()) >= quorum:
+                now = loop.time()
+                until = min(deadline, now + patience_seconds(now - exchange.began, exchange.spec.grace_seconds))
+            try:
+                async with asyncio.timeout_at(until):
+                    await self._progress.wait()
+            except TimeoutError:
+                return
+
+    def _wake(self) -> None:
+        self._progress.set()
+        self._progress = asyncio.Event()
+
+    async def _tell_result(self, channel: Channel) -> None:
+        """Tell an auxiliary what became of the round."""
+        await self._exchange.certified.wait()
+        certificate = self._exchange.attempt.certificate()
+        assert certificate is not None
+        await channel.send({"certificate": certificate.to_bytes()})
+
+    async def tell_result(self) -> None:
+        """Wait, but not for long, until all auxiliaries were told what became of the round."""
+        telling = [task for task in self._tasks if task.get_name().startswith(TO_AUXILIARY)]
+        if telling:
+            await asyncio.wait(telling, timeout=FORWARD_SECONDS)
 
     async def _bring_part(self, channel: Channel, index: int, part_codec: Codec, deadline: float) -> bool:
         """Send the own part of an owner's share, and receive its mask and its mean; False when it gave up."""
         exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
         audit = exchange.audit
         part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+        if not attempt.roster.has_member(index):
+            await self._members_have_theirs(deadline)
         check = RangeCheck(part_codec, exchange.spec) if audit is None else audit.new_check(part_codec)
         try:
             exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
@@ -280,6 +360,7 @@ class OpenedStreams:
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
         exchange.arrived_at[index] = loop.time()
+        self._wake()
         exchange.agreed.set()
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
@@ -288,8 +369,13 @@ class OpenedStreams:
         if reply.get("refused"):
             exchange.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
         exchange.agreed.set()
+        if not attempt.roster.has_member(index):
+            async with asyncio.timeout_at(deadline):
+                await exchange.agreed_on.wait()
+            await channel.send({"contributors": list(attempt.contributors or ())})
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
+        began = loop.time()
         if attempt.lists_parts:
             await self._receive_list(channel, index, len(part), deadline)
             return True
@@ -299,6 +385,8 @@ class OpenedStreams:
         mean, _ = await receive_checked(
             channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
         )
+        if not attempt.roster.has_member(index):
+            exchange.on_part(channel.remote, len(mean), loop.time() - began)
         tree = await exchange.runtime.compute(SumTree, hashes.leaves)
         attempt.add_mean(index, mean, tree.root[0])
         return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
@@ -330,7 +418,7 @@ class OpenedStreams:
         """Check what an owner did not show, to this member or another one, on a new stream; whether it is right."""
         exchange = self._exchange
         request = {"group": exchange.attempt.roster.group_id, "check": chunks}
-        peer = exchange.attempt.roster.members[index]
+        peer = exchange.attempt.roster.owners[index]
         try:
             async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
                 return await exchange.examine(index, chunks, channel)
@@ -389,6 +477,9 @@ class OpenedStreams:
         if not isinstance(blamed, list):
             return False
         self._exchange.note_gave_up(index, blamed, reply.get("complaints"))
+        if not self._exchange.attempt.roster.has_member(index):
+            peer = self._exchange.attempt.roster.owners[index]
+            self._exchange.lost[peer] = f"auxiliary {peer[-8:]}: it gave up"
         return True
 
     def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:

@@ -40,7 +40,7 @@ class Vouching:
         """Wait until this member's spot checks of the others' shares are through, or a majority has signed without."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
         attempt = exchange.attempt
-        owners = {i for i in range(len(attempt.roster.tickets)) if attempt.size(i) and i != exchange.index}
+        owners = {i for i in range(len(attempt.means)) if attempt.size(i) and i != exchange.index}
         until = deadline
         while missing := owners - exchange.checked:
             certified = exchange.certificate() is not None
@@ -49,7 +49,7 @@ class Vouching:
             self._look_into_complaints()
             if certified:
                 return
-            fail_if_lost([attempt.roster.members[i] for i in missing])
+            fail_if_lost([attempt.roster.owners[i] for i in missing])
             if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
                 until = min(until, loop.time() + REASON_SECONDS)
             elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), exchange.spec.quorum):
@@ -67,7 +67,7 @@ class Vouching:
         for index, (fault, late) in exchange.faults.items():
             if late and exchange.certificate() is not None:
                 continue
-            peer, phase = exchange.attempt.roster.members[index], exchange.attempt.phase
+            peer, phase = exchange.attempt.roster.owners[index], exchange.attempt.phase
             kind = LateError if late else AttemptFailedError
             raise kind(f"{phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
         while exchange.complaints:

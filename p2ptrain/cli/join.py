@@ -3,6 +3,8 @@
 Take part in a swarm. Fetches its manifest and checks that it is the one that the link names, shows what will be
 downloaded, run and exposed, asks once, checks that this machine can do it, takes on the swarm's state and trains.
 Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
+
+With --auxiliary it needs no GPU and no data, and has no model: it lends its bandwidth to the trainers' averaging.
 """
 
 from __future__ import annotations
@@ -28,6 +30,11 @@ _SPARE_DISK_BYTES = 200_000_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain join``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
+    parser.add_argument(
+        "--auxiliary",
+        action="store_true",
+        help="do not train: lend bandwidth to those who do, if the swarm admits it",
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default runs/join-DIGEST)"
@@ -47,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     link = SwarmLink.parse(arguments.link)
     overrides = peer_overrides(arguments) | {
-        "role": "trainer",
+        "role": "auxiliary" if arguments.auxiliary else "trainer",
         "link": str(link),
         "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
         "network.auto_nat": True,
@@ -56,12 +63,13 @@ def run(arguments: argparse.Namespace) -> int:
     }
     config = PeerConfig.load(None, overrides)
     signed = run_async(_fetch(link))
-    check_compatible(signed.manifest)
-    print(describe(signed, config))
+    check_compatible(signed.manifest, lends=arguments.auxiliary)
+    print(describe_lending(signed, config) if arguments.auxiliary else describe(signed, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
         return 0
-    check_machine(signed.manifest, config)
+    if not arguments.auxiliary:
+        check_machine(signed.manifest, config)
     return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
 
 
@@ -74,15 +82,21 @@ async def _fetch(link: SwarmLink) -> SignedManifest:
         return await fetch_manifest(link, Path(folder))
 
 
-def check_compatible(manifest: Manifest) -> None:
+def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
     """Refuse a swarm that this version cannot take part in.
+
+    Args:
+        manifest: The swarm's.
+        lends: Whether as an auxiliary, for which any model will do.
 
     Raises:
         IncompatibleError: Its protocol, model family or codec is not known here; says what to do.
+        ManifestError: It takes no auxiliaries.
         UsageError: It trains a custom model, which only its own script can build.
     """
     from p2ptrain.codecs import codec_names
-    from p2ptrain.manifest import PROTOCOL_VERSION
+    from p2ptrain.errors import ManifestError
+    from p2ptrain.manifest import NO_AUXILIARIES, PROTOCOL_VERSION
     from p2ptrain.models import num_parameters
 
     if manifest.protocol != PROTOCOL_VERSION:
@@ -92,7 +106,29 @@ def check_compatible(manifest: Manifest) -> None:
         )
     if manifest.averaging.codec not in codec_names():
         raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
-    num_parameters(manifest.model)
+    if not lends:
+        num_parameters(manifest.model)
+    elif not manifest.averaging.auxiliaries:
+        raise ManifestError(NO_AUXILIARIES)
+
+
+def describe_lending(signed: SignedManifest, config: PeerConfig) -> str:
+    """What joining as an auxiliary means, for the person who is asked."""
+    from p2ptrain.cli.table import human_bytes
+
+    resources = config.resources
+    caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
+    return "\n".join(
+        [
+            f"swarm      {signed.manifest.name!r}, by organizer {signed.organizer}",
+            "downloads  nothing that stays",
+            "runs       no model: it adds up what trainers send, a share of each of their rounds, in memory",
+            f"sends      the means of those shares to all of them; {', '.join(caps) or 'as fast as this machine can'}",
+            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name and traffic are public to"
+            " the swarm; none of your files are",
+            f"writes     {config.run_dir}",
+        ]
+    )
 
 
 def describe(signed: SignedManifest, config: PeerConfig) -> str:

@@ -25,7 +25,7 @@ from p2ptrain.errors import (
     PeerError,
     PeerRefusedError,
 )
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, NO_AUXILIARIES, PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.libp2p_directory import Libp2pDirectory
@@ -39,6 +39,7 @@ from p2ptrain.node.relaying import relay_settings
 from p2ptrain.runtime import Runtime
 
 if TYPE_CHECKING:
+    from p2ptrain.averaging.lending import Lender
     from p2ptrain.training.state import SharedState
     from p2ptrain.training.sync import Synchronizer
 
@@ -57,7 +58,7 @@ class PeerOptions:
     """How a peer appears and listens.
 
     Attributes:
-        role: ``bootstrap``, ``trainer``, or ``client`` (looks only).
+        role: ``bootstrap``, ``trainer``, ``auxiliary``, or ``client`` (looks only).
         name: For people.
         device: What it computes on, for its record.
         run_dir: Where it keeps the addresses of peers it has met.
@@ -95,6 +96,7 @@ class Peer:
         transport, directory, rpc, reach, presence, membership: Its parts.
         status: What its record says; `presence.changed` publishes it.
         synchronizer: When it trains.
+        lender: When it lends its bandwidth.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -103,6 +105,7 @@ class Peer:
         self.runtime = runtime
         self.status = Status(started_at=runtime.now())
         self.synchronizer: Synchronizer | None = None
+        self.lender: Lender | None = None
         self.signed: SignedManifest
         self.transport: Libp2pTransport
         self.directory: Libp2pDirectory
@@ -321,16 +324,10 @@ class Peer:
         Raises:
             ManifestError: The manifest names a codec that this version does not have.
         """
-        from p2ptrain.codecs import codec_names, warm_up
         from p2ptrain.training.encoding import vector_codec
         from p2ptrain.training.sync import Synchronizer
 
-        name = self.manifest.averaging.codec
-        if name not in codec_names():
-            raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
-        # Meanwhile codecs compute the same bits with torch.
-        warming = asyncio.create_task(asyncio.to_thread(warm_up), name="warm-up")
-        self._stack.callback(warming.cancel)
+        self._warm_up_codecs()
         self.synchronizer = Synchronizer(
             self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state,
             vector_codec(self.manifest.averaging, state.layout), self.membership, self.options.upload_bandwidth,
@@ -339,6 +336,40 @@ class Peer:
         self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
         self.synchronizer.on_change = self.presence.changed
         return self.synchronizer
+
+    def lend(self) -> Lender:
+        """Lend this peer's bandwidth to the trainers' averaging; what is returned is closed with the peer.
+
+        Raises:
+            ManifestError: The manifest names a codec that this version does not have, or admits no auxiliaries.
+        """
+        from p2ptrain.averaging.lending import Lender
+        from p2ptrain.training.layout_wire import fetch_plan
+
+        if not self.manifest.averaging.auxiliaries:
+            raise ManifestError(NO_AUXILIARIES)
+        self._warm_up_codecs()
+        self.lender = Lender(
+            self.rpc, self.runtime, self.identity, self.swarm, self.manifest.averaging, self.membership,
+            lambda peer: fetch_plan(self.rpc, peer, self.manifest), self.options.upload_bandwidth,
+        )  # fmt: skip
+        self._stack.push_async_callback(self.lender.close)
+        self.lender.is_reachable = lambda: not self.reach.is_outbound_only
+        return self.lender
+
+    def _warm_up_codecs(self) -> None:
+        """Check that the manifest's codec is known here, and compile; meanwhile codecs give the same bits with torch.
+
+        Raises:
+            ManifestError: It is not.
+        """
+        from p2ptrain.codecs import codec_names, warm_up
+
+        name = self.manifest.averaging.codec
+        if name not in codec_names():
+            raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
+        warming = asyncio.create_task(asyncio.to_thread(warm_up), name="warm-up")
+        self._stack.callback(warming.cancel)
 
     def set_state(self, state: str) -> None:
         """Change the state that the record shows; a peer in ``training`` is waited for by the others."""
@@ -349,7 +380,7 @@ class Peer:
 
     def describe(self) -> PeerRecord:
         """This peer's record as of now."""
-        sync = self.synchronizer
+        sync, lent = self.synchronizer, self.lender
         status = self.status
         return PeerRecord(
             peer=self.identity.peer_id,
@@ -359,7 +390,7 @@ class Peer:
             role=self.options.role,
             state=status.state,
             device=self.options.device,
-            round=sync.head.round if sync else 0,
+            round=sync.head.round if sync else lent.head.round if lent and lent.head else 0,
             lineage=sync.head.lineage if sync else EMPTY_HASH,
             digest=sync.head.digest if sync else EMPTY_HASH,
             lineage_tokens=sync.head.tokens if sync else 0,

@@ -7,8 +7,6 @@ import contextlib
 import gc
 import json
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +20,9 @@ from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.auxiliary import lend_bandwidth
 from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.signals import StopSignals
 from p2ptrain.runtime import Runtime, real_runtime
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 20.0
-FORCED_EXIT_CODE = 130
 
 
 @dataclass(frozen=True)
@@ -52,33 +51,6 @@ class Summary:
     state_digest: str
     round: int
     exit_reason: str
-
-
-class StopSignals:
-    """SIGINT and SIGTERM ask for a drain; a second one ends the process at once with code 130."""
-
-    def __init__(self) -> None:
-        self.requested = asyncio.Event()
-        self.reason = ""
-
-    def install(self) -> None:
-        """Take over both signals on the running loop."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._on_signal, number)
-
-    def stop(self, reason: str) -> None:
-        """Ask for a drain for another reason."""
-        self.reason = self.reason or reason
-        self.requested.set()
-
-    def _on_signal(self, number: int) -> None:
-        if self.requested.is_set() and self.reason == "signal":
-            logger.warning("stopping at once")
-            os._exit(FORCED_EXIT_CODE)
-        logger.info("draining: the step in progress is finished; signal again to stop at once")
-        self.reason = "signal"
-        self.requested.set()
 
 
 async def run_peer(
@@ -123,6 +95,8 @@ async def run_peer(
                 on_ready(str(peer.link))
             if config.role == "trainer":
                 await _train(peer, config, run_dir, signals, runtime)
+            elif config.role == "auxiliary":
+                await lend_bandwidth(peer, config, signals)
             else:
                 await _serve(peer, config, signals)
         finally:
@@ -173,7 +147,7 @@ def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
             relay=network.relay,
             trusted_relays=tuple(network.trusted_relays),
             force_reachability=network.force_reachability,
-            direct=network.direct if config.role == "trainer" else "off",  # a seed moves nothing in bulk
+            direct=network.direct if config.role != "bootstrap" else "off",  # a seed moves nothing in bulk
             direct_port=network.direct_port,
             local_shortcut=network.local_shortcut,
         ),

@@ -34,6 +34,7 @@ from p2ptrain.signing import Signer
 from p2ptrain.training.data import Place, place_among
 from p2ptrain.training.encoding import vector_codec
 from p2ptrain.training.following import Follower, whole
+from p2ptrain.training.layout_wire import serve_layout
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import StateServer
 from p2ptrain.training.work import RoundResult, Work
@@ -114,6 +115,8 @@ class Synchronizer:
             rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._move,
             drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
         )  # fmt: skip
+        if self._spec.auxiliaries:
+            serve_layout(rpc, state.layout)
         self._server = StateServer(rpc, state, runtime, offered_rounds=self.averager.history.max_rounds // 2)
         self.rounds_committed = 0
         self.rounds_aborted = 0

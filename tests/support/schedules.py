@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.accounts import Accounts
+from tests.support.auxiliaries import SimulatedAuxiliary
 from tests.support.hostile import BROKEN_PARTS, HOSTILITIES
 from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer, longest_wait_seconds, make_manifest
 
@@ -68,6 +69,7 @@ class Schedule:
         group_size: Of the manifest; more trainers than this average in a tree of groups.
         fragments: Of the manifest: parts of the model that take turns.
         overlap_steps: Of the manifest: steps while a round is under way.
+        auxiliaries: Peers without a model that lend their bandwidth.
     """
 
     seed: int
@@ -83,6 +85,7 @@ class Schedule:
     group_size: int = 64
     fragments: int = 1
     overlap_steps: int = 0
+    auxiliaries: int = 0
 
     @property
     def training(self) -> dict[str, int]:
@@ -110,7 +113,7 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
     codec = generator.choice(CODECS)
     # `topk` leaves most values out, and rules by coordinate make zeros of that: manifests refuse it.
     rule = generator.choice(RULES[:3] if codec == "topk" else RULES)
-    return Schedule(
+    schedule = Schedule(
         seed,
         (min_peers, max_peers, max_events),
         num_peers,
@@ -123,6 +126,8 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
         hostility=generator.choice(tuple(HOSTILITIES)) if num_peers > 3 and generator.random() < 0.4 else "",
         group_size=generator.choice((3, 4)) if num_peers > 4 and generator.random() < 0.2 else 64,
     )
+    lends = num_peers > 2 and codec not in ("topk", "powersgd") and generator.random() < 0.2
+    return replace(schedule, auxiliaries=generator.randint(1, 2) if lends else 0)
 
 
 class Run:
@@ -133,12 +138,13 @@ class Run:
         self.network = network
         manifest = make_manifest(
             schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12,
-            aggregation=schedule.rule, group_size=schedule.group_size,
+            aggregation=schedule.rule, group_size=schedule.group_size, auxiliaries=schedule.auxiliaries,
         )  # fmt: skip
         self.swarm = SimulatedSwarm(network, manifest, schedule.seed)
         self.accounts = Accounts(self.swarm)
         self._traps: list[tuple[str, str]] = []
         self._joined = 0
+        self._lenders: list[SimulatedAuxiliary] = []
         launch = self.swarm._launch
 
         def launch_and_corrupt(*args: object) -> SimulatedTrainer:
@@ -160,26 +166,38 @@ class Run:
                 self.swarm.start(f"t{index}", SLOWDOWN * 0.4, up_bytes_per_second=rate, down_bytes_per_second=rate)
             else:
                 self.swarm.start(f"t{index}", step_seconds=0.4 + 0.1 * (index % 3))
+        for index in range(self.schedule.auxiliaries):
+            self._lenders.append(SimulatedAuxiliary(self.network.add_peer(f"a{index}"), self.swarm.manifest))
         for delay, fault, choice in self.schedule.events:
             await asyncio.sleep(delay)
             self._befall(fault, choice)
         await asyncio.sleep(5)
         self._traps.clear()
         self.network.heal()
-        for trainer in self.swarm.alive:
-            self.network.mend(trainer.peer)
-            self.network.resume(trainer.peer)
+        for peer in self._alive():
+            self.network.mend(peer)
+            self.network.resume(peer)
         await self._recover()
         self._check()
         await self.swarm.end()
+        helping = [lender.task for lender in self._lenders if lender.peer.alive]
+        for task in helping:
+            task.cancel()
+        for result in await asyncio.gather(*helping, return_exceptions=True):
+            if isinstance(result, Exception):
+                raise InvariantError(f"an auxiliary ended with {result!r}") from result
+
+    def _alive(self) -> list[SimulatedPeer]:
+        lenders = [lender.peer for lender in self._lenders if lender.peer.alive]
+        return [trainer.peer for trainer in self.swarm.alive] + lenders
 
     def _befall(self, fault: str, choice: int) -> None:
         network, swarm = self.network, self.swarm
-        alive = [trainer.peer for trainer in swarm.alive]
+        alive = self._alive()
         dead = [name for name, trainer in swarm.trainers.items() if not trainer.peer.alive]
         chosen = alive[choice % len(alive)]
         match fault:
-            case "crash" if len(swarm.honest) > 1:
+            case "crash" if len(swarm.honest) > 1 or chosen.name not in swarm.trainers:
                 network.crash(chosen)
             case "restart" if dead:
                 swarm.restart(dead[choice % len(dead)])
