@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence", "--only", "DiLoCo", "SparseLoCo", "streaming"],
     "moshpit": ["benchmarks.bench_moshpit"],
+    "cells": ["benchmarks.bench_cells"],
     "groups": ["benchmarks.bench_groups", "--sizes", "8x16", "64x16"],
     "reduction": ["benchmarks.bench_reduction"],
     "part_lists": ["benchmarks.bench_part_lists"],
@@ -118,6 +119,9 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
             (f"{name}: published figures not met", str(len(found["far_off"])), ""),
             (f"{name}: variance after a round of random groups, of the formula's", f"{furthest['ratio']:.3f}", ""),
         ]
+    if name == "cells":
+        typical = next(each for each in found if (each["peers"], each["group_size"]) == (512, 16))
+        return [(f"{name}: how full those of 512 peers in groups of 16 are", f"{typical['now']['fill']:.2f}", "")]
     if name == "groups":
         small, large = found[0]["steady"], found[-1]["steady"]
         ratio = statistics.median(large["group"]) / statistics.median(small["group"])

@@ -248,7 +248,9 @@ class Averager:
         for attempt_number in range(1, MAX_ATTEMPTS + 1):
             started = loop.time()
             self._enter("matchmaking")
+            self._descent.stands(joined=False)
             roster = await self.matchmaker.find_group(self._ticket(head, wish))
+            self._descent.stands(joined=wish.level > 0)
             matched = loop.time()
             matchmaking += matched - started
             butterfly = self._attempts.prepare(roster, head, vector, credential)

@@ -21,10 +21,33 @@ from p2ptrain.network.frames import Message
 from p2ptrain.network.heartbeat import LATE_SECONDS
 
 T = TypeVar("T")
-BEAT = {"kind": "waiting"}
 
 
-async def beat_until(channel: Channel, end: asyncio.Future[Any], grace_seconds: float) -> None:
+class Stage:
+    """What a peer says of itself while others wait for it.
+
+    Attributes:
+        joined: Whether it is in a group, so that nobody could take its place.
+    """
+
+    def __init__(self) -> None:
+        self.joined = False
+        self._changed: asyncio.Future[None] | None = None
+
+    def set(self, joined: bool) -> None:
+        """Tell all that wait, at once."""
+        self.joined = joined
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def changed(self) -> asyncio.Future[None]:
+        """Done when this is set the next time."""
+        if self._changed is None or self._changed.done():
+            self._changed = asyncio.get_running_loop().create_future()
+        return self._changed
+
+
+async def beat_until(channel: Channel, end: asyncio.Future[Any], grace_seconds: float, stage: Stage) -> None:
     """Say at once, and then again and again, that the other side should wait; returns when ``end`` is done.
 
     Also when the other side is gone: then ``end`` may not be done.
@@ -32,9 +55,9 @@ async def beat_until(channel: Channel, end: asyncio.Future[Any], grace_seconds: 
     Raises:
         PeerLostError, PeerRefusedError, DeadlineError: See `Channel.send`.
     """
-    waiting: set[asyncio.Future[Any]] = {end, channel.lost}
     while not (end.done() or channel.lost.done()):
-        await channel.send(BEAT)
+        await channel.send({"kind": "waiting", "joined": stage.joined})
+        waiting: set[asyncio.Future[Any]] = {end, channel.lost, stage.changed()}
         await asyncio.wait(waiting, timeout=beat_seconds(grace_seconds), return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -48,6 +71,9 @@ async def answer_after_beats(
     on_quiet: Callable[[], None] | None = None,
 ) -> Message:
     """The first message that is no beat.
+
+    A peer that joined a group is not taken for quiet before its channel is: its beats compete with what it sends, and
+    another that came in its place would not be let in.
 
     Args:
         channel: To the peer that is waited for.
@@ -64,10 +90,10 @@ async def answer_after_beats(
     """
     loop = asyncio.get_running_loop()
     heard = loop.time()
-    deadline, latest, num_beats, quiet = heard + seconds, 0.0, 0, False
+    deadline, latest, num_beats, patient = heard + seconds, 0.0, 0, False
     while True:
         now, patience = loop.time(), quiet_seconds(grace_seconds, allowance_seconds, round_trip_seconds, latest)
-        until = deadline if quiet else min(deadline, heard + patience)
+        until = deadline if patient else min(deadline, heard + patience)
         try:
             message = await channel.receive(max(0.0, until - now), max_bytes)
         except DeadlineError:
@@ -78,15 +104,15 @@ async def answer_after_beats(
                 continue
             if on_quiet is None:
                 raise DeadlineError(f"peer {channel.remote[-8:]} fell silent: nothing for {patience:.1f} s") from None
-            quiet = True
+            patient = True
             on_quiet()
             continue
-        if message != BEAT:
+        if message.get("kind") != "waiting":
             return message
         if num_beats:
             latest = max(latest, loop.time() - heard - beat_seconds(grace_seconds))
         num_beats += 1
-        heard, quiet = loop.time(), False
+        heard, patient = loop.time(), message.get("joined") is True
 
 
 async def first_result(

@@ -16,7 +16,7 @@ from typing import Any
 
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
-from p2ptrain.averaging.beats import beat_until
+from p2ptrain.averaging.beats import Stage, beat_until
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.descent import QUIET_GRACES
@@ -148,6 +148,7 @@ class Conductor:
         self._place = place
         self._batch_target = batch_target
         self._cells = place.cells
+        self._stage = Stage()
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -243,7 +244,7 @@ class Conductor:
         answer = asyncio.create_task(deciding, name="enlist")
         try:
             # A leader that hangs says nothing, and is passed over soon.
-            await beat_until(channel, answer, self._spec.grace_seconds)
+            await beat_until(channel, answer, self._spec.grace_seconds, self._stage)
             if answer.done():
                 await channel.send(answer.result())
         finally:
@@ -300,6 +301,9 @@ class Conductor:
         if self._place.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
             return {"kind": "redirect", "peer": ticket.peer}  # Tickets crossed: see `settle_on`.
         if hops < MAX_HOPS:
+            follows, leader = self._place.following or (None, own)
+            if follows == key and leader not in (own, ticket.peer, *tried):
+                return {"kind": "redirect", "peer": leader}  # As those were that came before: see `settle_on`.
             best = self._leaders.candidates(key, [*tried, *self._place.passed_over(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
                 return {"kind": "redirect", "peer": best}

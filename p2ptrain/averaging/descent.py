@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from p2ptrain.averaging.beats import answer_after_beats, beat_until
+from p2ptrain.averaging.beats import Stage, answer_after_beats, beat_until
 from p2ptrain.averaging.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.history import History, Means
 from p2ptrain.averaging.patience import patience_seconds, quiet_seconds, quorum_of_others
@@ -141,6 +141,7 @@ class Descent:
         self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
         self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
         self._changed = asyncio.Event()
+        self._stage = Stage()
         rpc.serve_channel("descent.result", self._serve_result)
         rpc.serve_channel("descent.pieces", self._serve_pieces)
 
@@ -159,6 +160,10 @@ class Descent:
             cuts = cut_pieces([len(mean) for mean in ascent.means])
             self._keep(ascent.path[-1].body, _Pieces(ascent.means, cuts, [True] * len(cuts)))
         self._ends[cell.body_hash].set_result(None if ascent is None else ascent.path)
+
+    def stands(self, joined: bool) -> None:
+        """Tell those that wait whether this peer is in a group of the level above."""
+        self._stage.set(joined)
 
     def close(self) -> None:
         """Nobody waits here any more."""
@@ -181,7 +186,7 @@ class Descent:
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
         end = asyncio.create_task(self._end_of(request.get("cell")), name="end of a result")
         try:
-            await beat_until(channel, end, self._grace_seconds)
+            await beat_until(channel, end, self._grace_seconds, self._stage)
             if not end.done():
                 return
             path = end.result()

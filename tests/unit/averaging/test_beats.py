@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.beats import answer_after_beats, beat_until, first_result
+from p2ptrain.averaging.beats import Stage, answer_after_beats, beat_until, first_result
 from p2ptrain.averaging.patience import beat_seconds, quiet_seconds
 from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.network.channel import Channel
@@ -96,17 +96,23 @@ def test_an_error_that_is_no_failure_ends_all() -> None:
 
 
 def listen(
-    fault: Callable[[SimulatedNetwork, Member], object], answer_after: float, quiet: list[float] | None
+    fault: Callable[[SimulatedNetwork, Member], object],
+    answer_after: float,
+    quiet: list[float] | None,
+    joins_at: float | None = None,
 ) -> tuple[Any, float]:
     """What comes from a peer that others wait for and that a fault befalls after a second, and when."""
 
     async def main(network: SimulatedNetwork) -> tuple[Any, float]:
+        stage = Stage()
+        if joins_at is not None:
+            network.loop.call_later(joins_at, stage.set, True)
         async with members(network, 2) as (asker, asked):
 
             async def serve(channel: Channel, request: dict[str, Any]) -> None:
                 end = asyncio.create_task(asyncio.sleep(answer_after))
                 try:
-                    await beat_until(channel, end, GRACE)
+                    await beat_until(channel, end, GRACE, stage)
                     await channel.send({"kind": "done"})
                 finally:
                     end.cancel()
@@ -151,3 +157,10 @@ def test_a_peer_that_was_quiet_may_still_answer() -> None:
     quiet: list[float] = []
     assert listen(lambda network, who: network.stall(who.peer, 5.0), 9.0, quiet) == ({"kind": "done"}, 0.0)
     assert len(quiet) == 1
+
+
+def test_a_peer_that_joined_a_group_is_given_the_time_of_a_transfer() -> None:
+    quiet: list[float] = []
+    fault = lambda network, who: network.stall(who.peer, 5.0)  # noqa: E731
+    assert listen(fault, 9.0, quiet, joins_at=0.999) == ({"kind": "done"}, 0.0)
+    assert not quiet

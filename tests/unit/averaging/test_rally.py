@@ -108,6 +108,25 @@ def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
     asyncio.run(main())
 
 
+def test_of_a_cell_one_peer_speaks_until_it_is_dismissed() -> None:
+    async def main() -> None:
+        rally = Rally(HEAD, KEY._replace(level=1), SPEC, GlobalBatch(0, {}), lambda peer: f"cell {peer[0]}")
+        first = rally.add(ticket("a1"), 0.0)
+        assert (rally.holder("a1"), rally.holder("a2"), rally.holder("b1")) == ("", "a1", "")
+        assert rally.add(ticket("a2"), 0.1).result()["kind"] == "refused"
+        rally.dismiss("a2", "it does not speak for the cell")
+        assert not first.done()
+        rally.dismiss("a1", "it does not answer")
+        assert first.result()["kind"] == "refused"
+        second = rally.add(ticket("a2"), 0.2)
+        assert not second.done()
+        assert rally.holder("a1") == "a2"
+        assert rally.form() == ["a2"]
+        assert rally.holder("a1") == "", "of a rally that is over nobody holds a place"
+
+    asyncio.run(main())
+
+
 def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
     async def main() -> None:
         rally = Rally(HEAD, KEY, SPEC, GlobalBatch(0))
