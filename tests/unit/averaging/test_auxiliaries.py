@@ -26,7 +26,14 @@ from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.rally import Rally, agrees_with_itself, roster_from_wire
 from p2ptrain.averaging.reduction import OwnShare
 from p2ptrain.averaging.shares import share_weights
-from p2ptrain.averaging.speeds import MOST_LENT, MOST_LENT_UNSEEN, Speeds, owner_weights, plan_shares
+from p2ptrain.averaging.speeds import (
+    MOST_LENT,
+    MOST_LENT_UNSEEN,
+    Speeds,
+    lent_at_most,
+    owner_weights,
+    plan_shares,
+)
 from p2ptrain.codecs import get_codec
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec, Manifest, parse_manifest
@@ -142,6 +149,19 @@ def test_an_auxiliary_that_was_seen_to_be_slow_owns_little() -> None:
     weights = owner_weights(*_with_rates(slow))
     assert weights[3] < Fraction(1, 100)
     assert weights[4] == MOST_LENT / 2
+
+
+@given(st.integers(3, 20), st.floats(0.01, 4.0))
+def test_members_keep_what_makes_both_halves_of_a_round_shortest(count: int, ratio: float) -> None:
+    up = 1_000_000
+    least = float(lent_at_most([up] * count, [round(count * up / ratio)]))
+
+    def seconds(lent: float) -> float:
+        own = (1 - lent) / count
+        return (1 - own) + max((count - 1) * own, (1 - own) * ratio)
+
+    best = min(seconds(lent / 1000) for lent in range(63, 876))  # Between the limits.
+    assert seconds(least) <= best * 1.001
 
 
 def _with_rates(rates: bytes) -> tuple[Roster, list[int]]:
