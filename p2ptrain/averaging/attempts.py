@@ -122,7 +122,7 @@ class Attempts:
         levels = self._matchmaker.cells.num_levels(head.present)
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
         lenders = {ticket.peer for ticket in roster.auxiliaries}
-        streams = len(tickets) - 1 + sum(attempt.size(len(tickets) + i) > 0 for i in range(len(lenders)))
+        streams = len(tickets) - 1  # Of members: auxiliaries get their parts later.
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self.on_phase,
             attempt_seconds(self._durations_of(level), spec), part,

@@ -214,6 +214,8 @@ class Butterfly:
             begun = sum(self.attempt.size(i) for i in self._others_like(self._index))
             whole = self.attempt.bounds[-1] - self.attempt.size(self._index)
             closed = self._began + (closed - self._began) * whole / begun if begun else math.inf
+            # And it may have to wait for somebody who was in time elsewhere.
+            closed = self._patience_ends(self._began, max(closed, arrived))
         return self._patience_ends(self._began, max(closed, arrived))
 
     def _others_like(self, owner: int) -> set[int]:

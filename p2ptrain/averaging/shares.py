@@ -5,13 +5,6 @@ contribution, 1 - w_i, and its finished mean to the n - 1 others, (n - 1) w_i, a
 ``1 + (n - 2) w_i`` vectors each way. So a round takes at least ``max_i (1 + (n - 2) w_i) / b_i`` (vectors per unit of
 bandwidth), which `split_shares` minimises: Diskin et al., "Distributed Deep Learning in Open Collaborations" (DeDLOC),
 section 3.2, https://arxiv.org/abs/2106.10207, there solved as a linear program.
-
-An *auxiliary* owns a share and contributes nothing. With the fraction w_a it receives n parts of its share and sends
-its mean to n members: ``n w_a`` vectors each way. The more auxiliaries own, the nearer members come to sending their
-vector once and receiving the mean once. In a group of one or two they do so anyway, and auxiliaries own nothing there.
-
-Both counts are of what goes each way. Members send in one half of a round and receive in the other, so what is gained
-is time on their uplinks: nearly half of it in large groups, if downlinks are wide; nothing where both are alike.
 """
 
 from __future__ import annotations
@@ -21,73 +14,66 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 Share = tuple[int, int]
-"""First value and the value after the last; equal for who owns nothing."""
+"""First value and the value after the last; equal for a member that owns nothing."""
 
 
-def share_weights(bandwidths: Sequence[float], auxiliaries: Sequence[tuple[float, Fraction]] = ()) -> list[Fraction]:
-    """The fractions that minimise the slowest owner's time; they sum to exactly 1.
+def share_weights(bandwidths: Sequence[float]) -> list[Fraction]:
+    """The fractions that minimise the slowest member's time; they sum to exactly 1.
 
-    Water-filling. Pour the work to one level T: ``w_i = max(0, (T b_i - 1) / (n - 2))`` for members and
-    ``w_a = min(c_a, T b_a / n)`` for auxiliaries that may own c_a at most, with T such that all sum to 1. The sum grows
-    with T, in straight lines between the levels ``1 / b_i`` at which a member begins and ``n c_a / b_a`` at which an
-    auxiliary is full: so T lies on one of those lines, and is found by walking along them.
+    Water-filling. Pour the work to one level T: ``w_i = max(0, (T b_i - 1) / (n - 2))``, with T such that the w_i sum
+    to 1. If the k fastest members are those with work, ``T = (n - 2 + k) / (b_1 + ... + b_k)``, and k is the largest
+    for which member k's share is positive, ``T b_k > 1``.
 
-    Why this is optimal: in any other split some owner with w > 0 that is not full gets at least as much, so it takes at
-    least T; and each member takes at least 1 / b_j, which its own contribution needs whatever it owns. The split
-    reaches the larger of the two. Members that are slower than T own nothing, and do not slow down those who do.
+    Why this is optimal: in any other split some member i with w_i > 0 gets at least as much, so it takes at least T;
+    and each member takes at least 1 / b_j, which its own contribution needs whatever it owns. The split reaches the
+    larger of the two. Members that are slower than T own nothing, and do not slow down those who do.
 
-    For n <= 2 every split takes the same time, so members share alike.
+    For n <= 2 every split takes the same time, so owners share alike.
 
     Args:
         bandwidths: Each member's bandwidth in any common unit; 0 for one that cannot own a share (it accepts no
             connections). All equal if none is known.
-        auxiliaries: Each auxiliary's bandwidth, and the most that it may own.
-
-    Returns:
-        One for each member, then for each auxiliary.
 
     Raises:
-        ValueError: A bandwidth is negative or not finite, or those of all members are 0.
+        ValueError: A bandwidth is negative or not finite, or all are 0.
     """
-    everybody = [*bandwidths, *(bandwidth for bandwidth, _ in auxiliaries)]
-    if not all(math.isfinite(bandwidth) and bandwidth >= 0 for bandwidth in everybody):
-        raise ValueError(f"bandwidths must be finite and not negative: {everybody}")
+    if not all(math.isfinite(bandwidth) and bandwidth >= 0 for bandwidth in bandwidths):
+        raise ValueError(f"bandwidths must be finite and not negative: {list(bandwidths)}")
     # Exact: every member computes the split for itself, and all must come to the same.
-    members = [Fraction(bandwidth) for bandwidth in bandwidths]
-    owners = [index for index, bandwidth in enumerate(members) if bandwidth]
+    exact = [Fraction(bandwidth) for bandwidth in bandwidths]
+    owners = sorted((index for index, bandwidth in enumerate(exact) if bandwidth), key=lambda index: -exact[index])
     if not owners:
         raise ValueError("no member of the group can own a share: at least one bandwidth must be positive")
-    count = len(members)
-    if count <= 2:
-        alike = [Fraction(index in owners, len(owners)) for index in range(count)]
-        return [*alike, *(Fraction(0) for _ in auxiliaries)]
-    lenders = [(Fraction(bandwidth) / count, Fraction(most)) for bandwidth, most in auxiliaries]
-    slopes = [bandwidth / (count - 2) for bandwidth in members]
-    bends = [(1 / members[index], slopes[index]) for index in owners]
-    bends += [(most / slope, -slope) for slope, most in lenders if slope]
-    level, poured, slope = Fraction(0), Fraction(0), sum((slope for slope, _ in lenders), Fraction(0))
-    for bend, change in sorted(bends):
-        if poured + (bend - level) * slope >= 1:
+    weights = [Fraction(0)] * len(exact)
+    others = len(exact) - 2
+    if others <= 0:
+        for index in owners:
+            weights[index] = Fraction(1, len(owners))
+        return weights
+    level, total = Fraction(0), Fraction(0)
+    for count, index in enumerate(owners, start=1):
+        candidate = (others + count) / (total + exact[index])
+        if candidate * exact[index] <= 1:
             break
-        level, poured, slope = bend, poured + (bend - level) * slope, slope + change
-    level += (1 - poured) / slope
-    weights = [max(Fraction(0), (level * bandwidth - 1) / (count - 2)) for bandwidth in members]
-    return [*weights, *(min(most, level * slope) for slope, most in lenders)]
+        level, total = candidate, total + exact[index]
+    for index in owners:
+        weights[index] = max(Fraction(0), (level * exact[index] - 1) / others)
+    return weights
 
 
 def split_shares(num_values: int, weights: Sequence[Fraction], block_size: int) -> list[Share]:
     """Cut ``[0, num_values)`` into one contiguous share for each owner, in their order.
 
-    Cuts fall on multiples of ``block_size``. Whole blocks follow ``weights`` by the largest remainder, so an owner gets
+    Cuts fall on multiples of ``block_size``. Whole blocks follow ``weights`` by the largest remainder, so a member gets
     at most one block more or less than its exact fraction, and never fewer than one with a smaller weight.
 
     Args:
         num_values: Length of the vector.
-        weights: From `share_weights`; one for each owner.
+        weights: From `share_weights`; one for each member.
         block_size: Values that a codec encodes together.
 
     Returns:
-        (start, stop) for each owner; empty shares are (start, start).
+        (start, stop) for each member; empty shares are (start, start).
 
     Raises:
         ValueError: A size is out of range, or the weights do not sum to 1.

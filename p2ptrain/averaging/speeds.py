@@ -9,8 +9,8 @@ bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded u
 whole numbers: every member must come to the same shares, and noise must not move them from round to round.
 
 Auxiliaries send no parts; what is measured is how fast their means arrive. Until that is known all of them together own
-one half at most, each an equal part of it, and `MOST_LENT` afterwards. Something is always left to members, whose masks
-tell them how long an owner may take, and whose speeds are measured by what they send to each other.
+one half, and count as usual members; afterwards as much as `lent_at_most` says. Something is always left to
+members, whose masks tell them how long an owner may take, and whose speeds are measured by what they send each other.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MAX_TOLD = 64
 LATE = 0.25
 RECOVERY = 1.25
 MAX_SMALL_PARTS = 32
-MOST_LENT, MOST_LENT_UNSEEN = Fraction(7, 8), Fraction(1, 2)
-"""What auxiliaries may own together: if their speed is known, and if it is not. The eighth that is left costs a member
-an eighth of its upload at most."""
+MOST_LENT, MOST_LENT_UNSEEN, LEAST_LENT = Fraction(7, 8), Fraction(1, 2), Fraction(1, 16)
+"""What auxiliaries own together: at most, before their speed is known, and in any case, so that it is measured. The
+eighth that is left to members costs each an eighth of its upload at most."""
 
 
 @dataclass
@@ -145,17 +145,41 @@ def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
 
 
 def owner_weights(roster: Roster, rates: Sequence[int]) -> list[Fraction]:
-    """The share of each owner.
+    """The share of each owner: members leave some of theirs to auxiliaries, in equal proportion.
+
+    Auxiliaries divide it by their speed, so that they are through together. In a group of one or two members each sends
+    its vector once and receives the mean once as it is, and auxiliaries own nothing.
 
     Args:
         roster: Members and auxiliaries.
         rates: Theirs; see `agreed_rates`.
     """
     size, auxiliaries = len(roster.tickets), roster.auxiliaries
-    told = {ticket.peer: _parse(ticket.rates) for ticket in roster.tickets}
-    limits = [MOST_LENT if _measured(ticket.peer, told) else MOST_LENT_UNSEEN for ticket in auxiliaries]
-    lent = [(float(rate), limit / len(auxiliaries)) for rate, limit in zip(rates[size:], limits, strict=True)]
-    return share_weights(owner_rates(roster.tickets, rates[:size]), lent)
+    lent = Fraction(0)
+    if auxiliaries and size > 2:
+        told = {ticket.peer: _parse(ticket.rates) for ticket in roster.tickets}
+        seen = all(_measured(ticket.peer, told) for ticket in auxiliaries)
+        lent = lent_at_most(rates[:size], rates[size:]) if seen else MOST_LENT_UNSEEN
+    weights = [weight * (1 - lent) for weight in share_weights(owner_rates(roster.tickets, rates[:size]))]
+    return [*weights, *(lent * Fraction(rate, sum(rates[size:])) for rate in rates[size:])]
+
+
+def lent_at_most(members: Sequence[int], auxiliaries: Sequence[int]) -> Fraction:
+    """What auxiliaries should own together; members send in one half of a round and receive in the other.
+
+    Of n members that own w each, every one sends ``1 - w`` at the rate u and then, side by side, sends its mean to the
+    others and receives all others' means at the rate d: in ``(1 - w) / u + max((n - 1) w / u, (1 - w) / d)``. The less
+    they own, the longer the first and the last term, the shorter the other: best is where those two are equal,
+    ``w = r / (n - 1 + r)`` with ``r = u / d``. For alike links that is 1 / n, and auxiliaries are of no use; for thin
+    uplinks next to nothing. What all auxiliaries' means bring to one member tells of d.
+
+    Args:
+        members: Their rates; at least 3.
+        auxiliaries: Theirs, each to all members together; at least one.
+    """
+    count = len(members)
+    ratio = Fraction(count * sorted(members)[count // 2], sum(auxiliaries))
+    return max(LEAST_LENT, min(MOST_LENT, 1 - count * ratio / (count - 1 + ratio)))
 
 
 def plan_shares(roster: Roster, num_values: int, block_size: int) -> tuple[list[int], list[Fraction], tuple[int, ...]]:

@@ -110,10 +110,10 @@ def test_rounds_are_faster_where_uplinks_are_thin_and_shares_follow_measured_spe
 
     for lenders in (2, 0):
         run(scenario, trainers=6, lenders=lenders, num_values=4 * NUM_VALUES)
-    assert 0.4 < shares[0][0] <= 0.5  # As long as nothing was measured.
-    assert shares[0][-1] == pytest.approx(7 / 8, abs=0.01)
+    assert shares[0][0] == pytest.approx(0.5, abs=0.001)  # As long as nothing was measured.
+    assert shares[0][-1] > 0.7
     assert shares[1] == [0.0] * 4
-    assert medians[0] < 0.75 * medians[1], medians
+    assert medians[0] < 0.8 * medians[1], medians
 
 
 @pytest.mark.parametrize("fault", ["crash", "stall", "cut"])
