@@ -17,6 +17,7 @@ from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.reduction import CHUNK_VALUES
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.channel import Channel
 
 Corrupt = Callable[[Butterfly], None]
 
@@ -121,7 +122,8 @@ def refuse(butterfly: Butterfly) -> None:
     """Falsify the first chunk, and refuse to show that one; all others are shown."""
     falsify([0])(butterfly)
     audit = butterfly.exchange.audit
-    assert audit is not None
+    if audit is None:  # Alone, nobody asks.
+        return
     honest = audit.answer
 
     async def refused(chunks: Any) -> bytes:
@@ -136,7 +138,8 @@ def fall_silent(butterfly: Butterfly) -> None:
     """As `refuse`, but by never answering."""
     falsify([0])(butterfly)
     audit = butterfly.exchange.audit
-    assert audit is not None
+    if audit is None:
+        return
     honest = audit.answer
 
     async def silent(chunks: Any) -> bytes:
@@ -145,6 +148,21 @@ def fall_silent(butterfly: Butterfly) -> None:
         return await honest(chunks)
 
     audit.answer = silent  # type: ignore[method-assign]
+
+
+def claim_signatures(butterfly: Butterfly) -> None:
+    """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
+    falsify([0])(butterfly)
+    served = butterfly._served
+    honest = served._open_chunks
+
+    async def claimed(channel: Channel, chunks: Any) -> bool:
+        if 0 not in chunks:
+            return await honest(channel, chunks)
+        await channel.send({"proofs": [[peer, b"no signature"] for peer in butterfly.attempt.roster.members]})
+        return False
+
+    served._open_chunks = claimed  # type: ignore[method-assign]
 
 
 def understate_own_norm(butterfly: Butterfly) -> None:
