@@ -7,7 +7,8 @@ i → j                 the group's id, then i's encoded part of j's share, and 
 j → i                 a word that the part is there (what was written may still be on its way for long)
 j → i                 the set of members whose part j holds completely (its *mask*)
 j → i                 a word that the mean comes, the encoded mean of j's share, and j's signature of it
-i → j, j → i          which chunks of the share i wants to check, and what others sent for them (see `audit`)
+i → j, j → i          which chunks of the share i wants to check, and what others sent for them (see `audit`); or all
+                      signatures, if a majority has signed before i asks
 j → i                 a word that all checks of j's passed, once they have
 j → i                 j's signature of the body, once j holds the mean of every share; later all that j has
 ====================  ==================================================================================

@@ -37,6 +37,7 @@ UNPROVABLE: dict[str, Corrupt] = {
     "half an answer": false_owners.with_answer(lambda answer: answer[: len(answer) // 2]),
     "no answer where it is false": false_owners.refuse,
     "silence where it is false": false_owners.fall_silent,
+    "signatures that are none where it is false": false_owners.claim_signatures,
     "fewer contributors than agreed": false_owners.state_fewer,
 }
 

@@ -98,6 +98,7 @@ def test_a_peer_at_a_tenth_of_the_speed_costs_the_others_a_fifth_and_grace_and_i
             assert max(each.seconds[1:]) <= 1.2 * usual + SPEC.grace_seconds
             assert [o.result.certificate.body for o in each.outcomes] == told
         assert all({each.peer.peer_id for each in quick} <= set(body.members) for body in told)
+        assert slow.membership.avoided() == []  # It blames nobody for having gone on without it.
         counted = [slow.peer.peer_id in [body.members[i] for i, *_ in body.contributors] for body in told]
         assert sum(counted[2:]) >= len(counted[2:]) / 2
         last = told[-1]

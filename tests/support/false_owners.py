@@ -17,6 +17,7 @@ from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.reduction import CHUNK_VALUES
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.channel import Channel
 
 Corrupt = Callable[[Butterfly], None]
 
@@ -97,7 +98,7 @@ def with_answer(answer: Callable[[bytes], bytes]) -> Corrupt:
     def corrupt(butterfly: Butterfly) -> None:
         falsify(None)(butterfly)
         audit = butterfly.exchange.audit
-        if audit is None:  # Alone, nobody asks.
+        if audit is None:  # Alone, there is nobody to lie to.
             return
         honest = audit.answer
 
@@ -147,6 +148,21 @@ def fall_silent(butterfly: Butterfly) -> None:
         return await honest(chunks)
 
     audit.answer = silent  # type: ignore[method-assign]
+
+
+def claim_signatures(butterfly: Butterfly) -> None:
+    """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
+    falsify([0])(butterfly)
+    served = butterfly._served
+    honest = served._open_chunks
+
+    async def claimed(channel: Channel, chunks: Any) -> bool:
+        if 0 not in chunks:
+            return await honest(channel, chunks)
+        await channel.send({"proofs": [[peer, b"no signature"] for peer in butterfly.attempt.roster.members]})
+        return False
+
+    served._open_chunks = claimed  # type: ignore[method-assign]
 
 
 def understate_own_norm(butterfly: Butterfly) -> None:
