@@ -238,9 +238,10 @@ async def without_leader(swarm: Swarm, level: int, fault: str) -> dict[str, Any]
     failed: list[tuple[AveragingPeer, int, int, float]] = []
 
     def fail(leader: AveragingPeer, rally: Rally) -> bool:
-        if failed or rally.key.level != level:
+        members = len(rally.members) - rally.has(leader.peer.peer_id)
+        if failed or rally.key.level != level or not members:
             return all(leader is not each for each, *_ in failed)
-        failed.append((leader, rally.key.cell, len(rally.members) - rally.has(leader.peer.peer_id), loop.time()))
+        failed.append((leader, rally.key.cell, members, loop.time()))
         FAULTS[fault](swarm.network, leader)
         return False
 
