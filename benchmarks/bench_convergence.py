@@ -4,11 +4,15 @@
 
 Four emulated trainers (`benchmarks.emulation`: the product's own codecs, error feedback, fragments and outer steps; no
 network) train a small Llama on the Python standard library's sources, byte by byte, and are compared with exact
-averaging of every gradient, at equal tokens, with the same data in the same order. All learning rates follow the same
-schedule: a warm-up and half a cosine. From the curves, the measured time of a step, and what is sent, follows how long
-each takes to a target loss when every trainer has a link of 100 Mbit/s; what does not grow with the model, such as
-finding a group, is left out, because it would count for too much beside so small a model's steps. By default 15 minutes
-on two idle cores.
+averaging of every gradient, at equal tokens, with the same data in the same order. As in DiLoCo's paper (arXiv
+2311.08105), all go on from one model that large batches have trained for a while; what differs is all that follows. All
+learning rates follow the same schedule: a warm-up and half a cosine.
+
+From the curves, the measured time of a step, and what is sent, follows how long each takes to a target loss when every
+trainer has a link of 100 Mbit/s. The opponents there are `FULL_GRADIENTS`, which averages each batch's gradients in 8
+bits as `hivemind.Optimizer` can, and one machine alone. What does not grow with the model, such as finding a group, is
+left out, because it would count for too much beside so small a model's steps. By default some five minutes on two idle
+cores.
 
 ``--tune`` tries the grids from which the rates of `METHODS` were chosen, on a seed of its own.
 """
@@ -25,64 +29,61 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from benchmarks.emulation import Method, Run, Setting, Swarm
 from benchmarks.harness import Measured, format_table, machine, progress
-from benchmarks.plot import PlotError, plot_convergence, require_matplotlib
-from p2ptrain.manifest import DataSpec, ModelSpec
+from benchmarks.plot import Learning, PlotError, plot_convergence, require_matplotlib
+from p2ptrain.manifest import SPARSE_FEEDBACK_DECAY, DataSpec, ModelSpec
 from p2ptrain.models import num_parameters
 from p2ptrain.training.text import load_corpus
 
-MODEL = ModelSpec(layers=4, hidden=48, heads=2, kv_heads=2, intermediate=128, context=64)
-STEPS, LOCAL_BATCH = 600, 4
-EVERY = 6
+MODEL = ModelSpec(layers=2, hidden=64, heads=2, kv_heads=2, intermediate=168, context=64)
+BEGINNING_STEPS, BEGINNING_SEED = 1000, 0
+STEPS, LOCAL_BATCH = 240, 4
 LINK_BITS_PER_SECOND = 100e6
-TARGET_MARGIN = 1.05
-"""How far the target loss lies above what large batches end with."""
+TARGET_MARGIN = 1.02
+"""How far the target loss lies above what large batches end with from the same seed."""
 TUNING_SEED = 1000
 
 LARGE_BATCH = "large batch, fp32"
-UNCORRECTED = "topk without feedback, gathered"
-ALONE = "one machine alone, large batches"
-NESTEROV = {"every": EVERY, "outer": "nesterov", "outer_learning_rate": 0.5, "outer_momentum": 0.5}
-AVERAGE = {"every": EVERY, "outer": "average", "outer_learning_rate": 1.0}
-ADAM = {"every": EVERY, "outer": "adam", "outer_learning_rate": 0.005, "outer_momentum": 0.5}
-SPARSE = {**AVERAGE, "outer_learning_rate": 1.4}
-STREAMING = {**NESTEROV, "fragments": 2}
-GLOBAL, LOCAL = {"learning_rate": 4e-3}, {"learning_rate": 8e-3}
-"""Inner rates, with a step for each global batch and with local steps."""
+FULL_GRADIENTS = "every step, int8"
+ALONE = "one machine alone, small batches"
+BEGINNING_RATE = 4e-3
+GLOBAL = {"every": 1, "learning_rate": 2e-3}
+"""A step for each global batch."""
+LOCAL = {"every": 6, "learning_rate": 4e-3, "outer": "average", "outer_learning_rate": 1.0}
+"""Local steps, averaged."""
+NESTEROV = LOCAL | {"outer": "nesterov", "outer_learning_rate": 0.5, "outer_momentum": 0.5}
+SPARSE = Method("SparseLoCo, H = 6", LOCAL, "topk", gathered=True, feedback_decay=SPARSE_FEEDBACK_DECAY)
+UNCORRECTED = Method(
+    "topk without feedback, rate 4", LOCAL | {"outer_learning_rate": 4.0}, "topk", gathered=True, feedback_decay=0.0
+)
+POWERSGD = Method("every step, powersgd", GLOBAL, "powersgd", feedback_decay=0.9)
 METHODS = (
-    Method(LARGE_BATCH, {"every": 1, **GLOBAL}),
-    Method("DiLoCo, fp32", NESTEROV | LOCAL),
-    Method("DiLoCo, int8", NESTEROV | LOCAL, codec="int8"),
-    Method("DiLoCo, int4", NESTEROV | LOCAL, codec="int4"),
-    Method("averaging, int8", AVERAGE | LOCAL, codec="int8"),
-    Method("outer Adam, int8", ADAM | LOCAL, codec="int8"),
-    Method("streaming, 2 fragments, int4", STREAMING | LOCAL, codec="int4"),
-    Method("streaming, overlap of 1 step, int4", {**STREAMING, **LOCAL, "overlap_steps": 1}, codec="int4"),
-    Method("SparseLoCo, gathered", SPARSE | LOCAL, codec="topk", gathered=True),
-    Method(UNCORRECTED, {**SPARSE, **LOCAL, "outer_learning_rate": 4.0}, "topk", gathered=True, feedback=False),
-    Method("every step, int8", {"every": 1, **GLOBAL}, codec="int8"),
-    Method("every step, powersgd", {"every": 1, **GLOBAL}, codec="powersgd"),
-    Method("every step, topk, gathered", {"every": 1, **GLOBAL}, codec="topk", gathered=True),
-    Method(ALONE, {"every": 1, **GLOBAL, "local_batch": 4 * LOCAL_BATCH}, workers=1),
-    Method("one machine alone, small batches", {"every": 1, **GLOBAL}, workers=1),
+    Method(LARGE_BATCH, GLOBAL),
+    Method(FULL_GRADIENTS, GLOBAL, "int8"),
+    POWERSGD,
+    Method("DiLoCo, int8", NESTEROV, "int8"),
+    Method("streaming, 2 fragments, int4", {**NESTEROV, "fragments": 2}, "int4"),
+    Method("streaming, overlap of 1 step, int4", {**NESTEROV, "fragments": 2, "overlap_steps": 1}, "int4"),
+    SPARSE,
+    replace(SPARSE, name="SparseLoCo, H = 3", training=LOCAL | {"every": 3}),
+    UNCORRECTED,
+    replace(SPARSE, name="topk without feedback, rate 1", feedback_decay=0.0),
+    Method("one machine alone, large batches", {**GLOBAL, "local_batch": 4 * LOCAL_BATCH}, workers=1),
+    Method(ALONE, GLOBAL, workers=1),
 )
 GRIDS: dict[str, list[dict[str, Any]]] = {
-    LARGE_BATCH: [{"learning_rate": rate} for rate in (4e-3, 8e-3)],
-    "DiLoCo, fp32": [
-        {"outer_learning_rate": rate, "outer_momentum": momentum}
-        for rate, momentum in ((0.5, 0.5), (0.7, 0.5), (1.0, 0.5), (0.4, 0.9), (0.7, 0.9))
-    ],
-    "averaging, int8": [{"learning_rate": rate} for rate in (4e-3, 8e-3)],
-    "outer Adam, int8": [
-        {"outer_learning_rate": rate, "outer_momentum": momentum}
-        for rate, momentum in ((0.005, 0.5), (0.01, 0.9), (0.03, 0.9))
-    ],
-    "SparseLoCo, gathered": [{"outer_learning_rate": rate} for rate in (1.0, 1.4, 2.0)],
-    UNCORRECTED: [{"outer_learning_rate": rate} for rate in (1.0, 2.0, 4.0)],
+    LARGE_BATCH: [{"learning_rate": rate} for rate in (1e-3, 2e-3, 4e-3)],
+    "DiLoCo, int8": [{}, *({**LOCAL, "learning_rate": rate} for rate in (2e-3, 4e-3))],
+    SPARSE.name: [{}, {"learning_rate": 6e-3}, {"learning_rate": 8e-3}, {"outer_learning_rate": 0.7}],
+    UNCORRECTED.name: [{"outer_learning_rate": rate} for rate in (2.0, 4.0)],
+    POWERSGD.name: [{}, {"feedback_decay": 1.0}, {"learning_rate": 4e-3}],
 }
+"""What was tried; others take the rates of their kin."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Row:
         ratio: Of these to large batches, seed by seed.
         bytes_per_token: What a trainer sends for each token that it trains on.
         seconds_to_target: Until the target loss, over links of `LINK_BITS_PER_SECOND`; None where it never gets there.
+        seconds_per_step: What each step of that takes.
     """
 
     method: str
@@ -101,21 +103,61 @@ class Row:
     ratio: Measured
     bytes_per_token: float
     seconds_to_target: float | None
+    seconds_per_step: float
+
+    def times_as_fast_as(self, other: Row | None) -> float | None:
+        """How many times as fast as another it gets to the target; None where one of them never does."""
+        if other is None or other.seconds_to_target is None or self.seconds_to_target is None:
+            return None
+        return other.seconds_to_target / self.seconds_to_target
 
 
-def run_one(method: Method, setting: Setting, seed: int) -> Run:
+@dataclass(frozen=True)
+class Summary:
+    """What the runs of one command say.
+
+    Attributes:
+        rows: A row for each method.
+        targets: By seed: the loss until which time is counted.
+        step_seconds: CPU time of a local batch.
+    """
+
+    rows: list[Row]
+    targets: dict[int, float]
+    step_seconds: float
+
+    def row(self, name: str) -> Row | None:
+        """The row of a method, if it ran."""
+        return next((row for row in self.rows if row.method == name), None)
+
+
+def begin(model: ModelSpec, steps: int) -> torch.Tensor:
+    """The parameters from which all runs start: those of ``steps`` large batches at a constant rate, in their order."""
+    torch.set_num_threads(1)
+    corpus = load_corpus(DataSpec(), model.context, model.vocabulary)
+    training = {"every": 1, "learning_rate": BEGINNING_RATE, "local_batch": 4 * LOCAL_BATCH}
+    method = Method("beginning", training, workers=1, schedule="constant")
+    swarm = Swarm(method, Setting(model, steps, LOCAL_BATCH), corpus, BEGINNING_SEED)
+    progress(f"beginning, {steps} large batches: loss {swarm.train().loss:.4f}")
+    return swarm.parameters()
+
+
+def run_one(method: Method, setting: Setting, seed: int, beginning: npt.NDArray[np.float32] | None) -> Run:
     """One run in this process; for a pool of processes."""
     torch.set_num_threads(1)
-    data = DataSpec()
-    corpus = load_corpus(data, setting.model.context, setting.model.vocabulary)
-    return Swarm(method, setting, corpus, seed).train()
+    corpus = load_corpus(DataSpec(), setting.model.context, setting.model.vocabulary)
+    start = None if beginning is None else torch.from_numpy(beginning.copy())
+    return Swarm(method, setting, corpus, seed, start).train()
 
 
-def run_all(methods: Iterable[Method], setting: Setting, seeds: Sequence[int], jobs: int) -> list[Run]:
+def run_all(
+    methods: Iterable[Method], setting: Setting, seeds: Sequence[int], jobs: int, beginning: torch.Tensor | None
+) -> list[Run]:
     """Every method with every seed, ``jobs`` at a time."""
     context = multiprocessing.get_context("spawn")
+    start = None if beginning is None else beginning.numpy()
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        runs = [pool.submit(run_one, method, setting, seed) for seed in seeds for method in methods]
+        runs = [pool.submit(run_one, method, setting, seed, start) for seed in seeds for method in methods]
         found = []
         for run in runs:
             found.append(run.result())
@@ -150,18 +192,18 @@ def seconds_per_step(method: Method, run: Run, steps: int, step_seconds: float) 
     return step_seconds + run.rounds / steps * max(0.0, round_seconds - hidden)
 
 
-def summarize(methods: Sequence[Method], runs: Sequence[Run], steps: int) -> tuple[list[Row], float]:
-    """A row for each method, and the target loss."""
+def summarize(methods: Sequence[Method], runs: Sequence[Run], steps: int) -> Summary:
+    """What the runs of one command say."""
     by_method = {method.name: [run for run in runs if run.method == method.name] for method in methods}
     reference = by_method[LARGE_BATCH]
     large_batch = {run.seed: run.loss for run in reference}
-    target = TARGET_MARGIN * Measured(tuple(run.curve[-1][1] for run in reference)).median
+    targets = {run.seed: TARGET_MARGIN * run.curve[-1][1] for run in reference}
     step_seconds = Measured(tuple(run.step_seconds for run in reference)).median
     rows = []
     for method in methods:
         own = by_method[method.name]
         each = seconds_per_step(method, own[0], steps, step_seconds)
-        times = [seconds_to(target, run.curve, each) for run in own]
+        times = [seconds_to(targets[run.seed], run.curve, each) for run in own]
         reached = [seconds for seconds in times if seconds is not None]
         rows.append(
             Row(
@@ -170,20 +212,25 @@ def summarize(methods: Sequence[Method], runs: Sequence[Run], steps: int) -> tup
                 Measured(tuple(run.loss / large_batch[run.seed] for run in own)),
                 own[0].bytes_per_round * own[0].rounds * method.workers / own[0].tokens,
                 Measured(tuple(reached)).median if len(reached) == len(times) else None,
+                each,
             )
         )
-    return rows, target
+    return Summary(rows, targets, step_seconds)
 
 
-def tune(setting: Setting, jobs: int) -> None:
+def tune(setting: Setting, jobs: int, beginning: torch.Tensor | None) -> None:
     """Print the loss of every candidate of `GRIDS`."""
-    known = {method.name: method for method in METHODS}
     candidates = [
-        replace(known[name], name=f"{name} {changes}", training={**known[name].training, **changes})
-        for name, grid in GRIDS.items()
-        for changes in grid
+        replace(
+            method,
+            name=f"{method.name} {changes}",
+            training=method.training | {key: changes[key] for key in changes if key != "feedback_decay"},
+            feedback_decay=changes.get("feedback_decay", method.feedback_decay),
+        )
+        for method in METHODS
+        for changes in GRIDS.get(method.name, [])
     ]
-    runs = run_all(candidates, setting, [TUNING_SEED], jobs)
+    runs = run_all(candidates, setting, [TUNING_SEED], jobs, beginning)
     sys.stdout.write(format_table(("candidate", "loss"), [(run.method, f"{run.loss:.4f}") for run in runs]) + "\n")
 
 
@@ -192,6 +239,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=STEPS, help="local batches of each trainer")
+    parser.add_argument("--beginning", type=int, default=BEGINNING_STEPS, help="large batches before; 0 for none")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="only methods whose names contain one of these")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--tune", action="store_true", help="try the grids instead")
@@ -210,52 +258,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run, and report as a table, JSON and a picture."""
     options = parse(arguments)
     setting = Setting(MODEL, options.steps, LOCAL_BATCH)
+    beginning = begin(MODEL, options.beginning) if options.beginning else None
     if options.tune:
-        tune(setting, options.jobs)
+        tune(setting, options.jobs, beginning)
         return 0
     wanted = options.only or [""]
     methods = [m for m in METHODS if m.name == LARGE_BATCH or any(text in m.name for text in wanted)]
-    runs = run_all(methods, setting, options.seeds, options.jobs)
-    rows, target = summarize(methods, runs, options.steps)
-    report(rows, runs, setting, target)
+    runs = run_all(methods, setting, options.seeds, options.jobs, beginning)
+    summary = summarize(methods, runs, options.steps)
+    report(summary, runs, setting)
     if options.json:
-        results = {
-            "parameters": num_parameters(MODEL),
-            "steps": options.steps,
-            "local_batch": LOCAL_BATCH,
-            "every": EVERY,
-            "seeds": options.seeds,
-            "target_loss": target,
-            "methods": [{**asdict(m), "row": row_to_json(row)} for m, row in zip(methods, rows, strict=True)],
-            "runs": [asdict(run) for run in runs],
-        }
-        payload = {"benchmark": "convergence", "machine": machine(), "results": results}
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+        write_json(Path(options.json), options, methods, runs, summary)
     if options.plot:
-        drawn = [(row.method, row.bytes_per_token, row.ratio.median) for row in rows if row.bytes_per_token]
-        plot_convergence(drawn, options.plot)
+        plot_convergence([drawing(row, runs) for row in summary.rows], summary.targets[runs[0].seed], options.plot)
     return 0
 
 
-def row_to_json(row: Row) -> dict[str, Any]:
+def drawing(row: Row, runs: Sequence[Run]) -> Learning:
+    """What the picture shows of a method: the curve of its first seed, over time."""
+    curve = next(run.curve for run in runs if run.method == row.method)
+    timed = [(step * row.seconds_per_step, loss) for step, loss in curve]
+    return Learning(row.method, row.bytes_per_token, row.ratio.median, timed)
+
+
+def write_json(
+    path: Path, options: argparse.Namespace, methods: Sequence[Method], runs: Sequence[Run], summary: Summary
+) -> None:
+    """All settings and values."""
+    results = {
+        "parameters": num_parameters(MODEL),
+        "beginning_steps": options.beginning,
+        "steps": options.steps,
+        "local_batch": LOCAL_BATCH,
+        "seeds": options.seeds,
+        "target_losses": summary.targets,
+        "step_seconds": summary.step_seconds,
+        "methods": [
+            {**asdict(method), "row": row_to_json(row, summary)}
+            for method, row in zip(methods, summary.rows, strict=True)
+        ],
+        "runs": [asdict(run) for run in runs],
+    }
+    payload = {"benchmark": "convergence", "machine": machine(), "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+
+
+def row_to_json(row: Row, summary: Summary) -> dict[str, Any]:
     """The row's values."""
     return {
         "loss": row.loss.to_json(),
         "ratio": row.ratio.to_json(),
         "bytes_per_token": row.bytes_per_token,
         "seconds_to_target": row.seconds_to_target,
+        "times_as_fast_as_full_gradients": row.times_as_fast_as(summary.row(FULL_GRADIENTS)),
+        "times_as_fast_as_alone": row.times_as_fast_as(summary.row(ALONE)),
     }
 
 
-def report(rows: Sequence[Row], runs: Sequence[Run], setting: Setting, target: float) -> None:
+def report(summary: Summary, runs: Sequence[Run], setting: Setting) -> None:
     """Print the table."""
-    tokens = runs[0].tokens
     sys.stdout.write(
-        f"{setting.workers} trainers, {num_parameters(setting.model)} parameters, {tokens / 1e6:.2f}M tokens;"
-        f" time to a loss of {target:.3f} over links of {LINK_BITS_PER_SECOND / 1e6:.0f} Mbit/s\n\n"
+        f"{setting.workers} trainers, {num_parameters(setting.model)} parameters, {runs[0].tokens / 1e6:.2f}M tokens;"
+        f" time to {TARGET_MARGIN:g} of large batches' loss over links of {LINK_BITS_PER_SECOND / 1e6:.0f} Mbit/s, with"
+        f" {summary.step_seconds * 1e3:.1f} ms a local batch\n\n"
     )
-    headers = ("method", "loss", "of large batch", "range", "bytes/token sent", "seconds to target")
+    headers = (
+        "method", "loss", "of large batch", "range", "bytes/token", "seconds", "x as fast as full gradients",
+        "x as fast as alone",
+    )  # fmt: skip
     table = [
         (
             row.method,
@@ -264,8 +335,12 @@ def report(rows: Sequence[Row], runs: Sequence[Run], setting: Setting, target: f
             f"{min(row.ratio.values):.4f} to {max(row.ratio.values):.4f}",
             f"{row.bytes_per_token:.2f}",
             "never" if row.seconds_to_target is None else f"{row.seconds_to_target:.1f}",
+            *(
+                "" if times is None else f"{times:.2f}"
+                for times in (row.times_as_fast_as(summary.row(name)) for name in (FULL_GRADIENTS, ALONE))
+            ),
         )
-        for row in rows
+        for row in summary.rows
     ]
     sys.stdout.write(format_table(headers, table) + "\n")
 

@@ -18,14 +18,14 @@ import torch
 
 from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
 from p2ptrain.averaging.shares import split_shares
-from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.codecs import Codec, PartList, get_codec
 from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.data import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.fragments import Fragment
-from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.learning_rate import Schedule, learning_rate_factor
 from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.text import Corpus
 
@@ -41,17 +41,19 @@ class Method:
         name: For the table.
         training: What differs from `TrainingSpec`'s defaults.
         codec: How contributions are encoded, and means, unless they are gathered.
-        gathered: Whether everybody gets every contribution and adds them up (SparseLoCo), rather than a share's owner.
-        feedback: Whether what the codec drops is kept for the next round.
+        gathered: Whether an owner returns the list of the parts rather than their mean, as under `topk`.
+        feedback_decay: How much of what the codec drops is kept for the next round: 0 for no error feedback.
         workers: How many trainers.
+        schedule: Of the inner learning rate, after a warm-up.
     """
 
     name: str
     training: dict[str, Any] = field(default_factory=dict)
     codec: str = "fp32"
     gathered: bool = False
-    feedback: bool = True
+    feedback_decay: float = 1.0
     workers: int = 4
+    schedule: Schedule = "cosine"
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,26 @@ class Run:
 class Swarm:
     """The trainers of one run, their shared state, and what each keeps for itself."""
 
-    def __init__(self, method: Method, setting: Setting, corpus: Corpus, seed: int) -> None:
+    def __init__(
+        self, method: Method, setting: Setting, corpus: Corpus, seed: int, beginning: torch.Tensor | None = None
+    ) -> None:
+        """
+        Args:
+            method: How its trainers synchronise.
+            setting: What they train, and how long.
+            corpus: The text.
+            seed: Of the order of samples and, without a beginning, of the first parameters.
+            beginning: Parameters to start from, as `parameters` gives them.
+        """
         self.method, self.setting, self.corpus, self.seed = method, setting, corpus, seed
         self.spec = TrainingSpec.model_validate({"local_batch": setting.local_batch, **method.training})
         model = setting.model.model_copy(update={"initial_seed": seed})
         # With one global batch a step all replicas are equal at any time: one stands for all.
         count = 1 if self.spec.every == 1 else method.workers
         self.modules = [build_model(model) for _ in range(count)]
+        if beginning is not None:
+            for module in self.modules:
+                torch.nn.utils.vector_to_parameters(beginning.clone(), module.parameters())
         self.inner = [
             torch.optim.AdamW(
                 module.parameters(), self.spec.learning_rate, betas=(0.9, 0.95), weight_decay=self.spec.weight_decay,
@@ -117,7 +132,7 @@ class Swarm:
         self.works = [LocalWork(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
         self.codec = get_codec(method.codec)
         self.feedbacks = [
-            [ErrorFeedback(fragment.num_values, self.codec) for fragment in self.state.fragments]
+            [ErrorFeedback(fragment.num_values, self.codec, method.feedback_decay) for fragment in self.state.fragments]
             for _ in range(method.workers)
         ]
         self.sampler = Sampler(corpus.train, model.context, seed)
@@ -158,6 +173,10 @@ class Swarm:
             self.rounds, sorted(self.seconds)[len(self.seconds) // 2],
         )  # fmt: skip
 
+    def parameters(self) -> torch.Tensor:
+        """The first replica's parameters in one vector, for another swarm to begin with."""
+        return torch.nn.utils.parameters_to_vector(self.modules[0].parameters()).detach()
+
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
         """Each trainer's samples, ``[local_batch, context + 1]``; all methods read the same, in the same order."""
         count, size = self.method.workers, self.spec.local_batch
@@ -167,7 +186,7 @@ class Swarm:
 
     def _set_rate(self, worker: int, step: int) -> None:
         factor = learning_rate_factor(
-            step, warmup_steps=self.total_steps // 20, schedule="cosine", total_steps=self.total_steps
+            step, warmup_steps=self.total_steps // 20, schedule=self.method.schedule, total_steps=self.total_steps
         )
         self.inner[worker].param_groups[0]["lr"] = self.spec.learning_rate * factor
 
@@ -219,20 +238,23 @@ class Swarm:
         kept = [feedbacks[fragment.index] for feedbacks in self.feedbacks]
         for contribution, feedback in zip(contributions, kept, strict=True):
             feedback.add_to(contribution)
-        mean = (self._gather if self.method.gathered else self._butterfly)(contributions, kept)
-        if not self.method.feedback:
-            for feedback in kept:
-                feedback.reset()
-        return mean
+        return (self._gather if self.method.gathered else self._butterfly)(contributions, kept)
 
     def _gather(self, contributions: list[torch.Tensor], kept: list[ErrorFeedback]) -> torch.Tensor:
+        count, whole = len(contributions), (0, len(contributions[0]))
         mean = torch.zeros(len(contributions[0]))
         for contribution, feedback in zip(contributions, kept, strict=True):
             encoded = self.codec.encode(contribution)
-            self.codec.accumulate_into(encoded, 1 / len(contributions), mean)
-            bounds, codec = (0, len(mean)), self.codec
-            feedback.update([Encoded(contribution, bounds, {0: encoded}, codec, 1.0, 0, None, b"", codec, 0.0)])
-        self.sent_bytes += (len(contributions) - 1) * self.codec.encoded_bytes(len(mean))
+            self.codec.accumulate_into(encoded, 1 / count, mean)
+            feedback.update(
+                [Encoded(contribution, whole, {0: encoded}, self.codec, 1.0, 0, None, b"", self.codec, 0.0)]
+            )
+        shares = split_shares(len(mean), [Fraction(1, count)] * count, self.codec.block_size)
+        bounds = (0, *(high for _, high in shares))
+        lists = PartList(self.codec, count)
+        self.sent_bytes += round(
+            (count - 1) / count * (encoded_bytes(self.codec, bounds) + encoded_bytes(lists, bounds))
+        )
         return mean
 
     def _butterfly(self, contributions: list[torch.Tensor], kept: list[ErrorFeedback]) -> torch.Tensor:
@@ -271,6 +293,6 @@ class Swarm:
         return loss
 
 
-def encoded_bytes(codec: Codec, bounds: tuple[int, ...]) -> int:
+def encoded_bytes(codec: Codec | PartList, bounds: tuple[int, ...]) -> int:
     """The size of all shares."""
     return sum(codec.encoded_bytes(high - low) for low, high in pairwise(bounds))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +103,30 @@ def _draw(axis: Any, title: str, shown: Sequence[Finding]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def plot_convergence(found: Sequence[tuple[str, float, float]], path: str) -> None:
-    """Draw (method, bytes sent a token, loss as a ratio to large batches) to an SVG or PNG file.
+@dataclass(frozen=True)
+class Learning:
+    """How one method learns, for `plot_convergence`.
+
+    Attributes:
+        name: For the legend.
+        bytes_per_token: What a trainer sends.
+        ratio: Its final loss, of that with large batches.
+        curve: (seconds, held-out loss), in order.
+    """
+
+    name: str
+    bytes_per_token: float
+    ratio: float
+    curve: Sequence[tuple[float, float]]
+
+
+def plot_convergence(found: Sequence[Learning], target: float, path: str) -> None:
+    """Draw final losses against what is sent, and losses against time, to an SVG or PNG file.
+
+    Args:
+        found: The methods; those that send nothing are in the second panel only.
+        target: The loss until which time is counted.
+        path: Of the file.
 
     Raises:
         PlotError: There is nothing to draw it with.
@@ -109,17 +134,44 @@ def plot_convergence(found: Sequence[tuple[str, float, float]], path: str) -> No
     require_matplotlib()
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    axis.axhspan(0.99, 1.01, color="#dfe7ee", zorder=0)
-    axis.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
-    for place, (name, sent, ratio) in enumerate(found):
-        axis.plot([sent], [ratio], "os^DvPX"[place % 7], color=f"C{place % 10}", markersize=8, label=name)
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    axis.set_xscale("log")
-    axis.set_xlabel("bytes that a trainer sends for each of its tokens")
-    axis.set_ylabel("final loss, of that with large batches")
-    axis.set_title("Held-out loss at equal tokens; shaded: within 1 %", fontsize=10, loc="left")
-    axis.spines[["top", "right"]].set_visible(False)
+    figure, (sent, time) = pyplot.subplots(1, 2, figsize=(11, 5.5), layout="constrained")
+    sent.axhspan(0.99, 1.01, color="#dfe7ee", zorder=0)
+    sent.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
+    time.axhline(target, color="black", linewidth=0.8, linestyle=":")
+    for place, each in enumerate(found):
+        look: dict[str, Any] = {"marker": "os^DvPX"[place % 7], "color": f"C{place % 10}"}
+        if each.bytes_per_token:
+            sent.plot([each.bytes_per_token], [each.ratio], markersize=8, **look)
+        seconds, losses = zip(*each.curve, strict=True)
+        time.plot(seconds, losses, markersize=4, linewidth=1, label=each.name, **look)
+    sent.set_xscale("log")
+    sent.set_xlabel("bytes that a trainer sends for each of its tokens")
+    sent.set_ylabel("final loss, of that with large batches")
+    sent.set_title("Loss at equal tokens; shaded: within 1 %", fontsize=10, loc="left")
+    time.set_xscale("log")
+    time.set_xlabel("seconds, with 100 Mbit/s for each trainer")
+    time.set_ylabel("held-out loss, nats a byte")
+    time.set_title("Loss over time; dotted: the target", fontsize=10, loc="left")
+    for axis in (sent, time):
+        axis.minorticks_off()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
     pyplot.close(figure)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure; an SVG in few lines, with its words as text, since glyphs drawn as paths would be most of it."""
+    import matplotlib
+
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if not path.endswith(".svg"):
+        figure.savefig(path, dpi=150)
+        return
+    drawn = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "p2ptrain"}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    tags = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", drawn.getvalue(), flags=re.DOTALL)
+    tags = re.sub(r"<[^>]+>", lambda tag: " ".join(tag.group().split()), tags)
+    Path(path).write_text(re.sub(r">\s+<(?!g)", "><", tags), encoding="utf-8")

@@ -30,6 +30,10 @@ SIGNED_FILE = "manifest.bin"
 """The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
+SPARSE_FEEDBACK_DECAY = 0.95
+"""What is kept of a residual under ``topk``: SparseLoCo (arXiv 2508.15706)."""
+
+
 class Section(BaseModel):
     """A frozen group of settings that rejects unknown keys."""
 
@@ -166,6 +170,9 @@ class AveragingSpec(Section):
     """A codec of their own for small tensors such as norms and biases; empty for the one of all others."""
     small_values: int = Field(4096, ge=1, le=1 << 24)
     """Tensors of up to so many values are small."""
+    feedback_decay: float = Field(1.0, ge=0, le=1)
+    """How much is kept, from round to round, of what the codec dropped (error feedback): 1 keeps all of it, 0 nothing.
+    With ``topk``, 0.95 unless another is given (SparseLoCo)."""
     group_size: int = Field(64, ge=1, le=256)
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)
@@ -207,6 +214,13 @@ class AveragingSpec(Section):
     0 trusts owners. Rounds take 3 to 20 % more CPU, the less the longer the vector."""
     history_rounds: int = Field(8, ge=1, le=256)
     """Encoded results that each peer keeps for laggards; with ``training.fragments``, so many of each."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sparse_residuals_decay(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("codec") == "topk":
+            return {"feedback_decay": SPARSE_FEEDBACK_DECAY, **values}
+        return values
 
     @model_validator(mode="after")
     def _auxiliaries_fit_codec(self) -> AveragingSpec:

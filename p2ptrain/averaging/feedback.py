@@ -10,6 +10,10 @@ not kept: a peer that was clipped is not to bring the rest in the next round. Un
 `trimmed` of `p2ptrain.averaging.robust`) the second loss is given up, because a value that one member alone brings
 would be dropped as an outlier. Under ``norm_clip``, what an owner brings in this way counts towards its norm.
 
+Under a codec that keeps little (`topk`), a residual is rounds old by the time it leaves, and local training has tried
+again meanwhile what it had not seen take effect. So what is kept may decay from round to round (SparseLoCo, arXiv
+2508.15706, algorithm 1; DeMo, arXiv 2411.19870): the factor is ``averaging.feedback_decay``.
+
 A delegate encodes more than its own: what its group's mean loses on the way up, and what a mean of delegates loses,
 belongs to all that they stand for, and is scaled accordingly.
 """
@@ -63,9 +67,16 @@ class ErrorFeedback:
     that its residual does not belong to.
     """
 
-    def __init__(self, num_values: int, codec: Codec) -> None:
+    def __init__(self, num_values: int, codec: Codec, decay: float = 1.0) -> None:
+        """
+        Args:
+            num_values: Of the contributions.
+            codec: How they are encoded.
+            decay: How much is kept of what a round dropped: 1 keeps all of it, 0 nothing.
+        """
         import torch
 
+        self._decay = decay
         self.residual: torch.Tensor | None = torch.zeros(num_values, dtype=torch.float32) if codec.lossy else None
 
     def split(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> list[ErrorFeedback]:
@@ -79,7 +90,7 @@ class ErrorFeedback:
             return [self]
         parts, low = [], 0
         for codec, size in zip(codecs, sizes, strict=True):
-            part = ErrorFeedback(0, codec)
+            part = ErrorFeedback(0, codec, self._decay)
             if part.residual is not None and self.residual is not None:
                 part.residual = self.residual[low : low + size]
             parts.append(part)
@@ -114,6 +125,8 @@ class ErrorFeedback:
                 self._add_loss(
                     each.mean_codec, each.own_mean_exact, each.own_mean, bounds[each.own_index], each.mean_scale
                 )
+        if self._decay != 1.0:
+            self.residual.mul_(self._decay)
 
     def _add_loss(
         self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float

@@ -107,7 +107,7 @@ class Synchronizer:
         self._codecs = [vector_codec(self._spec, fragment.layout) for fragment in state.fragments]
         sizes = [fragment.num_values for fragment in state.fragments]
         self.averager.take_turns(self._codecs, sizes)
-        self.feedback = ErrorFeedback(state.layout.num_values, codec)
+        self.feedback = ErrorFeedback(state.layout.num_values, codec, self._spec.feedback_decay)
         self._feedbacks = self.feedback.split(self._codecs, sizes)
         self._buffer: torch.Tensor | None = None
         self._place: tuple[bytes, Place] | None = None

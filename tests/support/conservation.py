@@ -46,7 +46,7 @@ class Values:
         computed: By its local steps.
         returned: What encoding means dropped, which their owner adds to its next contribution.
         contributed: As it was sent, in certified rounds.
-        decayed: Of what missed a round.
+        decayed: Of what missed a round, and of what encoding dropped.
         dropped: Given up.
         work, residual: What should be waiting in the model, and in error feedback.
         is_replaced: Whether the shared state is being replaced by one that was downloaded.
@@ -103,7 +103,8 @@ class Values:
             lost += scale * lost_with_mean
         self.contributed += sent
         self.returned += lost - (vector - sent)
-        self.residual = lost
+        self.residual = self._everybody.spec.feedback_decay * lost
+        self.decayed += lost - self.residual
         self.work = torch.zeros_like(self.work)
         self._booked_round = outcome.result.certificate.body.lineage
 

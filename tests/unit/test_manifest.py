@@ -108,6 +108,8 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
         ({"averaging": {"max_weight_ratio": float("nan")}}, "averaging.max_weight_ratio"),
         ({"averaging": {"small_tensors": "int8"}}, "averaging.small_tensors"),
         ({"averaging": {"small_values": 0}}, "averaging.small_values"),
+        ({"averaging": {"feedback_decay": 1.01}}, "averaging.feedback_decay"),
+        ({"averaging": {"codec": "topk", "feedback_decay": -0.1}}, "averaging.feedback_decay"),
         ({"name": ""}, "name"),
         ({"model": 3}, "model"),
     ],
@@ -118,6 +120,14 @@ def test_a_wrong_value_is_refused_with_one_line_that_names_it(values: dict[str, 
     assert str(caught.value).startswith("run.toml: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> None:
+    cases = [({}, 1.0), ({"codec": "topk"}, 0.95), ({"codec": "topk", "feedback_decay": 1}, 1.0)]
+    for averaging, decay in cases:
+        manifest = parse_manifest({"averaging": averaging}, "a")
+        assert manifest.averaging.feedback_decay == decay
+        assert parse_manifest(manifest.model_dump(mode="json"), "a") == manifest
 
 
 def test_an_adam_that_moves_parameters_by_their_own_size_is_refused() -> None:

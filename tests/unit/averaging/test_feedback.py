@@ -115,3 +115,46 @@ def test_an_owner_of_a_sparse_share_keeps_what_its_part_lost_and_what_the_dense_
     expected[:4096] += 2.5 * (exact - out)
     assert feedback.residual is not None
     torch.testing.assert_close(feedback.residual, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.95])
+def test_what_is_kept_decays_once_for_each_round_that_took_it_along(decay: float) -> None:
+    codec, generator = get_codec("topk"), torch.Generator().manual_seed(5)
+    feedback, decoded = ErrorFeedback(SIZE, codec, decay), torch.empty(SIZE)
+    expected = torch.zeros(SIZE)
+    for _ in range(5):
+        update = torch.randn(SIZE, generator=generator)
+        vector = update.clone()
+        for _ in range(2):  # The first attempt is not committed.
+            vector = update.clone()
+            feedback.add_to(vector)
+        torch.testing.assert_close(vector, update + decay * expected, rtol=0, atol=1e-5)
+        part = codec.encode(vector)
+        feedback.update([Encoded(vector, (0, SIZE), {0: part}, codec, 1.0, 0, None, b"", codec, 0.0)])
+        codec.decode_into(part, decoded)
+        expected = vector - decoded
+
+
+def test_the_loss_of_a_mean_decays_as_well() -> None:
+    codec, exact = get_codec("int8"), torch.linspace(-1, 1, 8)
+    kept = []
+    for decay in (1.0, 0.5):
+        feedback = ErrorFeedback(16, codec, decay)
+        feedback.update(
+            [Encoded(exact.repeat(2), (0, 8, 16), {}, codec, 1.0, 0, exact, codec.encode(exact), codec, 3.0)]
+        )
+        assert feedback.residual is not None
+        kept.append(feedback.residual)
+    assert bool(kept[0].any())
+    assert torch.equal(kept[1], 0.5 * kept[0])
+
+
+def test_parts_of_a_residual_decay_as_the_whole() -> None:
+    codec = get_codec("topk")
+    whole, vector = ErrorFeedback(2 * SIZE, codec, 0.5), torch.arange(1.0, SIZE + 1)
+    _, part = whole.split([codec, codec], [SIZE, SIZE])
+    part.update(
+        [Encoded(vector, (0, SIZE), {0: codec.encode(torch.zeros(SIZE))}, codec, 1.0, 0, None, b"", codec, 0.0)]
+    )
+    assert whole.residual is not None
+    assert torch.equal(whole.residual, torch.cat([torch.zeros(SIZE), 0.5 * vector]))

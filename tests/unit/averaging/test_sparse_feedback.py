@@ -60,10 +60,10 @@ def average(codec: Codec, vectors: list[torch.Tensor], feedbacks: list[ErrorFeed
     return mean
 
 
-def train(problem: Problem, codec: Codec, with_feedback: bool) -> list[float]:
+def train(problem: Problem, codec: Codec, with_feedback: bool, decay: float = 1.0) -> list[float]:
     """The excess before each round and after the last."""
     x = torch.zeros(len(problem.optimum))
-    feedbacks = [ErrorFeedback(len(x), codec) for _ in range(WORKERS)] if with_feedback else None
+    feedbacks = [ErrorFeedback(len(x), codec, decay) for _ in range(WORKERS)] if with_feedback else None
     found = [problem.excess(x)]
     for _ in range(ROUNDS):
         vectors = [STEP * problem.gradient(worker, x) for worker in range(WORKERS)]
@@ -94,3 +94,10 @@ def test_without_feedback_topk_stalls_far_from_it(problem: Problem) -> None:
     excess = train(problem, get_codec("topk"), with_feedback=False)
     assert min(excess) > 0.9 * excess[0]
     assert max(excess[300:]) < 1.1 * min(excess[300:])
+
+
+def test_a_residual_that_decays_forgets_what_is_always_smaller_than_what_cancels(problem: Problem) -> None:
+    kept = train(problem, get_codec("topk"), with_feedback=True)
+    decaying = train(problem, get_codec("topk"), with_feedback=True, decay=0.95)
+    without = train(problem, get_codec("topk"), with_feedback=False)
+    assert 10 * kept[-1] < decaying[-1] < 0.7 * without[-1]

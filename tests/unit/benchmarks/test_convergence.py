@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.bench_convergence import ALONE, LARGE_BATCH, METHODS, seconds_per_step, seconds_to
+from benchmarks.bench_convergence import (
+    ALONE,
+    LARGE_BATCH,
+    METHODS,
+    TARGET_MARGIN,
+    seconds_per_step,
+    seconds_to,
+    summarize,
+)
 from benchmarks.emulation import Method, Run, Setting, Swarm
+from benchmarks.plot import Learning, plot_convergence
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.training.text import Corpus
@@ -56,12 +67,13 @@ def test_bytes_are_those_of_the_encoded_parts(gathered: bool) -> None:
     swarm = _train({"every": 4}, codec="int8", gathered=gathered)
     size = swarm.state.layout.num_values
     whole = get_codec("int8").encoded_bytes(size)
-    assert swarm.sent_bytes == pytest.approx(2 * (2 * whole if gathered else 4 / 3 * whole), rel=0.02)
+    # In each of two rounds: parts to two owners, and a third of the mean, or of the list of three parts, to two others.
+    assert swarm.sent_bytes == pytest.approx(2 * (2 / 3 + 2 * (1 if gathered else 1 / 3)) * whole, rel=0.02)
 
 
 def test_what_is_dropped_comes_later_with_feedback_and_never_without() -> None:
     training = {"every": 4, "outer": "average"}
-    kept = [_train(training, codec="topk", gathered=True, feedback=feedback) for feedback in (True, False)]
+    kept = [_train(training, codec="topk", gathered=True, feedback_decay=decay) for decay in (0.95, 0.0)]
     residuals = [[f.residual for row in swarm.feedbacks for f in row if f.residual is not None] for swarm in kept]
     assert all(bool(residual.any()) for residual in residuals[0])
     assert not any(bool(residual.any()) for residual in residuals[1])
@@ -82,4 +94,46 @@ def test_what_is_sent_under_compute_takes_no_time_of_its_own() -> None:
     assert plain == pytest.approx(1.1)
     assert overlapped == pytest.approx(1.0)
     assert seconds_per_step(names[LARGE_BATCH], run, 100, 1.0) == pytest.approx(1.1)
-    assert seconds_per_step(names[ALONE], run, 100, 1.0) == 4.0
+    assert seconds_per_step(names[ALONE], run, 100, 1.0) == 1.0
+    assert seconds_per_step(names["one machine alone, large batches"], run, 100, 1.0) == 4.0
+
+
+def test_speeds_are_compared_at_the_target_and_only_where_both_get_there() -> None:
+    def run(method: str, last: float) -> Run:
+        return Run(method, 1, [(50, 4.0), (100, last)], last, 1000, 0.0, 10, 1.0)
+
+    methods = [method for method in METHODS if method.name in (LARGE_BATCH, "DiLoCo, int8", "SparseLoCo, H = 6")]
+    runs = [run(LARGE_BATCH, 2.0), run("DiLoCo, int8", 1.0), run("SparseLoCo, H = 6", 3.0)]
+    summary = summarize(methods, runs, 100)
+    large, diloco, sparse = summary.rows
+    assert summary.targets == {1: pytest.approx(2.0 * TARGET_MARGIN)}
+    assert [row.ratio.median for row in summary.rows] == [1.0, 0.5, 1.5]
+    # Each falls from 4 at step 50 on a straight line.
+    share = (4 - summary.targets[1]) / np.array([4 - 2.0, 4 - 1.0])
+    steps = 50 + 50 * share
+    assert diloco.times_as_fast_as(large) == pytest.approx(steps[0] / steps[1])
+    assert sparse.seconds_to_target is None
+    assert sparse.times_as_fast_as(large) is None
+    assert large.times_as_fast_as(sparse) is None
+    assert large.times_as_fast_as(summary.row("unknown")) is None
+
+
+def test_a_swarm_begins_where_another_ended() -> None:
+    first = _train({"every": 1})
+    for every in (1, 4):
+        second = Swarm(Method("m", {"every": every}, workers=3), SETTING, _corpus(), 2, first.parameters())
+        assert torch.equal(second.state.vector, first.state.vector)
+        second.train()
+        assert not torch.equal(second.state.vector, first.state.vector)
+    assert torch.equal(first.parameters(), first.state.vector)
+
+
+def test_the_picture_is_small_and_its_words_are_text(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = [
+        Learning(f"method {i}", float(i), 1 + i / 100, [(t, 2.0 - t / 100) for t in range(1, 11)]) for i in range(12)
+    ]
+    plot_convergence(found, 1.9, str(tmp_path / "a.svg"))
+    drawn = (tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert len(drawn) < 60_000
+    assert ">method 11</text>" in drawn
