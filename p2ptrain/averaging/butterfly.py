@@ -37,8 +37,8 @@ from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, U
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
-from p2ptrain.averaging.pieces import Growing, new_buffer
-from p2ptrain.averaging.reduction import chunk_values, mean_root, mean_tree
+from p2ptrain.averaging.pieces import Growing
+from p2ptrain.averaging.reduction import ExactMean, chunk_values, mean_root, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
 from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
@@ -61,8 +61,7 @@ class Butterfly:
     Attributes:
         attempt: The roster and what was learnt.
         exchange: What the streams and this state machine share.
-        own_mean_exact: The mean of the own share before encoding, fp32, kept for error feedback; None if its encoding
-            lost nothing.
+        own_mean_exact: The mean of the own share before encoding, for error feedback; None if that lost nothing.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Butterfly:
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
         self._vouching = Vouching(self.exchange, self._opened)
-        self.own_mean_exact: torch.Tensor | None = None
+        self.own_mean_exact: ExactMean | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
@@ -211,7 +210,7 @@ class Butterfly:
         attempt = self.attempt
         assert attempt.contributors is not None
         codec, size = attempt.mean_codec_of(self._index), attempt.size(self._index)
-        mean = Growing(await new_buffer(self._runtime, codec, size))
+        mean = Growing(self._runtime.buffers.lend(codec.encoded_bytes(size)))
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)

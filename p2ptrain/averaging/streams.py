@@ -140,7 +140,7 @@ class ServedStreams:
         self._exchange.refuse(peer, reason)
         raise ProtocolError(peer, reason)
 
-    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> memoryview:
         exchange, loop, arrived = self._exchange, asyncio.get_running_loop(), 0
         began = loop.time()
 
