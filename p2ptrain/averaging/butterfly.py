@@ -343,6 +343,11 @@ class Butterfly:
         if not self.exchange.given_up.done():
             self.exchange.given_up.set_result([self.attempt.roster.index_of(peer) for peer in suspects])
 
+    def release(self) -> None:
+        """Let go of what is kept for error feedback alone, without waiting for the garbage collector."""
+        self.exchange.sent_parts = {}
+        self.own_mean_exact = None
+
     async def stop_sending(self) -> None:
         """End the streams that this member opened; the vector is not read any more when this returns."""
         if self.exchange.audit is not None:
@@ -356,3 +361,4 @@ class Butterfly:
     async def stop_serving(self, linger: bool) -> None:
         """End the others' streams; with ``linger``, first let them fetch mean and signature for a bounded time."""
         await self._served.stop(linger)
+        await self._opened.end()

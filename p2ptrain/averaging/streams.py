@@ -194,20 +194,33 @@ class OpenedStreams:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_through: set[int] = set()
+        self._ending: list[asyncio.Task[None]] = []
 
     def start(self, deadline: float) -> None:
         """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
         own, size = self._exchange.index, len(self._exchange.attempt.roster.tickets)
         order = [*range(own + 1, size), *range(own)]
-        self._tasks = [asyncio.create_task(self._talk_to(i, deadline), name=f"exchange-{i}") for i in order]
+        self._tasks = {i: asyncio.create_task(self._talk_to(i, deadline), name=f"exchange-{i}") for i in order}
 
     async def stop(self) -> None:
-        """End the streams; the vector is not read any more when this returns."""
-        for task in self._tasks:
+        """End the streams; the vector is not read any more when this returns.
+
+        Those on which all has been said end in order, so that their connections can be used again: see `end`.
+        """
+        through = [task for index, task in self._tasks.items() if index in self._is_through]
+        others = [task for task in self._tasks.values() if task not in through]
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
+        await asyncio.gather(*others, return_exceptions=True)
+        self._ending += through
+        self._tasks = {}  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
+
+    async def end(self) -> None:
+        """Wait until the last streams have ended, for a bounded time."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._ending = []
 
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""
@@ -224,6 +237,7 @@ class OpenedStreams:
                 if size and not await self._bring_part(channel, index, part_codec, deadline):
                     return
                 await self._fetch_signatures(channel, index, deadline)
+                self._is_through.add(index)
         except (PeerError, DeadlineError, TimeoutError) as error:
             if index not in exchange.gave_up:
                 exchange.lost[peer] = str(error) or "did not answer in time"
@@ -344,6 +358,10 @@ class OpenedStreams:
         same_result = reply.get("body") == attempt.body.body_hash
         if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
             self._exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
+        if attempt.certificate() is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FORWARD_SECONDS):
+                    await self._exchange.certified.wait()
         if attempt.certificate() is None:
             self._add_proofs((await channel.receive(deadline - loop.time())).get("proofs"))
 
