@@ -25,7 +25,7 @@ from p2ptrain.averaging.robust import (
 )
 from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hash
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
 from p2ptrain.hashing import EMPTY_HASH, bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -217,15 +217,15 @@ class OwnShare:
         if self._own_codec is not None:
             self._encode_own(self._own_codec)
             return
-        from p2ptrain.codecs.norms import sums_of_squares
-
+        plain = get_codec("fp32")
         leaves: list[Node] = []
         for low, high in cut(len(self._own), self._codec.block_size):
             piece = self._own[low:high]
             least, greatest = (float(extreme) for extreme in piece.aminmax())  # NaN, if there is one, is both
             check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
-                leaves += [(EMPTY_HASH, energy) for energy in sums_of_squares(piece, self._chunk)]
+                energies = plain.squared_norms(memoryview(piece.detach().numpy()).cast("B"), high - low, self._chunk)
+                leaves += [(EMPTY_HASH, energy) for energy in energies]
             else:
                 leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
