@@ -224,7 +224,7 @@ class OwnShare:
             least, greatest = (float(extreme) for extreme in piece.aminmax())  # NaN, if there is one, is both
             check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
-                energies = plain.squared_norms(memoryview(piece.detach().numpy()).cast("B"), high - low, self._chunk)
+                energies = plain.squared_norms(piece.detach().numpy().data.cast("B"), high - low, self._chunk)
                 leaves += [(EMPTY_HASH, energy) for energy in energies]
             else:
                 leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
