@@ -64,7 +64,7 @@ class Case:
             asyncio.run(share.reduce(Runtime(random.Random(0)), everybody, [1000] * len(everybody), mean))
 
         seconds = thread_seconds(work)()
-        self.mean = mean.data
+        self.mean = bytearray(mean.data)
         return seconds
 
     def read_seconds(self) -> float:

@@ -16,6 +16,11 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from p2ptrain.buffers import Pool, let_heap_keep
+
+HEAP_CHUNK_BYTES = 8 << 20
+"""More than what is taken and given back all the time: frames of bulk data, pieces of vectors."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -28,6 +33,7 @@ class Runtime:
         random: The generator for every random decision of this peer.
         clock: Returns wall-clock time in seconds since the epoch.
         executor: Where tensor work runs; None runs it inline on the event loop (simulation only).
+        buffers: Memory for bulk data.
         clock_offset_seconds: Added to ``clock``; set when the swarm's clocks agree that this machine's is off.
     """
 
@@ -35,6 +41,7 @@ class Runtime:
     clock: Callable[[], float] = time.time
     executor: Executor | None = None
     clock_offset_seconds: float = field(default=0.0)
+    buffers: Pool = field(default_factory=Pool)
 
     def now(self) -> float:
         """Wall-clock time in seconds since the epoch, corrected by the measured offset."""
@@ -54,6 +61,7 @@ class Runtime:
 
 def real_runtime(name: str = "cpu") -> Runtime:
     """A runtime with real time, entropy from the operating system, and one worker thread called ``compute-<name>``."""
+    let_heap_keep(HEAP_CHUNK_BYTES)
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"compute-{name}")
     # Others see some of the numbers drawn (nonces), and must not learn from them which ones come next (spot checks).
     return Runtime(random=random.SystemRandom(), executor=executor)

@@ -11,6 +11,7 @@ from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, R
 from p2ptrain.averaging.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.head import MAX_PRESENT, Head
 from p2ptrain.averaging.robust import vote_weights
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import TemporaryError
 from p2ptrain.hashing import EMPTY_HASH
@@ -86,10 +87,10 @@ class Attempt:
     spec: AveragingSpec
     levels: int = 1
     credential: bytes = b""
-    means: list[bytes | bytearray | None] = field(default_factory=list)
+    means: list[Buffer | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
-    sent_parts: dict[int, bytearray] = field(default_factory=dict)
+    sent_parts: dict[int, Buffer] = field(default_factory=dict)
     body: Body | None = None
     proofs: dict[str, bytes] = field(default_factory=dict)
     phase: str = "scatter"
@@ -118,7 +119,7 @@ class Attempt:
         codec = mean_codec(self.spec, self.codec, self.bounds[-1], members, contributors)
         return codec.part(self.bounds[index], self.bounds[index + 1])
 
-    def check_quotes(self, index: int, mean: bytes | bytearray | memoryview, own_index: int) -> None:
+    def check_quotes(self, index: int, mean: Buffer, own_index: int) -> None:
         """Hold an owner's list of parts against what this member knows of them; other means pass.
 
         So an owner that puts other bytes in the place of an honest member's loses that member's signature; nor can it
@@ -144,7 +145,7 @@ class Attempt:
             if sent is not None and part != sent:
                 raise CodecError("this peer's own part is not what it sent")
 
-    def add_mean(self, index: int, mean: bytearray, digest: bytes) -> None:
+    def add_mean(self, index: int, mean: Buffer, digest: bytes) -> None:
         """Take in a share's mean and its hash, unless one is here."""
         if self.means[index] is None:
             self.means[index] = mean

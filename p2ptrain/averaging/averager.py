@@ -259,6 +259,7 @@ class Averager:
             transfer += loop.time() - matched
             if certificate is not None:
                 return _Stage(butterfly, certificate, attempt_number, matchmaking, transfer)
+            butterfly.release()
         raise failure
 
     async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
@@ -384,6 +385,7 @@ class Averager:
         contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
         encoded = self._encoded([ground, *above]) if contributed else ()
         for stage in [ground, *above]:
+            stage.butterfly.release()
             if stage.certificate is not last:
                 stage.butterfly.attempt.means = []
         return RoundOutcome(

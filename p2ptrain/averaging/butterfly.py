@@ -38,8 +38,8 @@ from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, U
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
-from p2ptrain.averaging.pieces import Growing, new_buffer
-from p2ptrain.averaging.reduction import chunk_values, mean_root, mean_tree
+from p2ptrain.averaging.pieces import Growing
+from p2ptrain.averaging.reduction import ExactMean, chunk_values, mean_root, mean_tree
 from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
 from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
@@ -64,8 +64,7 @@ class Butterfly:
     Attributes:
         attempt: The roster and what was learnt.
         exchange: What the streams and this state machine share.
-        own_mean_exact: The mean of the own share before encoding, fp32, kept for error feedback; None if its encoding
-            lost nothing.
+        own_mean_exact: The mean of the own share before encoding, for error feedback; None if that lost nothing.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Butterfly:
         self._share = self.exchange.share
         self._closing: asyncio.Task[None] | None = None
         self._vouching = Vouching(self.exchange, self._opened)
-        self.own_mean_exact: torch.Tensor | None = None
+        self.own_mean_exact: ExactMean | None = None
 
     async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
@@ -230,7 +229,7 @@ class Butterfly:
         attempt = self.attempt
         assert attempt.contributors is not None
         codec, size = attempt.mean_codec_of(self._index), attempt.size(self._index)
-        mean = Growing(await new_buffer(self._runtime, codec, size))
+        mean = Growing(self._runtime.buffers.lend(codec.encoded_bytes(size)))
         self.exchange.own_mean.set_result(mean)
         tokens = [attempt.roster.tickets[i].tokens for i in attempt.contributors]
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
@@ -405,6 +404,11 @@ class Butterfly:
         if not self.exchange.given_up.done():
             self.exchange.given_up.set_result([self.attempt.roster.index_of(peer) for peer in suspects])
 
+    def release(self) -> None:
+        """Let go of what is kept for error feedback alone, without waiting for the garbage collector."""
+        self.exchange.sent_parts = {}
+        self.own_mean_exact = None
+
     async def stop_sending(self) -> None:
         """End the streams that this member opened; the vector is not read any more when this returns."""
         if self.exchange.audit is not None:
@@ -418,3 +422,4 @@ class Butterfly:
     async def stop_serving(self, linger: bool) -> None:
         """End the others' streams; with ``linger``, first let them fetch mean and signature for a bounded time."""
         await self._served.stop(linger)
+        await self._opened.end()

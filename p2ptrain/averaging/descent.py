@@ -269,7 +269,7 @@ class Descent:
         cuts, hashes = cut_pieces(sizes), reply.get("pieces")
         if type(hashes) is not bytes or len(hashes) != HASH_BYTES * len(cuts):
             raise ProtocolError(delegate, "sent a malformed list of hashes")
-        means: Means = await self._runtime.compute(lambda: [bytearray(size) for size in sizes])
+        means: Means = [self._runtime.buffers.lend(size) for size in sizes]
         pieces = _Pieces(means, cuts, [False] * len(cuts))
         self._keep(body, pieces)
         try:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.averaging.robust import COORDINATE_RULES, VOTING_RULES
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, Decoder, PartList, codec_at, dense_codec, smaller_codecs
 from p2ptrain.codecs.traffic import fewer_bytes_listed
 from p2ptrain.manifest import AveragingSpec
@@ -77,9 +78,7 @@ def mean_codec(spec: AveragingSpec, codec: Codec, num_values: int, num_members: 
     return dense_codec(codec)
 
 
-def decode_means(
-    spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[bytes | bytearray], out: torch.Tensor
-) -> None:
+def decode_means(spec: AveragingSpec, codec: Codec, body: Body, means: Sequence[Buffer], out: torch.Tensor) -> None:
     """Decode the means of a result, bit for bit the same for all that hold it.
 
     Args:

@@ -14,6 +14,7 @@ from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare, chunk_values
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import DeadlineError, IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
@@ -130,7 +131,7 @@ class Exchange:
         self.unencodable = ""
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
-        self.sent_parts: dict[int, bytearray] = attempt.sent_parts if attempt.lists_parts else {}
+        self.sent_parts: dict[int, Buffer] = attempt.sent_parts if attempt.lists_parts else {}
         self.audit = Audit(attempt, self.share, self.index, runtime, signer, spec, vector) if attempt.audited else None
         self.agreed_on = asyncio.Event()
         self.checked: set[int] = set()

@@ -20,10 +20,11 @@ belongs to all that they stand for, and is scaled accordingly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ class Encoded:
         part_codec: How they are encoded.
         part_scale: What their loss is multiplied by: 1, or more where the peer brought more than its own.
         own_index: The own share.
-        own_mean_exact: The own share's mean before encoding; None when it was not reduced here, or its encoding lost
-            nothing.
+        own_mean_exact: The own share's mean before encoding, in pieces: first value, value after the last, and the
+            values; None when it was not reduced here, or its encoding lost nothing.
         own_mean: The same, encoded.
         mean_codec: How.
         mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.robust.feedback_scale`.
@@ -50,12 +51,12 @@ class Encoded:
 
     vector: torch.Tensor
     bounds: tuple[int, ...]
-    sent_parts: dict[int, bytearray]
+    sent_parts: Mapping[int, Buffer]
     part_codec: Codec
     part_scale: float
     own_index: int
-    own_mean_exact: torch.Tensor | None
-    own_mean: bytes | bytearray
+    own_mean_exact: Iterable[tuple[int, int, torch.Tensor]] | None
+    own_mean: Buffer
     mean_codec: Codec
     mean_scale: float
 
@@ -121,16 +122,16 @@ class ErrorFeedback:
             for index, part in each.sent_parts.items():
                 exact = each.vector[bounds[index] : bounds[index + 1]]
                 self._add_loss(each.part_codec, exact, part, bounds[index], each.part_scale)
-            if each.own_mean_exact is not None:
-                self._add_loss(
-                    each.mean_codec, each.own_mean_exact, each.own_mean, bounds[each.own_index], each.mean_scale
-                )
+            if each.own_mean_exact is not None and each.mean_scale:
+                offset = bounds[each.own_index]
+                codec = each.mean_codec.part(offset, bounds[each.own_index + 1])
+                for low, high, exact in each.own_mean_exact:
+                    mean = memoryview(each.own_mean)[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+                    self._add_loss(each.mean_codec, exact, mean, offset + low, each.mean_scale)
         if self._decay != 1.0:
             self.residual.mul_(self._decay)
 
-    def _add_loss(
-        self, codec: Codec, exact: torch.Tensor, encoded: bytes | bytearray, offset: int, scale: float
-    ) -> None:
+    def _add_loss(self, codec: Codec, exact: torch.Tensor, encoded: Buffer, offset: int, scale: float) -> None:
         assert self.residual is not None
         if scale:
             out = self.residual[offset : offset + exact.numel()]

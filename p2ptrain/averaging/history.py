@@ -12,6 +12,7 @@ from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.reduction import chunk_values, mean_root
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
@@ -20,7 +21,7 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
-Means = list[bytes | bytearray]
+Means = list[Buffer]
 
 MAX_REPLY_BYTES = 4 << 20
 CALL_TIMEOUT_SECONDS = 12.0
@@ -110,7 +111,7 @@ class History:
 
     async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
         wanted = request.get("body")
-        means: list[bytes | bytearray | None] | Means | None = None
+        means: list[Buffer | None] | Means | None = None
         for result in self._results.values():
             if result.certificate.body.body_hash == wanted:
                 means = result.means
@@ -166,8 +167,8 @@ class History:
                 if high == low:
                     means.append(b"")
                     continue
-                data = await channel.receive_bytes(part.encoded_bytes(high - low), timeout_seconds)
-                means.append(bytes(data) if isinstance(data, memoryview) else data)
+                data = self._runtime.buffers.lend(part.encoded_bytes(high - low))
+                means.append(await channel.receive_bytes(len(data), timeout_seconds, data))
             await channel.receive(timeout_seconds)
         await self.check_means(peer, body, means)
         return means

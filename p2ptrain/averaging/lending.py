@@ -408,10 +408,12 @@ def _zeros(num_values: int) -> torch.Tensor:
 
 def _keep_loss(butterfly: Butterfly, losses: torch.Tensor) -> None:
     """Keep what the own share's mean lost in a round that was certified, in place of what was kept before."""
-    attempt, index, exact = butterfly.attempt, butterfly.exchange.index, butterfly.own_mean_exact
+    attempt, index = butterfly.attempt, butterfly.exchange.index
     mean = attempt.means[index]
-    assert exact is not None
     assert mean is not None
     low, high = attempt.bounds[index : index + 2]
-    attempt.codec.part(low, high).accumulate_into(mean, -1.0, exact)
-    losses[low:high].copy_(exact)
+    codec = attempt.codec.part(low, high)
+    for first, last, exact in butterfly.own_mean_exact or ():  # Each piece is computed from its own losses alone.
+        encoded = memoryview(mean)[codec.encoded_bytes(first) : codec.encoded_bytes(last)]
+        codec.part(first, last).accumulate_into(encoded, -1.0, exact)
+        losses[low + first : low + last].copy_(exact)

@@ -34,11 +34,6 @@ def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> l
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
-async def new_buffer(runtime: Runtime, codec: Decoder, num_values: int) -> bytearray:
-    """Room for an encoded share; off the event loop, because clearing fresh memory takes milliseconds."""
-    return await runtime.compute(bytearray, codec.encoded_bytes(num_values))
-
-
 class Growing:
     """An encoded share that can be sent while it is being made, to any number of peers.
 
@@ -46,7 +41,7 @@ class Growing:
         data: The encoded share; complete once `grow` was called with its length.
     """
 
-    def __init__(self, data: bytearray) -> None:
+    def __init__(self, data: bytearray | memoryview) -> None:
         self.data = data
         self._ready = 0
         self._grew = asyncio.Event()
@@ -70,18 +65,17 @@ class Growing:
 
 async def send_encoded(
     channel: Channel, runtime: Runtime, codec: Codec, vector: torch.Tensor, check: Check
-) -> bytearray:
+) -> memoryview:
     """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
 
     Raises:
         CodecError: A value cannot be encoded, or ``check`` refuses it.
         PeerError, DeadlineError: See `Channel.send_bytes`.
     """
-    encoded = await new_buffer(runtime, codec, len(vector))
-    view = memoryview(encoded)
+    encoded = runtime.buffers.lend(codec.encoded_bytes(len(vector)))
 
     async def encode(low: int, high: int) -> memoryview:
-        piece = view[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+        piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
         await runtime.compute(encode_piece, low, high, piece)
         return piece
 
@@ -113,7 +107,7 @@ async def receive_checked(
     *,
     hashed: bool = True,
     on_progress: Callable[[int], None] = lambda filled: None,
-) -> tuple[bytearray, bytes]:
+) -> tuple[memoryview, bytes]:
     """Receive an encoded share, checking it while it arrives: ``check`` is called with its pieces in order.
 
     Args:
@@ -133,7 +127,7 @@ async def receive_checked(
         ProtocolError: It has another length or holds values that ``check`` refuses.
         PeerError, DeadlineError: See `Channel.receive_bytes`.
     """
-    data = await new_buffer(runtime, codec, num_values)
+    data = runtime.buffers.lend(codec.encoded_bytes(num_values))
     arriving = _Arriving(runtime, codec, num_values, data, check, hashed)
 
     def progress(filled: int) -> None:
@@ -141,10 +135,8 @@ async def receive_checked(
         arriving.on_progress(filled)
 
     try:
-        await channel.receive_bytes(
-            len(arriving.data), timeout_seconds, memoryview(arriving.data), on_progress=progress
-        )
-        return arriving.data, await arriving.finish()
+        await channel.receive_bytes(len(data), timeout_seconds, data, on_progress=progress)
+        return data, await arriving.finish()
     except CodecError as error:
         raise ProtocolError(channel.remote, f"sent values that are refused: {error}") from error
     finally:
@@ -155,9 +147,9 @@ class _Arriving:
     """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
 
     def __init__(
-        self, runtime: Runtime, codec: Decoder, num_values: int, data: bytearray, check: Check, hashed: bool
+        self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check, hashed: bool
     ) -> None:
-        self.data = data
+        self._data = data
         self._runtime = runtime
         self._codec = codec
         self._check_piece = check
@@ -190,9 +182,8 @@ class _Arriving:
                 await self._checking
 
     def _check(self, spans: list[tuple[int, int]]) -> None:
-        view = memoryview(self.data)
         for low, high in spans:
-            piece = view[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
+            piece = self._data[self._codec.encoded_bytes(low) : self._codec.encoded_bytes(high)]
             self._check_piece(piece, low, high)
             if self._hashed:
                 self._hash.update(piece)

@@ -8,8 +8,9 @@ result can be sent while the next is computed.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.pieces import Growing, cut
@@ -22,7 +23,8 @@ from p2ptrain.averaging.robust import (
     vote_weights,
 )
 from p2ptrain.averaging.sum_tree import Node, SumTree, leaf_hashes
-from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
 from p2ptrain.hashing import EMPTY_HASH, bulk_hash
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -51,12 +53,12 @@ def chunk_values(codec: Codec) -> int:
     return math.lcm(CHUNK_VALUES, codec.block_size)
 
 
-def mean_root(codec: Decoder, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> bytes:
+def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
     """What names an encoded mean: the root of its `mean_tree`, or the hash of a list of parts, which has no chunks."""
     return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
 
 
-def mean_tree(codec: Decoder, mean: bytes | bytearray | memoryview, num_values: int, chunk: int) -> SumTree:
+def mean_tree(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> SumTree:
     """The tree over the chunks of an encoded mean, whose root names it; all energies are zero.
 
     Args:
@@ -199,9 +201,9 @@ class OwnShare:
         self._chunk = chunk or chunk_values(codec)
         self.is_measured = num_members >= MIN_FOR_MEDIAN
         self.trees: dict[int, SumTree] = {}
-        self.parts: dict[int, tuple[Codec, bytearray]] = {}
+        self.parts: dict[int, tuple[Codec, Buffer]] = {}
         self.refused: dict[int, str] = {}
-        self.own_part: bytearray | None = None
+        self.own_part: Buffer | None = None
 
     def new_check(self, codec: Codec) -> PartCheck:
         """A check for one part that will arrive in this codec."""
@@ -218,14 +220,15 @@ class OwnShare:
             return
         if self._lends:
             return
-        from p2ptrain.codecs.norms import sums_of_squares
-
+        plain = get_codec("fp32")
         leaves: list[Node] = []
         for low, high in cut(len(self._own), self._codec.block_size):
             piece = self._own[low:high]
-            check_range(float(piece.abs().amax()), self._spec.max_value)
+            least, greatest = (float(extreme) for extreme in piece.aminmax())  # NaN, if there is one, is both
+            check_range(max(-least, greatest), self._spec.max_value)
             if self.is_measured:
-                leaves += [(EMPTY_HASH, energy) for energy in sums_of_squares(piece, self._chunk)]
+                energies = plain.squared_norms(piece.detach().numpy().data.cast("B"), high - low, self._chunk)
+                leaves += [(EMPTY_HASH, energy) for energy in energies]
             else:
                 leaves += [(EMPTY_HASH, 0.0)] * len(cut(high - low, self._chunk, self._chunk))
         self.trees[self._own_index] = SumTree(leaves or [(EMPTY_HASH, 0.0)])
@@ -237,7 +240,7 @@ class OwnShare:
         self.own_part = part
         self.trees[self._own_index] = SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
 
-    def add(self, index: int, part: bytearray, check: PartCheck, tree: SumTree | None = None) -> None:
+    def add(self, index: int, part: Buffer, check: PartCheck, tree: SumTree | None = None) -> None:
         """Take in another member's part, with the check that it passed, and the tree over its leaves, if known."""
         self.parts[index] = check.codec, part
         self.trees[index] = tree or SumTree(check.leaves or [(EMPTY_HASH, 0.0)])
@@ -259,10 +262,10 @@ class OwnShare:
 
     async def reduce(
         self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: Growing
-    ) -> torch.Tensor | None:
+    ) -> ExactMean | None:
         """Combine the contributors' parts and encode the result, piece by piece.
 
-        Unless members check slices of it, the parts are then forgotten.
+        Unless members check slices of it, the parts are then forgotten here.
 
         Args:
             runtime: Where to compute.
@@ -271,7 +274,7 @@ class OwnShare:
             mean: Grows with each piece.
 
         Returns:
-            The result before encoding, fp32, ``[num_values]``; None when it is a list of parts, which loses nothing.
+            The result before encoding; None when encoding lost nothing.
 
         Raises:
             CodecError: The result cannot be encoded.
@@ -286,32 +289,42 @@ class OwnShare:
             mean.grow(len(mean.data))
             self.parts.clear()
             return None
-        exact = torch.empty(len(self._own), dtype=torch.float32)
-        for low, high in cut(len(self._own), self._block_size()):
-            await runtime.compute(self.reduce_piece, low, high, contributors, weights, exact[low:high], mean.data)
+        spans = self.spans()
+        exact = torch.empty(spans[0][1], dtype=torch.float32)  # of one piece, so that it stays in a core's cache
+        for low, high in spans:
+            await runtime.compute(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
+        found = ExactMean(self, contributors, weights) if self._codec.lossy else None
         if not self._audited:
             self.parts.clear()
-        return exact
+        return found
 
     def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
         """What each contributor's part is multiplied by."""
         norms = self.norms()
         return part_weights(self._spec, [norms[index] for index in contributors], tokens)
 
-    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray) -> None:
+    def _list_parts(self, contributors: Sequence[int], weights: list[float], encoded: bytearray | memoryview) -> None:
         assert self._own_codec is not None
         parts = [self.parts[index][1] for index in contributors]
         PartList(self._own_codec, len(parts)).write(weights, parts, encoded)
 
     def reduce_piece(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor,
-        encoded: bytearray,
+        encoded: bytearray | memoryview,
     ) -> None:  # fmt: skip
         """Combine the values ``[low, high)`` into ``exact``, and encode them to their place.
 
         Both are multiples of `chunk_values` or the share's end: then the result does not depend on where it is cut.
         """
+        self.combine(low, high, contributors, weights, exact)
+        first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
+        self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
+
+    def combine(
+        self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
+    ) -> None:
+        """The same without encoding."""
         if self._spec.aggregation in VOTING_RULES:
             step = self._chunk if self._spec.aggregation == "centered_clip" else STACK_VALUES
             for first, last in cut(high - low, self._block_size(), step):
@@ -321,8 +334,10 @@ class OwnShare:
                 exact.add_(self._own[low:high])
         else:
             self._add_up(low, high, contributors, weights, exact)
-        first_byte, last_byte = self._codec.encoded_bytes(low), self._codec.encoded_bytes(high)
-        self._codec.part(low, high).encode_into(exact, memoryview(encoded)[first_byte:last_byte])
+
+    def spans(self) -> list[tuple[int, int]]:
+        """First value and value after the last of the pieces in which the share is reduced."""
+        return cut(len(self._own), self._block_size())
 
     def _block_size(self) -> int:
         """The smallest number of values at whose multiples all codecs can be cut."""
@@ -358,3 +373,33 @@ class OwnShare:
     def _encoded(self, index: int, low: int, high: int) -> tuple[Codec, memoryview]:
         codec, part = self.parts[index]
         return codec.part(low, high), memoryview(part)[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
+
+
+class ExactMean:
+    """The mean of a share before it was encoded, computed again when it is asked for.
+
+    The parts take less memory than it does, and in most uses nobody asks before the round is over.
+    """
+
+    def __init__(self, share: OwnShare, contributors: Sequence[int], weights: list[float]) -> None:
+        """
+        Args:
+            share: As it was reduced; may forget its parts. Its own values must not change.
+            contributors: As in `OwnShare.reduce`.
+            weights: As from `OwnShare.weights`.
+        """
+        self._share = copy.copy(share)
+        self._share.parts = dict(share.parts)
+        self._contributors = contributors
+        self._weights = weights
+
+    def __iter__(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """First value, value after the last, and the values between, fp32; overwritten by the next ones."""
+        import torch
+
+        spans = self._share.spans()
+        exact = torch.empty(spans[0][1], dtype=torch.float32)
+        for low, high in spans:
+            piece = exact[: high - low]
+            self._share.combine(low, high, self._contributors, self._weights, piece)
+            yield low, high, piece

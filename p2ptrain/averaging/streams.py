@@ -197,7 +197,7 @@ class ServedStreams:
         self._exchange.refuse(peer, reason)
         raise ProtocolError(peer, reason)
 
-    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> bytearray:
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> memoryview:
         exchange, loop, arrived = self._exchange, asyncio.get_running_loop(), 0
         began = loop.time()
 
@@ -251,7 +251,9 @@ class OpenedStreams:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._is_through: set[int] = set()
+        self._ending: list[asyncio.Task[None]] = []
         self._ended: set[int] = set()
         self._progress = asyncio.Event()
 
@@ -262,16 +264,27 @@ class OpenedStreams:
         # Of auxiliaries that own nothing there is nothing to be had.
         order = [*range(own + 1, size), *range(own), *(i for i in range(size, owners) if attempt.size(i))]
         names = [f"exchange-{i}" if i < size else f"{TO_AUXILIARY}-{i}" for i in order]
-        self._tasks = [
-            asyncio.create_task(self._talk_to(i, deadline), name=name) for i, name in zip(order, names, strict=True)
-        ]
+        self._tasks = {
+            i: asyncio.create_task(self._talk_to(i, deadline), name=name) for i, name in zip(order, names, strict=True)
+        }
 
     async def stop(self) -> None:
-        """End the streams; the vector is not read any more when this returns."""
-        for task in self._tasks:
+        """End the streams; the vector is not read any more when this returns.
+
+        Those on which all has been said end in order, so that their connections can be used again: see `end`.
+        """
+        through = [task for index, task in self._tasks.items() if index in self._is_through]
+        others = [task for task in self._tasks.values() if task not in through]
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._tasks = []  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
+        await asyncio.gather(*others, return_exceptions=True)
+        self._ending += through
+        self._tasks = {}  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
+
+    async def end(self) -> None:
+        """Wait until the last streams have ended, for a bounded time."""
+        await asyncio.gather(*self._ending, return_exceptions=True)
+        self._ending = []
 
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""
@@ -291,6 +304,7 @@ class OpenedStreams:
                     await self._tell_result(channel)
                     return
                 await self._fetch_signatures(channel, index, deadline)
+                self._is_through.add(index)
         except (PeerError, DeadlineError, TimeoutError) as error:
             if index not in exchange.gave_up:
                 exchange.lost[peer] = str(error) or "did not answer in time"
@@ -337,7 +351,7 @@ class OpenedStreams:
 
     async def tell_result(self) -> None:
         """Wait, but not for long, until all auxiliaries were told what became of the round."""
-        telling = [task for task in self._tasks if task.get_name().startswith(TO_AUXILIARY)]
+        telling = [task for task in self._tasks.values() if task.get_name().startswith(TO_AUXILIARY)]
         if telling:
             await asyncio.wait(telling, timeout=FORWARD_SECONDS)
 
@@ -461,6 +475,10 @@ class OpenedStreams:
         same_result = reply.get("body") == attempt.body.body_hash
         if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
             exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
+        if attempt.certificate() is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FORWARD_SECONDS):
+                    await exchange.certified.wait()
         if attempt.certificate() is None:
             exchange.note_signatures((await channel.receive(deadline - loop.time())).get("proofs"))
 

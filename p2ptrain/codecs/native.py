@@ -12,6 +12,9 @@ from p2ptrain.kernels import Kernel
 if TYPE_CHECKING:
     import torch
 
+ENERGY_VALUES = 1 << 14
+"""The only step of `Codec.squared_norms` that there are kernels for: `p2ptrain.averaging.reduction.CHUNK_VALUES`."""
+
 NO_KERNELS: Mapping[str, Kernel] = MappingProxyType({})
 
 
@@ -19,7 +22,8 @@ class KernelCodec(Codec):
     """A codec that does with torch or NumPy what kernels do not: the rest after the last whole block, or everything.
 
     Attributes:
-        kernels: By operation, some or all of ``encode``, ``decode``, ``accumulate``, ``validate`` and ``squares``;
+        kernels: By operation, some or all of ``encode``, ``decode``, ``accumulate``, ``validate``, ``squares`` and
+            ``energy``;
             `p2ptrain.codecs.warm_up` puts them here. They compute the same bits, so it does not matter when.
         kernel_values: Values in a block of the kernels.
         refusal: What is said of values that cannot be encoded.
@@ -32,6 +36,24 @@ class KernelCodec(Codec):
     def encode_sample(self, vector: torch.Tensor) -> bytearray:
         """Bytes to check kernels with, which decode to as many values: those of ``vector``, or what is made sooner."""
         return self.encode(vector)
+
+    def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
+        """See `Codec.squared_norms`."""
+        import numpy as np
+
+        from p2ptrain.codecs.arrays import byte_array
+        from p2ptrain.codecs.norms import HALVED_COLUMNS, halved
+
+        kernel = self.kernels.get("energy")
+        if kernel is None or step != ENERGY_VALUES:
+            return super().squared_norms(data, num_values, step)
+        array, whole = byte_array(data, self.encoded_bytes(num_values), self.name), num_values // step
+        columns = np.zeros((whole, HALVED_COLUMNS), np.float32)
+        kernel.at(array.ctypes.data, columns.ctypes.data, whole, 1.0)
+        rest, start = num_values - whole * step, self.encoded_bytes(whole * step)
+        with np.errstate(over="ignore"):
+            energies = halved(columns)
+        return [*energies, self.squared_norm(memoryview(data).cast("B")[start:], rest)] if rest else energies
 
     def _run_kernel(
         self, operation: str, source: int, target: int, num_values: int, weight: float = 1.0, refusal: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 CHUNK_VALUES = 65_536
@@ -59,10 +60,15 @@ def sums_of_squares(vector: torch.Tensor, step: int, scratch: torch.Tensor | Non
             piece = values[start : min(start + at_once, whole)]
             squares = room[: len(piece)]
             np.multiply(piece, piece, out=squares)
-            columns = np.add.reduce(squares.reshape(-1, step // HALVED_COLUMNS, HALVED_COLUMNS), axis=1)
-            sums = columns.astype(np.float64)
-            while sums.shape[1] > 1:
-                half = sums.shape[1] // 2
-                sums = sums[:, :half] + sums[:, half:]
-            energies += sums[:, 0].tolist()
+            energies += halved(np.add.reduce(squares.reshape(-1, step // HALVED_COLUMNS, HALVED_COLUMNS), axis=1))
     return [*energies, sum_of_squares(vector[whole:], scratch)] if whole < len(values) else energies
+
+
+def halved(columns: npt.NDArray[np.float32]) -> list[float]:
+    """The sum of each row of fp32 ``[rows, HALVED_COLUMNS]``, added up by halves in fp64."""
+    sums = columns.astype(np.float64)
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    found: list[float] = sums[:, 0].tolist()
+    return found

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
 from p2ptrain.codecs.registry import codec_names, get_codec
 from p2ptrain.kernels import Kernel, load_kernels
 
@@ -72,9 +72,19 @@ def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
             native.validate(encoded, len(vector))
         if "encode" in kernels and native.encode(vector) != encoded:
             return False
+        if "energy" in kernels and not _agree_on_norms(plain, native, vector):
+            return False
     except CodecError:
         return False
     return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in (decoded, summed))
+
+
+def _agree_on_norms(plain: KernelCodec, native: KernelCodec, vector: torch.Tensor) -> bool:
+    """Whether both find the same sums of squares in the values of some chunks and a rest."""
+    wide = vector.repeat(5 * ENERGY_VALUES // 2 // len(vector) + 1)
+    encoded = plain.encode(wide)
+    found = [one.squared_norms(encoded, len(wide), ENERGY_VALUES) for one in (plain, native)]
+    return found[0] == found[1]
 
 
 def _sample(block_values: int) -> torch.Tensor:

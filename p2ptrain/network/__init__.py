@@ -7,7 +7,12 @@
 `link`             the text that invites somebody into a swarm
 `libp2p`           `Transport` on a p2pd daemon; `daemon` starts and watches it, `control` speaks to it
 `libp2p_directory` `Directory` on hivemind's ``DHTNode``
+`lazy_hivemind`    so that what is not used of hivemind is not imported
 =================  =====================================================================================
 
 hivemind is imported here alone, and only by what needs the real network: `libp2p`, `control`, `libp2p_directory`.
 """
+
+from p2ptrain.network.lazy_hivemind import put_in_place
+
+put_in_place()

@@ -61,6 +61,8 @@ class Channel:
         self._settled: asyncio.Future[None] = self._loop.create_future()
         self._remote_ended = False
         self._closed = False
+        self._last_word: bytes | None = None
+        self._acknowledged = False
         self._write_lock = asyncio.Lock()
         self._ping: asyncio.Task[None] | None = None
         self._inbox = Inbox(stream.remote, limits.inbox_bytes)
@@ -114,15 +116,17 @@ class Channel:
     async def _write(self, *parts: Buffer) -> None:
         if self._failure is not None:
             raise self._failure
-        num_bytes = sum(map(len, parts))
+        num_bytes, is_written = sum(map(len, parts)), False
         try:
             # Before the lock, so that heartbeats go out meanwhile, and before the deadline, which is the remote's.
             await self._traffic.up.take(num_bytes)
             async with asyncio.timeout(self._limits.send_seconds), self._write_lock:
-                self._heartbeat.wrote()
-                await self._stream.write(*parts)
-                self._traffic.sent += num_bytes
-                self._heartbeat.wrote()
+                if self._last_word is None:
+                    self._heartbeat.wrote()
+                    await self._stream.write(*parts)
+                    self._traffic.sent += num_bytes
+                    self._heartbeat.wrote()
+                    is_written = True
         except TimeoutError:
             self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {self._limits.send_seconds:g} s"))
         except P2PTrainError as error:
@@ -134,6 +138,8 @@ class Channel:
             raise
         if self._failure is not None:
             raise self._failure
+        if not is_written:  # Nothing follows the last word, so that the stream can rest.
+            raise PeerLostError(self.remote, "the channel has ended")
 
     async def _let_reader_finish(self) -> None:
         if self._failure is None and not self._inbox.holds_back:
@@ -221,6 +227,7 @@ class Channel:
             if await self._frames.read_all() == Kind.END:
                 await self._on_end()
             elif self._closed:
+                self._acknowledged = True
                 self._settle()
             else:
                 raise ProtocolError(self.remote, "acknowledged an end that was not sent")
@@ -232,6 +239,7 @@ class Channel:
         if not self._closed:
             try:
                 async with self._write_lock:
+                    self._last_word = ACK
                     await self._stream.write(ACK)
                     self._traffic.sent += len(ACK)
             except PeerLostError:
@@ -251,9 +259,10 @@ class Channel:
     async def _write_ping(self) -> None:
         try:
             async with self._write_lock:
-                await self._stream.write(PING)
-                self._traffic.sent += len(PING)
-                self._heartbeat.wrote()
+                if self._last_word is None:
+                    await self._stream.write(PING)
+                    self._traffic.sent += len(PING)
+                    self._heartbeat.wrote()
         except PeerLostError as error:
             await self._let_reader_finish()
             self._fail(error)
@@ -320,12 +329,16 @@ class Channel:
                 async with asyncio.timeout(self._limits.linger_seconds):
                     async with self._write_lock:
                         if not self._remote_ended or last_frame is not END:
+                            self._last_word = last_frame
                             await self._stream.write(last_frame)
                             self._traffic.sent += len(last_frame)
                     if not self._settled.done():
                         self._inbox.wake_reader()
                         await self._settled
-                await self._stream.close()
+                if self._acknowledged or self._last_word is ACK:
+                    await self._stream.rest()
+                else:
+                    await self._stream.close()
         except (TimeoutError, P2PTrainError):
             pass
         finally:

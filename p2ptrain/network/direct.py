@@ -14,8 +14,9 @@ leaves the daemons out. Peers agree on one over a stream between their daemons, 
       | START, and the stream begins                             |
 
 What a relay carries, who listens nowhere, and whoever cannot be dialled stays with the daemons:
-`DirectConnections.open` returns None then, at once for a while after a failure. One connection carries one stream. As
-making one takes several round trips, the next one is made in advance, and kept for a minute.
+`DirectConnections.open` returns None then, at once for a while after a failure. One connection carries one stream at a
+time. As making one takes several round trips and milliseconds of CPU, one whose stream ended in order is kept for a
+minute: the listener writes ACCEPTED once it is through with that stream, too, and START begins the next.
 
 The security argument is in ``docs/architecture.md`` ("Direct connections").
 """
@@ -28,6 +29,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.control import DaemonControl, DaemonGone, DaemonRefusal
@@ -125,7 +127,7 @@ class DirectConnections:
 
     @property
     def num_spares(self) -> int:
-        """Connections made in advance that no stream has taken yet."""
+        """Connections that wait for the next stream."""
         return len(self._spares)
 
     async def start(self, hosts: Sequence[str], port: int) -> None:
@@ -171,8 +173,19 @@ class DirectConnections:
             await connection.write(START)
         except OSError:  # it ended a moment ago
             return None
-        self._prepare(key)
+        connection.on_rest = partial(self._take_back, key, connection)
         return connection
+
+    def _take_back(self, key: tuple[PeerId, str], connection: TlsSocket) -> bool:
+        """Keep a connection on which a stream has ended for the next one; False if there is no need for it."""
+        if self._closed or connection.num_unread > len(ACCEPTED) or key in self._preparing or key in self._spares:
+            return False
+        if len(self._spares) + len(self._preparing) >= MAX_SPARES:
+            return False
+        task = asyncio.create_task(self._prepare(key, connection), name=f"direct-spare-{key[0][-8:]}")
+        self._preparing[key] = task
+        task.add_done_callback(lambda _: self._preparing.pop(key, None))
+        return True
 
     async def _dial(self, peer: PeerId, protocol: str, timeout_seconds: float) -> TlsSocket | None:
         """A new connection; None, and the peer rests, when there is none to be had."""
@@ -256,22 +269,22 @@ class DirectConnections:
         self._rests[peer] = _Rest(asyncio.get_running_loop().time() + seconds, seconds)
         logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
 
-    # Connections in advance
+    # Connections that are used again
 
-    def _prepare(self, key: tuple[PeerId, str]) -> None:
-        if self._closed or key in self._preparing or len(self._spares) + len(self._preparing) >= MAX_SPARES:
-            return
-
-        async def prepare() -> None:
-            connection = await self._dial(*key, DIAL_SECONDS)
-            if connection is not None:
-                self._drop(key)
-                timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
-                self._spares[key] = (connection, timer)
-
-        task = asyncio.create_task(prepare(), name=f"direct-spare-{key[0][-8:]}")
-        self._preparing[key] = task
-        task.add_done_callback(lambda _: self._preparing.pop(key, None))
+    async def _prepare(self, key: tuple[PeerId, str], connection: TlsSocket) -> None:
+        """Wait until the other end is through with the last stream, too."""
+        is_ready = False
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                is_ready = await connection.read(len(ACCEPTED)) == ACCEPTED
+        except (OSError, EOFError, TimeoutError) as error:
+            logger.debug("a direct connection to peer %s is not used again: %s", key[0][-8:], error)
+        finally:
+            if not is_ready:
+                connection.abort()
+        if is_ready:
+            timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
+            self._spares[key] = (connection, timer)
 
     def _drop(self, key: tuple[PeerId, str], *, is_taken: bool = False) -> TlsSocket | None:
         """Take the spare connection out, and end it unless somebody takes it; None if there is no living one."""

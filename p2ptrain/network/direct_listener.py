@@ -2,9 +2,9 @@
 
 ::
 
-    accepted ──▶ TLS handshake ──▶ token ──▶ ACCEPTED ──▶ spare ──▶ START ──▶ the stream
-                 the server name    whose and                 for a while
-                 must be an offer's what for
+    connected ──▶ TLS handshake ──▶ token ──▶ ACCEPTED ──▶ spare ──▶ START ──▶ the stream
+                  the server name    whose and   ▲        for a while              │
+                  must be an offer's what for    └────── if it ended in order ─────┘
 
 An `Offer` is made over a stream whose peer is authenticated already (see `p2ptrain.network.direct`). It is good for one
 connection, a few seconds long, by whoever holds the key of the certificate that this peer named and knows the token.
@@ -182,12 +182,8 @@ class DirectListener:
         stream, offer = found
         self._connections[offer.peer] += 1
         try:
-            await stream.write(ACCEPTED)
-            async with asyncio.timeout(1.5 * self._limits.spare_seconds):
-                if await stream.read(len(START)) != START:
-                    raise EOFError("something else than a start")
-            self._on_stream(offer.peer, offer.protocol, stream)
-            await stream.wait_gone()
+            while await self._carry(stream, offer):
+                pass
         except (OSError, EOFError, TimeoutError) as error:
             logger.debug("a direct connection of peer %s was not used: %s", offer.peer[-8:], error)
         finally:
@@ -195,6 +191,32 @@ class DirectListener:
             self._connections[offer.peer] -= 1
             if not self._connections[offer.peer]:
                 del self._connections[offer.peer]
+
+    async def _carry(self, stream: TlsSocket, offer: _Offer) -> bool:
+        """One stream of a connection; whether there may be another.
+
+        Raises:
+            OSError, EOFError, TimeoutError: None was begun.
+        """
+        await stream.write(ACCEPTED)
+        async with asyncio.timeout(1.5 * self._limits.spare_seconds):
+            if await stream.read(len(START)) != START:
+                raise EOFError("something else than a start")
+        is_over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take_back() -> bool:
+            is_over.set_result(None)
+            return True
+
+        stream.on_rest = take_back
+        gone = asyncio.ensure_future(stream.wait_gone())
+        try:
+            self._on_stream(offer.peer, offer.protocol, stream)
+            await asyncio.wait({is_over, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stream.on_rest = None
+            gone.cancel()
+        return is_over.done()
 
     async def _admit(self, connection: socket.socket) -> tuple[TlsSocket, _Offer] | None:
         """The handshake and the token; None, and counted, if anything is wrong with them."""

@@ -25,6 +25,8 @@ from cryptography.x509.oid import NameOID
 from p2ptrain.network.socket_stream import SocketStream
 
 MAX_CERTIFICATE_BYTES = 1024
+MAX_AGE_SECONDS = 600.0
+"""No stream begins on an older connection: its keys have encrypted enough (RFC 8446, section 5.5, allows 400 GB)."""
 MAX_CONTEXTS = 256
 """Peers whose contexts are kept: making one takes over a millisecond."""
 
@@ -114,6 +116,19 @@ class TlsSocket(SocketStream):
 
     _pause_above = 1
     """What is written is encrypted, so copied, at once. With 0 TLS connections of both event loops pause for ever."""
+
+    on_rest: Callable[[], bool] | None = None
+    """Takes the connection back when a stream on it has ended and nothing more is on its way; whether it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_at = self._loop.time()
+
+    def rest(self) -> bool:
+        """Give the connection back to whoever made it, once a stream on it has ended; False if it has to end too."""
+        taker, self.on_rest = self.on_rest, None
+        is_young = self._loop.time() < self._made_at + MAX_AGE_SECONDS
+        return taker is not None and is_young and not self.is_closing and taker()
 
     @property
     def remote_certificate(self) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from p2ptrain.errors import PeerLostError
+from p2ptrain.network.direct_tls import TlsSocket
 from p2ptrain.network.local import LocalSocket
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream
@@ -33,6 +34,7 @@ class PeerStream(Stream):
         self._on_end = on_end
         self._socket = socket
         self._closed = False
+        self._is_given_back = False
 
     @property
     def remote(self) -> PeerId:
@@ -47,7 +49,7 @@ class PeerStream(Stream):
         return self._socket.num_arrived
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
-        if self._socket.is_closing:
+        if self._closed or self._socket.is_closing:
             raise PeerLostError(self._remote, "the stream is closed; open another")
         try:
             await self._socket.write(*parts)
@@ -81,7 +83,15 @@ class PeerStream(Stream):
         finally:
             self._on_end(self)
 
+    async def rest(self) -> None:
+        if not self._closed and isinstance(self._socket, TlsSocket) and self._socket.rest():
+            self._closed = self._is_given_back = True
+            self._on_end(self)
+        else:
+            await self.close()
+
     def abort(self) -> None:
         self._closed = True
-        self._socket.abort()
+        if not self._is_given_back:
+            self._socket.abort()
         self._on_end(self)

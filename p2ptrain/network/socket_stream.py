@@ -88,6 +88,11 @@ class SocketStream(asyncio.BufferedProtocol):
             self._is_paused = False
             self._transport.resume_reading()
 
+    @property
+    def num_unread(self) -> int:
+        """Bytes that arrived and that nobody has read."""
+        return self._end - self._start
+
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         """Write all of ``parts`` at once; they are not referenced any more when this returns.
 

@@ -65,6 +65,13 @@ class Stream(ABC):
     async def close(self) -> None:
         """Flush what was written, for a bounded time, and end the stream; idempotent and never raises."""
 
+    async def rest(self) -> None:
+        """As `close`, of a stream on which nothing more is on its way in either direction, as both ends know.
+
+        What carries it may carry another stream then.
+        """
+        await self.close()
+
     @abstractmethod
     def abort(self) -> None:
         """End the stream at once, dropping what is buffered; idempotent."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.averaging.feedback import Encoded
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 from p2ptrain.manifest import AveragingSpec
 from tests.support.trainers import InvariantError, SimulatedTrainer
@@ -30,7 +31,7 @@ Key = tuple[bytes, str]
 """A contribution: the id of the group, and its peer."""
 
 
-def decoded(codec: Codec, data: bytes | bytearray, low: int, high: int) -> Tensor:
+def decoded(codec: Codec, data: Buffer, low: int, high: int) -> Tensor:
     """A slice's values, fp64."""
     out = torch.empty(high - low, dtype=torch.float32)
     codec.part(low, high).decode_into(data, out)
@@ -125,7 +126,7 @@ class Values:
         lost, own = torch.zeros_like(self.work), encoded.own_index
         low, high = encoded.bounds[own], encoded.bounds[own + 1]
         if encoded.own_mean_exact is not None and low < high:
-            exact = encoded.own_mean_exact.double()
+            exact = torch.cat([piece.double() for _, _, piece in encoded.own_mean_exact])
             self._everybody.exact[body.body_hash, own] = exact
             lost[low:high] = exact - decoded(encoded.mean_codec, encoded.own_mean, low, high)
         return lost

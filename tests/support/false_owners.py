@@ -42,8 +42,9 @@ def falsify(chunks: Sequence[int] | None) -> Corrupt:
         reduce_piece = share.reduce_piece
 
         def reduce_falsely(
-            low: int, high: int, contributors: Sequence[int], weights: list[float], exact: Tensor, encoded: bytearray
-        ) -> None:
+            low: int, high: int, contributors: Sequence[int], weights: list[float], exact: Tensor,
+            encoded: bytearray | memoryview,
+        ) -> None:  # fmt: skip
             reduce_piece(low, high, contributors, weights, exact, encoded)
             for start in range(low, high, CHUNK_VALUES):
                 if chunks is None or start // CHUNK_VALUES in chunks:

@@ -88,10 +88,10 @@ class Group:
                 check(memoryview(part), 0, high - low)
             tree = await audit.admit(index, whole.name, came, await sender.commit(owner, whole.name, sent))
             share.add(index, part, came, tree)
-        mean = Growing(bytearray(share._codec.encoded_bytes(high - low)))
+        data = bytearray(share._codec.encoded_bytes(high - low))
         tokens = [ticket.tokens for ticket in self.roster.tickets]
-        await share.reduce(audit._runtime, range(len(self.names)), tokens, mean)
-        return audit, share, mean.data
+        await share.reduce(audit._runtime, range(len(self.names)), tokens, Growing(data))
+        return audit, share, data
 
     def tree(self, owner: int, mean: bytearray) -> SumTree:
         """Over a mean of the owner's share."""

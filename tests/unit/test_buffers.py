@@ -1,18 +1,56 @@
+"""Buffers that are lent again, and what becomes of their memory."""
+
 from __future__ import annotations
 
-import pytest
+import gc
 
-from p2ptrain.buffers import HUGE_PAGE_BYTES, new_buffer
+from p2ptrain.buffers import LEAST_LENT_BYTES, Pool, new_buffer
 
-
-@pytest.mark.parametrize("num_bytes", [0, 1, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 5])
-def test_a_buffer_is_zeroed_writable_and_of_the_size_asked_for(num_bytes: int) -> None:
-    buffer = new_buffer(num_bytes)
-    assert bytes(buffer) == bytes(num_bytes)
-    buffer[:] = b"\x01" * num_bytes
-    assert bytes(buffer) == b"\x01" * num_bytes
+SIZE = 3 * LEAST_LENT_BYTES
 
 
-def test_more_memory_than_there_is_is_an_error_and_not_a_crash() -> None:
-    with pytest.raises(MemoryError):
-        new_buffer(1 << 60)
+def test_memory_comes_back_when_nothing_refers_to_it_any_more() -> None:
+    pool = Pool()
+    lent = pool.lend(SIZE)
+    piece = lent[5:10]
+    piece[:] = b"hello"
+    del lent
+    gc.collect()
+    assert pool.kept_bytes == 0
+    assert bytes(piece) == b"hello"
+    del piece
+    assert pool.kept_bytes == SIZE
+    assert bytes(pool.lend(SIZE - 7)[5:10]) == b"hello"
+    assert pool.kept_bytes == SIZE
+
+
+def test_two_buffers_never_share_memory() -> None:
+    pool = Pool()
+    pool.lend(SIZE).release()
+    first, second = pool.lend(SIZE), pool.lend(SIZE)
+    first[:], second[:] = bytes([1]) * SIZE, bytes([2]) * SIZE
+    assert set(bytes(first)) == {1}
+    assert set(bytes(second)) == {2}
+
+
+def test_what_is_kept_is_bounded() -> None:
+    pool = Pool(max_kept_bytes=2 * SIZE)
+    lent = [pool.lend(SIZE) for _ in range(5)]
+    lent.clear()
+    assert pool.kept_bytes == 2 * SIZE
+
+
+def test_a_large_buffer_is_not_lent_for_a_small_need() -> None:
+    pool = Pool()
+    large = pool.lend(8 * LEAST_LENT_BYTES)
+    del large
+    small = pool.lend(LEAST_LENT_BYTES)
+    assert len(small) == LEAST_LENT_BYTES
+    assert pool.kept_bytes == 8 * LEAST_LENT_BYTES
+
+
+def test_buffers_have_the_length_that_is_asked_for_and_new_ones_are_zeroed() -> None:
+    pool = Pool()
+    for size in (0, 1, LEAST_LENT_BYTES - 1, LEAST_LENT_BYTES, SIZE + 1):
+        assert len(pool.lend(size)) == size
+        assert not any(new_buffer(size))

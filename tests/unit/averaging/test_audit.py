@@ -135,7 +135,9 @@ def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
 
 def test_parts_that_were_not_committed_to_prove_nothing_and_pass_nothing() -> None:
     def forge(share: OwnShare, mean: bytearray) -> None:
-        share.parts[0][1][1000] ^= 1
+        part = share.parts[0][1]
+        assert isinstance(part, bytearray)
+        part[1000] ^= 1
 
     with pytest.raises(IntegrityError, match="did not commit") as refused:
         run_check(make_group(), 1, forge, [0])

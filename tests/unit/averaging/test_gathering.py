@@ -149,13 +149,18 @@ def test_lists_wait_for_a_member_that_learns_late_who_contributed() -> None:
 def tampered(owner: Butterfly, change: Callable[[bytearray], None]) -> None:
     """Let an owner change the list that it made before anybody has it."""
     share = owner.exchange.share
-    list_parts = share._list_parts
+    list_parts, reduce = share._list_parts, share.reduce
+
+    async def reduce_resizable(runtime, contributors, tokens, mean):  # type: ignore[no-untyped-def]
+        mean.data = bytearray(mean.data)
+        return await reduce(runtime, contributors, tokens, mean)
 
     def lie(contributors, weights, encoded):  # type: ignore[no-untyped-def]
         list_parts(contributors, weights, encoded)
         change(encoded)
 
     share._list_parts = lie  # type: ignore[method-assign]
+    share.reduce = reduce_resizable  # type: ignore[method-assign]
 
 
 def swap_parts(encoded: bytearray) -> None:
@@ -303,7 +308,9 @@ def test_a_misquoted_member_does_not_sign_when_it_settles_either() -> None:
             await run(roster)
             first, other = roster[0], roster[1]
             assert other.attempt.body is not None
-            first.attempt.sent_parts[3] = first.attempt.sent_parts[3][:-1] + b"?"  # As if the others' list were wrong.
+            first.attempt.sent_parts[3] = (
+                bytes(first.attempt.sent_parts[3])[:-1] + b"?"
+            )  # As if the others' list were wrong.
             first.attempt.proofs.clear()
             first.attempt.body, first.attempt.contributors, first.attempt.means = None, None, [None] * 4
             await first.settlements.settle(first.attempt)

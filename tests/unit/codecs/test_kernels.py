@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
 from p2ptrain.codecs.blockwise import BlockwiseCodec, HalfByteCodes
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
 from p2ptrain.codecs.powersgd import PowerSgdCodec
 from p2ptrain.kernels import Kernel, load_kernels
 from p2ptrain.kernels.build import build_image, target_machine
@@ -270,3 +270,22 @@ def test_kernels_for_other_cpus_compute_the_same_bits(cpu: str, flag: str) -> No
         kernels = warm.kernels_of(codec, found)
         assert kernels
         assert warm.agree(codec, kernels), name
+
+
+@pytest.mark.parametrize("name", ["fp32", "int8"])
+@pytest.mark.parametrize("length", [1, ENERGY_VALUES, 3 * ENERGY_VALUES, 5 * ENERGY_VALUES + 777])
+def test_kernels_find_the_same_norms(name: str, length: int, kernels: Mapping[str, Kernel]) -> None:
+    plain, native = pair(name, kernels)
+    generator = np.random.default_rng(length)
+    values = np.float32(generator.standard_normal(length) * 10.0 ** generator.integers(-20, 20))
+    encoded = plain.encode(torch.from_numpy(values))
+    assert native.squared_norms(encoded, length, ENERGY_VALUES) == plain.squared_norms(encoded, length, ENERGY_VALUES)
+    with pytest.raises(CodecError):
+        native.squared_norms(encoded[:-1], length, ENERGY_VALUES)
+
+
+def test_a_square_beyond_fp32_is_infinite_with_kernels_too(kernels: Mapping[str, Kernel]) -> None:
+    _, native = pair("fp32", kernels)
+    values = torch.ones(2 * ENERGY_VALUES)
+    values[5] = 1e30
+    assert native.squared_norms(native.encode(values), len(values), ENERGY_VALUES) == [float("inf"), ENERGY_VALUES]

@@ -14,6 +14,7 @@ from p2ptrain.network import simulated
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import FRAME, error_frame
 from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.transport import Stream
 from tests.support.channels import conversation, talkers
 from tests.support.local import in_memory
 from tests.support.simulation import members, until
@@ -256,5 +257,57 @@ def test_several_tasks_may_send_and_frames_stay_whole(simulate: Simulate) -> Non
         async with conversation(network, server) as (channel, _, _):
             await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
             assert await channel.receive(30) == {"sorted": True}
+
+    simulate(main, 1)
+
+
+@pytest.mark.parametrize("ending", ["in order", "at once", "refused", "aborted"])
+def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    rested: list[str] = []
+
+    async def rest(stream: Stream) -> None:
+        rested.append(stream.remote)
+        await stream.close()
+
+    monkeypatch.setattr(Stream, "rest", rest)
+
+    async def server(channel: Channel) -> None:
+        if ending == "refused":
+            raise ResourceError("no")
+        if ending == "at once":  # Both ends are on their way before either has arrived.
+            return
+        await channel.lost
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, caller, other):
+            if ending == "aborted":
+                channel.abort()
+            elif ending == "refused":
+                with pytest.raises(PeerRefusedError):
+                    await channel.receive(5)
+            elif ending == "at once":
+                await until(lambda: other.rpc.num_inbound == 1, 60)
+        assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
+
+    simulated.simulate(main, 1)
+
+
+def test_nothing_follows_the_last_word(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.lost
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+
+            async def send_for_ever() -> None:
+                while True:
+                    await channel.send({"more": True})
+
+            closing = asyncio.create_task(channel.close())
+            with pytest.raises(PeerLostError):
+                await send_for_ever()
+            await closing
 
     simulate(main, 1)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.network import direct
+from p2ptrain.network import direct, direct_tls
 from p2ptrain.network.direct import OFFERS
 from p2ptrain.network.direct_listener import TOKEN_BYTES, DirectLimits
-from p2ptrain.network.direct_tls import Certificate
+from p2ptrain.network.direct_tls import Certificate, TlsSocket
 from p2ptrain.network.frames import Kind, frame, pack
 from p2ptrain.network.socket_stream import SocketStream
-from tests.support.direct import BULK, HERE, direct_peers, opened, until
+from tests.support.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
 
 Main = Callable[[], Awaitable[None]]
 
@@ -94,33 +94,99 @@ def test_an_abort_is_the_end_of_the_stream_at_the_other_end(run: Callable[[Main]
     run(main)
 
 
-def test_the_next_connection_is_made_in_advance_and_for_one_stream(run: Callable[[Main], None]) -> None:
+def test_a_connection_carries_one_stream_after_the_other(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers() as (a, b):
-            first, _ = await opened(a, b)
-            await until(lambda: a.direct.num_spares == 1)
+            near, far = await opened(a, b)
             asked = a.control.num_asked
-            second, far = await opened(a, b)
-            assert a.control.num_asked <= asked + 1
-            await second.write(b"2")
-            assert await far.read(1) == b"2"
-            assert first is not second
-            for stream in (first, second):
-                stream.abort()
+            for number in range(5):
+                await near.write(bytes([number]))
+                assert await far.read(1) == bytes([number])
+                # Whichever end is through first, the next stream waits for the other.
+                for end in (near, far) if number % 2 else (far, near):
+                    assert end.rest()
+                again, far = await opened(a, b)
+                assert again is near
+            assert a.control.num_asked == asked
+            assert a.direct.num_dialled == 1
+            near.abort()
 
     run(main)
+
+
+def test_streams_at_a_time_have_a_connection_each_and_one_is_kept(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            ends = [await opened(a, b), await opened(a, b)]
+            assert ends[0][0] is not ends[1][0]
+            assert [near.rest() and far.rest() for near, far in ends] == [True, False]
+            ends[1][0].abort()
+            await until(lambda: a.direct.num_spares == 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("word", [b"", b"?"], ids=["silent", "wrong"])
+def test_a_listener_that_is_not_ready_again_is_dialled_anew(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, word: bytes
+) -> None:
+    monkeypatch.setattr(direct, "DIAL_SECONDS", 1.0)
+
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            assert near.rest()
+            if word:
+                await far.write(word)
+            await until(lambda: near.is_closing)
+            assert a.direct.num_spares == 0
+            again, _ = await opened(a, b)
+            assert again is not near
+            again.abort()
+
+    run(main)
+
+
+def test_what_is_on_its_way_is_no_rest(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            await far.write(b"more")
+            await until(lambda: near.num_unread == 4)
+            assert not near.rest()
+            near.abort()
+
+    run(main)
+
+
+def test_no_stream_begins_on_an_old_connection(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            monkeypatch.setattr(direct_tls, "MAX_AGE_SECONDS", 0.0)
+            assert not near.rest()
+            assert not far.rest()
+            near.abort()
+
+    run(main)
+
+
+async def spare(a: DirectPeer, b: DirectPeer) -> TlsSocket:
+    """A connection from ``a`` to ``b`` that waits for a stream."""
+    near, far = await opened(a, b)
+    assert near.rest()
+    assert far.rest()
+    await until(lambda: a.direct.num_spares == 1)
+    return near
 
 
 def test_a_spare_connection_whose_other_end_is_gone_is_not_used(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers() as (a, b):
-            first, _ = await opened(a, b)
-            await until(lambda: a.direct.num_spares == 1)
+            near = await spare(a, b)
             await b.direct.close()
-            spare = next(iter(a.direct._spares.values()))[0]
-            await until(lambda: spare.is_closing)
+            await until(lambda: near.is_closing)
             assert await a.direct.open("b", BULK, 5) is None
-            first.abort()
 
     run(main)
 
@@ -128,11 +194,8 @@ def test_a_spare_connection_whose_other_end_is_gone_is_not_used(run: Callable[[M
 def test_spare_connections_end_after_a_while(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
-            first, _ = await opened(a, b)
-            await until(lambda: a.direct.num_dialled == 2)
+            await spare(a, b)
             await until(lambda: a.direct.num_spares == 0)
-            assert b.direct._listener is not None
-            first.abort()
             await until(lambda: b.direct._listener is not None and b.direct._listener.num_connections == 0)
 
     run(main)

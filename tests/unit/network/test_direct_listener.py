@@ -207,12 +207,13 @@ def test_connections_of_one_peer_and_of_all_are_bounded(run: Callable[[Main], No
 
     async def main() -> None:
         async with direct_peers("abc", limits=limits) as (a, b, c):
-            # Each stream, and the connection made in advance, count.
-            first, _ = await opened(a, b)
-            await until(lambda: a.direct.num_spares == 1)
+            first, far = await opened(a, b)
             second, _ = await opened(a, b)
-            await until(lambda: b.direct.refusals["too many connections"] == 1)
             assert await a.direct.open("b", BULK, 5) is None
+            assert b.direct.refusals["too many connections"] == 1
+            assert first.rest()  # A connection that waits for its next stream counts, too.
+            assert far.rest()
+            await until(lambda: a.direct.num_spares == 1)
             third, _ = await opened(c, b)
             assert await c.direct.open("b", BULK, 5) is None
             for stream in (first, second, third):
