@@ -146,7 +146,7 @@ def test_the_loss_of_a_mean_decays_as_well() -> None:
     for decay in (1.0, 0.5):
         feedback = ErrorFeedback(16, codec, decay)
         feedback.update(
-            [Encoded(exact.repeat(2), (0, 8, 16), {}, codec, 1.0, 0, exact, codec.encode(exact), codec, 3.0)]
+            [Encoded(exact.repeat(2), (0, 8, 16), {}, codec, 1.0, 0, [(0, 8, exact)], codec.encode(exact), codec, 3.0)]
         )
         assert feedback.residual is not None
         kept.append(feedback.residual)
