@@ -20,7 +20,7 @@ from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.beats import first_result
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.descent import Ascent, Descent
+from p2ptrain.averaging.descent import Ascent, DecidedError, Descent
 from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.evidence import EvidenceStore
 from p2ptrain.averaging.feedback import Encoded
@@ -280,8 +280,11 @@ class Averager:
         try:
             brought = await first_result(
                 [partial(self._bring, head, stage, wish, delegate) for delegate in delegates],
-                lambda error: isinstance(error, (TemporaryError, IntegrityError)),
+                lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
+        except DecidedError as error:  # Another delegate would end the round a second time.
+            self._attempts.give_up_on(head)
+            raise AttemptFailedError(str(error)) from error
         finally:
             self._descent.conclude(body, brought[0] if brought else None)
         if brought is None:

@@ -41,7 +41,6 @@ FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
 MAX_RALLIES = 8
 MAX_HOPS = 4
-MORE_THAN_HALF = 0.501
 LEND, CALL_HEAD = "rally.lend", "rally.head"
 """What auxiliaries ask."""
 CONVICTED = "there is evidence that you falsified a mean"
@@ -217,14 +216,11 @@ class Conductor:
         """Quorum, grace, deadlines of one group.
 
         A small cell is as good as a large one: the minimum is that of the swarm. Groups of delegates get theirs after
-        others took up their grace periods; and more than half of those that answer have to be in one, because two
-        halves that end a round without each other are two lineages.
+        others took up their grace periods.
         """
-        if self._cells.num_levels(key.present) == 1:
-            return self._spec
+        alone = self._cells.num_levels(key.present) == 1
         grace = self._spec.grace_seconds * (1 + key.level)
-        quorum = max(self._spec.quorum, MORE_THAN_HALF) if key.level else self._spec.quorum
-        return self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace, "quorum": quorum})
+        return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
 
     async def _serve_join(self, channel: Channel, request: dict[str, Any]) -> None:
         ticket = Ticket.from_wire(request.get("ticket"), self._swarm, self._signer, self._spec.max_weight)

@@ -11,6 +11,7 @@ so that who sends a false one is known.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +23,14 @@ from p2ptrain.averaging.beats import Stage, answer_after_beats, beat_until
 from p2ptrain.averaging.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.history import History, Means
 from p2ptrain.averaging.patience import patience_seconds, quiet_seconds, quorum_of_others
-from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, ProtocolError
+from p2ptrain.errors import (
+    DeadlineError,
+    IntegrityError,
+    PeerError,
+    PeerRefusedError,
+    ProtocolError,
+    TemporaryError,
+)
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -37,6 +45,8 @@ QUIET_GRACES = 0.5
 the level above, whose grace period is longer, go on without their cell."""
 KNOWN_WAIT_SECONDS = 5.0
 """How long a member may take to come to know of a cell's result that another member holds."""
+TRIES_ABOVE = 4
+"""How often those that made a result are asked for it, within a grace period."""
 MAX_REPLY_BYTES = 8 << 20
 FALSE_PIECE = "false piece"
 """What is counted against who sent other bytes than the result has."""
@@ -46,6 +56,10 @@ MAX_CELLS_KEPT = 8
 Known = TypeVar("Known")
 Path = tuple[Certificate, ...]
 """The certificates of the levels above a cell's, up to the one that ends the round."""
+
+
+class DecidedError(TemporaryError):
+    """A round has ended with a result that could not be had; replaying it will bring it."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +269,7 @@ class Descent:
         Raises:
             PeerError, DeadlineError: It failed, or nothing came of the result.
             ProtocolError: What it sent does not verify.
+            DecidedError: The round has ended; its result came neither from there nor from those that made it.
         """
         reply = await self._ask(delegate, cell, seconds, on_quiet)
         try:
@@ -262,11 +277,27 @@ class Descent:
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         body = path[-1].body
+        try:
+            return Ascent(path, await self._bring_down(delegate, cell, body, num_values, reply.get("pieces"), seconds))
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            logger.debug("round %d: the result did not come from %s: %s", body.round, delegate[-8:], error)
+        for _ in range(TRIES_ABOVE):
+            for peer in body.members:
+                if peer not in (delegate, self._rpc.peer_id):
+                    with contextlib.suppress(PeerError, DeadlineError):
+                        return Ascent(path, await self._history.fetch_means(peer, body, num_values, seconds))
+            await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)  # They hold it once they have applied it.
+        raise DecidedError("the round has ended, but its result did not come")
+
+    async def _bring_down(
+        self, delegate: str, cell: Body, body: Body, num_values: int, hashes: object, seconds: float
+    ) -> Means:
+        """The result's encoded means, in pieces from all members of the cell."""
         codecs = self._history.codecs_of(delegate, body, num_values)
         sizes = [
             codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
         ]
-        cuts, hashes = cut_pieces(sizes), reply.get("pieces")
+        cuts = cut_pieces(sizes)
         if type(hashes) is not bytes or len(hashes) != HASH_BYTES * len(cuts):
             raise ProtocolError(delegate, "sent a malformed list of hashes")
         means: Means = [self._runtime.buffers.lend(size) for size in sizes]
@@ -279,7 +310,7 @@ class Descent:
             pieces.give_up()
             self._kept.pop(body.body_hash, None)
             raise
-        return Ascent(path, means)
+        return means
 
     async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> dict[str, Any]:
         loop, grace, allowance = asyncio.get_running_loop(), self._grace_seconds, QUIET_GRACES * self._grace_seconds

@@ -37,9 +37,9 @@ from p2ptrain.signing import Signer
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
-LEADER_QUIET_SECONDS = 1.5
+LEADER_QUIET_SECONDS = 3.0
 """A leader's sign of life may be late by this, or the grace period if that is longer; then another is asked, while the
-groups of the level above wait for this one's still."""
+groups of the level above wait for this one's still. Much less, and slow peers that lead are taken for quiet."""
 MAX_GREETED = 64
 MAX_EXCLUDED = 8
 RETRY_SECONDS = 0.25

@@ -99,6 +99,8 @@ class Situation:
         batch_is_full: With a global batch: whether the samples reported by all peers fill it.
         seconds_waiting: Since the first ticket; 0 without tickets.
         seconds_since_quorum: Since the quorum was ready; None before.
+        of_delegates: Whether the peers are delegates. Two halves of them would end the round in two lineages, so half
+            of them are no quorum until the time is up.
     """
 
     ready: int
@@ -106,6 +108,7 @@ class Situation:
     batch_is_full: bool
     seconds_waiting: float
     seconds_since_quorum: float | None
+    of_delegates: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,9 @@ class Decision:
 
 def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
     """Whether enough of the expected peers are ready for the round to close without the rest."""
+    in_time = situation.seconds_waiting < spec.matchmaking_seconds
+    if situation.of_delegates and in_time and situation.ready <= situation.missing:
+        return False
     return situation.ready > 0 and situation.ready >= spec.quorum * (situation.ready + situation.missing)
 
 
@@ -295,7 +301,9 @@ class Rally:
         """The facts for `decide`, if these slots are waited for."""
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
-        situation = Situation(len(self.members), len(missing), self.batch.is_full, waiting, None)
+        situation = Situation(
+            len(self.members), len(missing), self.batch.is_full, waiting, None, of_delegates=self.key.level > 0
+        )
         if not has_quorum(situation, self.spec):
             self._quorum_at = None
             return situation
