@@ -15,6 +15,7 @@ from p2ptrain.averaging.certificate import Certificate, Roster
 from p2ptrain.averaging.commitments import Slice
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.evidence import EvidenceStore
+from p2ptrain.averaging.groups import Groups
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.history import History
 from p2ptrain.averaging.matchmaking import Matchmaker
@@ -24,7 +25,7 @@ from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.speeds import Speeds, part_codec, plan_shares
 from p2ptrain.codecs import codec_at
-from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROSTER_WAIT_SECONDS = 5.0
 ROUNDS_REMEMBERED = 16
 MAX_REQUEST_BYTES = 1 << 20
 """A delegate's request holds the certificate of the result that it brings."""
@@ -87,20 +87,13 @@ class Attempts:
         self.uncertain_parts: set[int] = set()
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
-        self._running: dict[bytes, Butterfly] = {}
-        self._arrived = asyncio.Event()
-        self._background: set[asyncio.Task[None]] = set()
+        self._groups = Groups(rpc.peer_id)
         rpc.serve_channel("butterfly", self._serve_butterfly, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
         """End everything that was started here."""
         await self.evidence.close()
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
-        for butterfly in list(self._running.values()):
-            await butterfly.stop_sending()
-            await butterfly.stop_serving(linger=False)
+        await self._groups.close()
 
     def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, credential: bytes) -> Butterfly:
         """Get ready for an attempt; the others may open their streams from now on.
@@ -132,9 +125,7 @@ class Attempts:
         )  # fmt: skip
         butterfly.exchange.slow_to_clear = self._slow_to_clear
         self._settlements.remember(attempt)
-        self._running[roster.group_id] = butterfly
-        self._arrived.set()
-        self._arrived = asyncio.Event()
+        self._groups.add(butterfly)
         return butterfly
 
     def _rules_of(self, share: Slice) -> Rules:
@@ -186,11 +177,7 @@ class Attempts:
                         raise
             self._judge(butterfly, certificate)
         finally:
-            await asyncio.shield(butterfly.stop_sending())
-            group = attempt.roster.group_id
-            task = asyncio.create_task(self._linger(group, butterfly, certificate is not None), name="linger")
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            await self._groups.leave(butterfly, certificate is not None)
         return certificate, failure
 
     def _blame(self, error: AttemptFailedError, butterfly: Butterfly) -> None:
@@ -225,26 +212,11 @@ class Attempts:
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Go on without a peer that was proved to have falsified a mean."""
         logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
-        for butterfly in self._running.values():
+        for butterfly in self._groups:
             butterfly.accuse(peer, fault)
 
-    async def _linger(self, group: bytes, butterfly: Butterfly, committed: bool) -> None:
-        try:
-            await butterfly.stop_serving(linger=committed)
-        finally:
-            self._running.pop(group, None)
-
     async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
-        group = request.get("group")
-        if type(group) is not bytes:
-            raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running and not self._settlements.knows(group):
-                    await self._arrived.wait()
-        if group not in self._running:
-            raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
-        butterfly = self._running[group]
+        butterfly = await self._groups.find(request.get("group"), self._settlements.knows)
         if butterfly.attempt.roster.tickets[0].level:
             try:
                 await self._runtime.compute(

@@ -37,11 +37,13 @@ from p2ptrain.averaging.beats import answer_after_beats
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.certificate import Certificate, Roster
-from p2ptrain.averaging.conductor import CALL_HEAD, LEND, MAX_HOPS, probe_seconds
+from p2ptrain.averaging.conductor import CALL_HEAD, LEND, MAX_HOPS
+from p2ptrain.averaging.groups import Groups
 from p2ptrain.averaging.head import DIGEST_BYTES, Head
 from p2ptrain.averaging.history import History
 from p2ptrain.averaging.matchmaking import LEADER_QUIET_SECONDS
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership, rank
+from p2ptrain.averaging.place import probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.averaging.speeds import plan_shares
 from p2ptrain.codecs import Codec
@@ -63,7 +65,6 @@ OFFER_SECONDS = 300.0
 WATCH_SECONDS = 1.0
 PAUSE_SECONDS = 0.25
 IDLE_SECONDS = 2.0
-ROSTER_WAIT_SECONDS = 5.0
 MAX_ROSTER_BYTES = 1 << 20
 
 
@@ -138,9 +139,7 @@ class Lender:
         self._losses: dict[int, torch.Tensor] = {}
         self._losses_of = b""
         self._source = ""
-        self._running: dict[bytes, Butterfly] = {}
-        self._arrived = asyncio.Event()
-        self._lingering: set[asyncio.Task[None]] = set()
+        self._groups = Groups(rpc.peer_id)
         self._stopping = asyncio.Event()
         self.new_butterfly: Callable[..., Butterfly] = Butterfly
         self.head: Head | None = None
@@ -158,9 +157,7 @@ class Lender:
 
     async def close(self) -> None:
         """End what lingers."""
-        for task in list(self._lingering):
-            task.cancel()
-        await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self._groups.close()
 
     async def run(self) -> None:
         """Help with one round after the other until `stop`; whatever others do, this goes on."""
@@ -343,9 +340,7 @@ class Lender:
             attempt, _zeros(num_values) if losses is None else losses, self._rpc, self._runtime, self._signer,
             self._spec, self.on_phase,
         )  # fmt: skip
-        self._running[roster.group_id] = butterfly
-        self._arrived.set()
-        self._arrived = asyncio.Event()
+        self._groups.add(butterfly)
         self.on_phase("scatter")
         certificate: Certificate | None = None
         try:
@@ -353,10 +348,7 @@ class Lender:
         except AttemptFailedError as error:
             logger.info("round %d: nothing came of the group: %s", head.round, error)
         finally:
-            await asyncio.shield(butterfly.stop_sending())
-            task = asyncio.create_task(self._linger(roster.group_id, butterfly, certificate is not None), name="linger")
-            self._lingering.add(task)
-            task.add_done_callback(self._lingering.discard)
+            await self._groups.leave(butterfly, certificate is not None)
         if certificate is None or certificate.body.hashes[index] != attempt.hashes[index]:
             self.rounds_broken += 1
             self.on_change()
@@ -380,23 +372,9 @@ class Lender:
             self._losses[part] = torch.zeros(num_values, dtype=torch.float32)
         return self._losses[part]
 
-    async def _linger(self, group: bytes, butterfly: Butterfly, certified: bool) -> None:
-        try:
-            await butterfly.stop_serving(linger=certified)
-        finally:
-            self._running.pop(group, None)
-
     async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
-        group = request.get("group")
-        if type(group) is not bytes:
-            raise PeerRefusedError(self._rpc.peer_id, "malformed group id")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
-                while group not in self._running:
-                    await self._arrived.wait()
-        if group not in self._running:
-            raise PeerRefusedError(self._rpc.peer_id, "this peer is not in that group")
-        await self._running[group].serve(channel, request)
+        butterfly = await self._groups.find(request.get("group"))
+        await butterfly.serve(channel, request)
 
 
 def _zeros(num_values: int) -> torch.Tensor:
