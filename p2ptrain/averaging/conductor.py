@@ -11,19 +11,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
 from p2ptrain.averaging.beats import Stage, beat_until
-from p2ptrain.averaging.cells import Cells, Key
+from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.descent import QUIET_GRACES
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, Membership, rank
 from p2ptrain.averaging.patience import LEAST_QUIET_SECONDS
+from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, Rally, decide
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 PROBE_SECONDS = 1.0
 MIN_PAUSE_SECONDS = 0.05
-LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 REPORT_WAIT_SECONDS = 1.0
 FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
@@ -44,74 +43,6 @@ MAX_HOPS = 4
 LEND, CALL_HEAD = "rally.lend", "rally.head"
 """What auxiliaries ask."""
 CONVICTED = "there is evidence that you falsified a mean"
-
-
-@dataclass
-class Place:
-    """Where this peer stands, for both sides of matchmaking.
-
-    Attributes:
-        head: Its head.
-        peer: Its id.
-        cells: Who averages where.
-        participates: Whether it trains: a leader then waits for itself too.
-        following: The group for which it handed in a ticket, and to whom.
-        closing: The group that should be formed with what this peer has.
-        running: The attempt that this peer is in: which group, who put it together, and its members.
-    """
-
-    head: Head
-    peer: str
-    cells: Cells
-    participates: bool = False
-    following: tuple[Key, str] | None = None
-    closing: Key | None = None
-    running: tuple[Key, str, tuple[str, ...]] | None = None
-
-    @property
-    def key(self) -> Key:
-        """The group of level 0 in which it averages in the round in progress."""
-        return self.cells.key_of(self.head, self.peer)
-
-    def is_of(self, key: Key) -> bool:
-        """Whether a group is one of the round in progress."""
-        return key[:3] == (self.head.round, self.head.lineage, self.head.present)
-
-    def passed_over(self, key: Key, peer: str) -> list[str]:
-        """Who leads no more for a peer that hands in another ticket for a group: its attempt broke, perhaps only there.
-
-        This peer may be in that attempt still. It must not send the other back to the leader of what broke.
-        """
-        if self.running is None or self.running[0] != key or peer not in self.running[2]:
-            return []
-        return [self.running[1]]
-
-    def close(self, key: Key) -> None:
-        """Close the round in progress with what this peer has, if it is this one."""
-        if key == self.key:
-            self.closing = key
-
-
-def probe_seconds(spec: AveragingSpec) -> float:
-    """How long a peer may take to answer: a grace period, which was chosen for the round trips of the swarm."""
-    return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
-
-
-async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> tuple[Head, Any, Any]:
-    """Tell a peer that this one is in a round, and whether it is being closed.
-
-    Returns:
-        The peer's head, whom it says that it follows in that round, and which leaders failed in it; none of it is to
-        be trusted.
-
-    Raises:
-        PeerError: It cannot be reached, refuses, or answers nonsense.
-        IntegrityError: Its head is malformed.
-        DeadlineError: No answer in time.
-    """
-    request = {"key": list(key), "closing": closing}
-    reply = await rpc.call(peer, "rally.nudge", request, timeout_seconds)
-    return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
 
 
 class Conductor:

@@ -15,10 +15,11 @@ from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.beats import answer_after_beats
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor, Place, nudge, probe_seconds
+from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.errors import (
     DeadlineError,

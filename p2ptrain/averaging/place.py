@@ -1,0 +1,81 @@
+"""Where a peer stands in matchmaking, and the question by which peers tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from p2ptrain.averaging.cells import Cells, Key
+from p2ptrain.averaging.head import Head
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.rpc import Rpc
+
+LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
+
+
+@dataclass
+class Place:
+    """Where this peer stands, for both sides of matchmaking.
+
+    Attributes:
+        head: Its head.
+        peer: Its id.
+        cells: Who averages where.
+        participates: Whether it trains: a leader then waits for itself too.
+        following: The group for which it handed in a ticket, and to whom.
+        closing: The group that should be formed with what this peer has.
+        running: The attempt that this peer is in: which group, who put it together, and its members.
+    """
+
+    head: Head
+    peer: str
+    cells: Cells
+    participates: bool = False
+    following: tuple[Key, str] | None = None
+    closing: Key | None = None
+    running: tuple[Key, str, tuple[str, ...]] | None = None
+
+    @property
+    def key(self) -> Key:
+        """The group of level 0 in which it averages in the round in progress."""
+        return self.cells.key_of(self.head, self.peer)
+
+    def is_of(self, key: Key) -> bool:
+        """Whether a group is one of the round in progress."""
+        return key[:3] == (self.head.round, self.head.lineage, self.head.present)
+
+    def passed_over(self, key: Key, peer: str) -> list[str]:
+        """Who leads no more for a peer that hands in another ticket for a group: its attempt broke, perhaps only there.
+
+        This peer may be in that attempt still. It must not send the other back to the leader of what broke.
+        """
+        if self.running is None or self.running[0] != key or peer not in self.running[2]:
+            return []
+        return [self.running[1]]
+
+    def close(self, key: Key) -> None:
+        """Close the round in progress with what this peer has, if it is this one."""
+        if key == self.key:
+            self.closing = key
+
+
+def probe_seconds(spec: AveragingSpec) -> float:
+    """How long a peer may take to answer: a grace period, which was chosen for the round trips of the swarm."""
+    return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
+
+
+async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> tuple[Head, Any, Any]:
+    """Tell a peer that this one is in a round, and whether it is being closed.
+
+    Returns:
+        The peer's head, whom it says that it follows in that round, and which leaders failed in it; none of it is to
+        be trusted.
+
+    Raises:
+        PeerError: It cannot be reached, refuses, or answers nonsense.
+        IntegrityError: Its head is malformed.
+        DeadlineError: No answer in time.
+    """
+    request = {"key": list(key), "closing": closing}
+    reply = await rpc.call(peer, "rally.nudge", request, timeout_seconds)
+    return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
