@@ -37,10 +37,11 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
+from p2ptrain.averaging.opened_streams import OpenedStreams
 from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import ExactMean, chunk_values, mean_root, mean_tree
-from p2ptrain.averaging.streams import OpenedStreams, ServedStreams
+from p2ptrain.averaging.served_streams import ServedStreams
 from p2ptrain.averaging.vouching import Vouching
 from p2ptrain.codecs import Codec, CodecError
 from p2ptrain.manifest import AveragingSpec

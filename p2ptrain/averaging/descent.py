@@ -281,13 +281,20 @@ class Descent:
             return Ascent(path, await self._bring_down(delegate, cell, body, num_values, reply.get("pieces"), seconds))
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.debug("round %d: the result did not come from %s: %s", body.round, delegate[-8:], error)
-        for _ in range(TRIES_ABOVE):
-            for peer in body.members:
-                if peer not in (delegate, self._rpc.peer_id):
-                    with contextlib.suppress(PeerError, DeadlineError):
-                        return Ascent(path, await self._history.fetch_means(peer, body, num_values, seconds))
-            await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)  # They hold it once they have applied it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                return Ascent(path, await self._fetch_from_above(delegate, body, num_values, seconds))
         raise DecidedError("the round has ended, but its result did not come")
+
+    async def _fetch_from_above(self, delegate: str, body: Body, num_values: int, seconds: float) -> Means:
+        """The result's encoded means from one of the others that made it, who hold them once they have applied them."""
+        others = [peer for peer in body.members if peer not in (delegate, self._rpc.peer_id)]
+        for _ in range(TRIES_ABOVE):
+            for peer in self._runtime.random.sample(others, len(others)):
+                with contextlib.suppress(PeerError, DeadlineError, IntegrityError):
+                    return await self._history.fetch_means(peer, body, num_values, seconds)
+            await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)
+        raise DecidedError("the round has ended, but nobody who made its result brings it")
 
     async def _bring_down(
         self, delegate: str, cell: Body, body: Body, num_values: int, hashes: object, seconds: float

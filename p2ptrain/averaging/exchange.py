@@ -27,13 +27,15 @@ from p2ptrain.signing import Signer
 if TYPE_CHECKING:
     import torch
 
+FORWARD_SECONDS = 0.5
+"""How long signatures and certificates may take to get about before somebody does without them."""
 ANSWER_SHARE = 0.75
 """How much of what the late are usually waited for an owner may take to answer a check; less than
 `p2ptrain.averaging.vouching.CLEAR_SHARE`, so that a complaint is there before the others sign."""
 
 
 class Exchange:
-    """Everything that `p2ptrain.averaging.streams` and `p2ptrain.averaging.butterfly` share.
+    """Everything that the streams of an attempt and `p2ptrain.averaging.butterfly` share.
 
     Streams write down what came; the state machine decides, and lets the streams go on.
 

@@ -298,8 +298,7 @@ def cell_overflow(num_peers: int, num_cells: int, group_size: int) -> float:
     Raises:
         ValueError: A number is not positive.
     """
-    if min(num_peers, num_cells, group_size) < 1:
-        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")
+    _check_counts(num_peers, num_cells, group_size)
     if num_peers <= group_size:
         return 0.0
     if num_cells == 1:
@@ -317,8 +316,7 @@ def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
     Raises:
         ValueError: A number is not positive.
     """
-    if min(num_peers, num_cells, group_size) < 1:
-        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")
+    _check_counts(num_peers, num_cells, group_size)
     if num_peers <= group_size:
         return 0.0
     if num_cells == 1:
@@ -435,6 +433,11 @@ def _draw(purpose: bytes, bound: int, numbers: Iterable[int], shared: bytes, pee
 def _check_sizes(num_peers: int, group_size: int) -> None:
     if num_peers < 1 or group_size < 1 or (group_size == 1 and num_peers > 1):
         raise ValueError(f"{num_peers} peers cannot average in groups of {group_size}: groups need two members to mix")
+
+
+def _check_counts(num_peers: int, num_cells: int, group_size: int) -> None:
+    if min(num_peers, num_cells, group_size) < 1:
+        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")
 
 
 def _check_place(shape: Shape, axis: int, coordinates: Coordinates) -> None:

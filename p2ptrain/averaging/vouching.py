@@ -12,8 +12,8 @@ from typing import cast
 
 from p2ptrain.averaging.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.exchange import Exchange
+from p2ptrain.averaging.opened_streams import OpenedStreams
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
-from p2ptrain.averaging.streams import OpenedStreams
 
 CLEAR_SHARE = 0.9
 """The same for the others' checks; so that a slow member, with the signatures that follow, costs no more than that."""

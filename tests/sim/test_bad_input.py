@@ -20,7 +20,7 @@ import torch
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.opened_streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import PeerError
 from p2ptrain.network.channel import Channel

@@ -15,8 +15,8 @@ from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.butterfly import OUT_OF_PROPORTION, Butterfly
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.opened_streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.rally import Answer
-from p2ptrain.averaging.streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.accounts import Accounts

@@ -1,0 +1,231 @@
+"""The streams that others open in one attempt, in the order of `p2ptrain.averaging.butterfly`.
+
+Nothing is decided here but whether a message is well-formed: what came is left in the `Exchange`, where the state
+machine finds it; what is owed is sent once the state machine has it. `p2ptrain.averaging.opened_streams` is the other
+side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from typing import Any
+
+from p2ptrain.averaging.encodings import part_codecs
+from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
+from p2ptrain.averaging.pieces import receive_checked
+from p2ptrain.averaging.reduction import PartCheck
+from p2ptrain.averaging.sum_tree import SumTree
+from p2ptrain.codecs import Codec
+from p2ptrain.errors import IntegrityError, ProtocolError
+from p2ptrain.network.channel import Channel
+
+LINGER_SECONDS = 2.0
+MAX_QUESTIONS = 256
+"""Checks that one member may ask for beside its stream, because of others' complaints."""
+
+
+class ServedStreams:
+    """The streams that others open: their parts come in, this owner's mean goes out."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._served: dict[int, asyncio.Task[Any]] = {}
+        self._gone: set[int] = set()
+        self._stream_came = asyncio.Event()
+        self._questions: Counter[int] = Counter()
+
+    async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
+        """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
+        exchange = self._exchange
+        sender = exchange.attempt.roster.index_of(channel.remote)
+        expected = exchange.attempt.roster.has_member(sender) and sender != exchange.index
+        if expected and "check" in request and self._questions[sender] < MAX_QUESTIONS:
+            self._questions[sender] += 1
+            if exchange.given_up.done() and not exchange.given_up.cancelled():
+                await channel.send(exchange.farewell())
+            else:
+                await self._open_chunks(channel, request["check"])
+            return
+        if not expected or sender in self._served:
+            raise ProtocolError(channel.remote, "is not expected on this roster")
+        task = asyncio.current_task()
+        assert task is not None
+        self._served[sender] = task
+        self._stream_came.set()
+        exchange.agreed.set()
+        work = asyncio.create_task(self._serve_member(channel, sender, request), name=f"serve-{sender}")
+        try:
+            waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not exchange.given_up.cancelled():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+                await channel.send(exchange.farewell())
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            self._gone.add(sender)
+            if exchange.lends:
+                exchange.changed()
+
+    async def until_told(self) -> None:
+        """As an auxiliary: wait until a member told of the result, or all that came are gone."""
+        while self._exchange.result is None and not self.all_are_gone:
+            self._exchange.agreed.clear()
+            await self._exchange.agreed.wait()
+
+    @property
+    def anybody_came(self) -> bool:
+        """Whether a member opened a stream."""
+        return bool(self._served)
+
+    @property
+    def all_are_gone(self) -> bool:
+        """Whether members opened streams, and none of those is left."""
+        return 0 < len(self._served) == len(self._gone)
+
+    async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
+        exchange, attempt = self._exchange, self._exchange.attempt
+        size = attempt.size(exchange.index)
+        if size:
+            check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
+            part = await self._receive_part(channel, check, size)
+            tree = await self._receive_commitment(channel, sender, check, request["codec"])
+            await channel.send({"have": size})
+            if not exchange.own_mask.done():
+                exchange.share.add(sender, part, check, tree)
+                exchange.part_changed.set()
+            mask = await asyncio.shield(exchange.own_mask)
+            refusal = exchange.share.refused.get(sender, "")
+            await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
+            if exchange.lends:
+                told = await channel.receive(exchange.spec.round_seconds)
+                exchange.hear_contributors(channel.remote, sender, told.get("contributors"))
+            mean = await asyncio.shield(exchange.own_mean)
+            await channel.send({"mean": size})  # So that it can say in its place that it gave up.
+            await mean.send(channel)
+            if exchange.audit is not None:
+                await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
+                if not await self._answer_check(channel):
+                    return
+        if exchange.lends:
+            exchange.hear_result((await channel.receive(exchange.spec.round_seconds)).get("certificate"))
+            return
+        if exchange.clears:
+            await exchange.own_clear.wait()
+            await channel.send({"clear": True})
+        await exchange.own_proof.wait()
+        if (proof := attempt.proofs.get(exchange.rpc.peer_id)) is not None:
+            assert attempt.body is not None
+            await channel.send({"body": attempt.body.body_hash, "proof": proof})
+            await exchange.certified.wait()
+            await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
+        if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
+            await channel.send(exchange.signatures())
+
+    async def _answer_check(self, channel: Channel) -> bool:
+        """Answer a member's check of the own share; whether it asked before a majority had signed.
+
+        A member that is slow may hold its last mean long after that. All that it needs then are the signatures; and
+        they are sent while this member is still there.
+        """
+        exchange = self._exchange
+        asking = asyncio.create_task(channel.receive(exchange.spec.round_seconds), name="asking")
+        certified = asyncio.create_task(exchange.certified.wait(), name="certified")
+        try:
+            await asyncio.wait({asking, certified}, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                return await self._open_chunks(channel, asking.result().get("check"))
+            await channel.send(exchange.signatures())
+            await asyncio.wait({asking})
+            return False
+        finally:
+            for task in (asking, certified):
+                task.cancel()
+            await asyncio.gather(asking, certified, return_exceptions=True)
+
+    async def _receive_commitment(self, channel: Channel, sender: int, check: PartCheck, codec: str) -> SumTree | None:
+        exchange = self._exchange
+        if exchange.audit is None:
+            return None
+        message = await channel.receive(exchange.spec.round_seconds)
+        try:
+            return await exchange.audit.admit(sender, codec, check, message.get("commitment"))
+        except IntegrityError as error:
+            exchange.refuse(channel.remote, f"peer {channel.remote[-8:]}: {error}")
+            raise ProtocolError(channel.remote, str(error)) from error
+
+    async def _open_chunks(self, channel: Channel, chunks: Any) -> bool:
+        """Answer a check, which may be of nothing; False if it came when a majority had signed."""
+        exchange = self._exchange
+        if chunks == [] or exchange.audit is None:
+            return True
+        if exchange.certified.is_set():
+            await channel.send(exchange.signatures())
+            return False
+        answer = await exchange.audit.answer(chunks)
+        await channel.send({"opening": len(answer)})
+        await channel.send_bytes(answer)
+        return True
+
+    def _codec_of_part(self, peer: str, name: Any) -> Codec:
+        attempt, index = self._exchange.attempt, self._exchange.index
+        own, low, high = attempt.codec, *attempt.bounds[index : index + 2]
+        for codec in part_codecs(attempt.spec, own, attempt.bounds[-1]):
+            if codec.name == name:
+                return codec.part(low, high)
+        reason = f"encodes its part in a way that is not allowed beside {own.name}"
+        self._exchange.refuse(peer, reason)
+        raise ProtocolError(peer, reason)
+
+    async def _receive_part(self, channel: Channel, check: PartCheck, size: int) -> memoryview:
+        exchange, loop, arrived = self._exchange, asyncio.get_running_loop(), 0
+        began = loop.time()
+
+        def watch(filled: int) -> None:
+            nonlocal arrived
+            arrived = filled
+
+        try:
+            part, _ = await receive_checked(
+                channel, exchange.runtime, check.codec, size, exchange.spec.round_seconds, check, hashed=False,
+                on_progress=watch,
+            )  # fmt: skip
+        except ProtocolError as error:
+            exchange.refuse(channel.remote, str(error))
+            raise
+        finally:
+            exchange.on_part(channel.remote, arrived, loop.time() - began)
+        return part
+
+    async def stop(self, linger: bool) -> None:
+        """End the streams; with ``linger``, first let the others fetch mean and signature for a bounded time."""
+        if linger:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    await self._serve_everybody()
+        if not self._exchange.given_up.done():
+            self._exchange.given_up.set_result([])  # Who is not through yet hears that it is over, and nobody's fault.
+        if self._served:
+            await asyncio.wait(list(self._served.values()), timeout=FORWARD_SECONDS)
+        self._exchange.own_mask.cancel()
+        self._exchange.own_mean.cancel()
+        self._exchange.given_up.cancel()
+        for task in self._served.values():
+            task.cancel()
+        self._served.clear()
+        self._exchange.share.forget()
+
+    async def _serve_everybody(self) -> None:
+        """Wait until all others came and went; who owns nothing may be done before a stream of another is there."""
+        members, lost = self._exchange.attempt.roster.members, self._exchange.lost
+        others = [i for i, peer in enumerate(members) if i != self._exchange.index and peer not in lost]
+        while any(i not in self._served for i in others):
+            self._stream_came.clear()
+            await self._stream_came.wait()
+        if self._served:
+            await asyncio.wait(list(self._served.values()))
