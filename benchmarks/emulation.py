@@ -274,10 +274,10 @@ class Swarm:
             means.append(codec.encode(exacts[owner]))
             codec.decode_into(means[owner], mean[low:high])
         for worker, feedback in enumerate(kept):
+            exact = [(0, len(exacts[worker]), exacts[worker])]
             encoded = Encoded(
-                contributions[worker], bounds, sent[worker], codec, 1.0, worker, exacts[worker], means[worker], codec,
-                float(count),
-            )  # fmt: skip
+                contributions[worker], bounds, sent[worker], codec, 1.0, worker, exact, means[worker], codec, float(count)
+            )
             feedback.update([encoded])
         self.sent_bytes += round(2 * (count - 1) / count * encoded_bytes(codec, bounds))
         return mean

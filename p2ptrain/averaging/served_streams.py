@@ -135,6 +135,8 @@ class ServedStreams:
         """
         exchange = self._exchange
         asking = asyncio.create_task(channel.receive(exchange.spec.round_seconds), name="asking")
+        # Cancelling it would end the channel, on which a farewell may have to go: it ends with the channel.
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         certified = asyncio.create_task(exchange.certified.wait(), name="certified")
         try:
             await asyncio.wait({asking, certified}, return_when=asyncio.FIRST_COMPLETED)
@@ -144,9 +146,8 @@ class ServedStreams:
             await asyncio.wait({asking})
             return False
         finally:
-            for task in (asking, certified):
-                task.cancel()
-            await asyncio.gather(asking, certified, return_exceptions=True)
+            certified.cancel()
+            await asyncio.gather(certified, return_exceptions=True)
 
     async def _receive_commitment(self, channel: Channel, sender: int, check: PartCheck, codec: str) -> SumTree | None:
         exchange = self._exchange
