@@ -83,6 +83,7 @@ class Conductor:
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
         if spec.auxiliaries:
@@ -90,7 +91,8 @@ class Conductor:
             rpc.serve(CALL_HEAD, self._serve_head)
 
     async def close(self) -> None:
-        """Stop leading; followers move on to the next leader."""
+        """Stop leading, for good; followers move on to the next leader."""
+        self._closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -126,7 +128,13 @@ class Conductor:
         return leader
 
     def rally(self, head: Head, key: Key) -> Rally:
-        """The rally for a group of the round after this head, opened when there is none."""
+        """The rally for a group of the round after this head, opened when there is none.
+
+        Raises:
+            PeerRefusedError: This peer leads nobody any more.
+        """
+        if self._closed:
+            raise PeerRefusedError(self._rpc.peer_id, "this peer is leaving")
         rally = self._rallies.get(key)
         if rally is None or rally.over:
             while len(self._rallies) >= MAX_RALLIES:
