@@ -276,8 +276,9 @@ class Swarm:
         for worker, feedback in enumerate(kept):
             exact = [(0, len(exacts[worker]), exacts[worker])]
             encoded = Encoded(
-                contributions[worker], bounds, sent[worker], codec, 1.0, worker, exact, means[worker], codec, float(count)
-            )
+                contributions[worker], bounds, sent[worker], codec, 1.0, worker, exact, means[worker], codec,
+                float(count),
+            )  # fmt: skip
             feedback.update([encoded])
         self.sent_bytes += round(2 * (count - 1) / count * encoded_bytes(codec, bounds))
         return mean

@@ -21,7 +21,9 @@ from p2ptrain.averaging.history import History
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.openings import Rules
+from p2ptrain.averaging.origins import Origin, Source
 from p2ptrain.averaging.patience import attempt_seconds
+from p2ptrain.averaging.served_streams import QUESTIONS
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.speeds import Speeds, part_codec, plan_shares
 from p2ptrain.codecs import codec_at
@@ -95,14 +97,14 @@ class Attempts:
         await self.evidence.close()
         await self._groups.close()
 
-    def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, credential: bytes) -> Butterfly:
+    def prepare(self, roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> Butterfly:
         """Get ready for an attempt; the others may open their streams from now on.
 
         Args:
             roster: Who takes part.
             head: Whose round it is.
             vector: This peer's contribution, fp32, as long as all of its round; must not change until this is over.
-            credential: See `Attempt`.
+            origin: Above level 0: what it comes from.
         """
         tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
         codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
@@ -113,6 +115,7 @@ class Attempts:
             num_values, spec.grace_seconds,
         )  # fmt: skip
         levels = self._matchmaker.cells.num_levels(head.present)
+        credential = origin.credential if origin else b""
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
         lenders = {ticket.peer for ticket in roster.auxiliaries}
         streams = len(tickets) - 1  # Of members: auxiliaries get their parts later.
@@ -122,6 +125,7 @@ class Attempts:
             lambda peer, num_bytes, seconds: self.speeds.observe(
                 peer, num_bytes, seconds, len(tickets) if peer in lenders else streams
             ),
+            origin,
         )  # fmt: skip
         butterfly.exchange.slow_to_clear = self._slow_to_clear
         self._settlements.remember(attempt)
@@ -217,22 +221,24 @@ class Attempts:
 
     async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
         butterfly = await self._groups.find(request.get("group"), self._settlements.knows)
-        if butterfly.attempt.roster.tickets[0].level:
+        source = None
+        if butterfly.attempt.roster.tickets[0].level and QUESTIONS.isdisjoint(request):
             try:
-                await self._runtime.compute(
-                    self._check_credential, butterfly.attempt.roster, channel.remote, request.get("credential")
+                source = await self._runtime.compute(
+                    self._check_credential, butterfly.attempt, channel.remote, request.get("credential")
                 )
             except IntegrityError as error:
                 butterfly.exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
-        await butterfly.serve(channel, request)
+        await butterfly.serve(channel, request, source)
 
-    def _check_credential(self, roster: Roster, peer: str, raw: object) -> None:
-        """Check that a delegate holds the result that its ticket speaks of, and may bring it here.
+    def _check_credential(self, attempt: Attempt, peer: str, raw: object) -> Source:
+        """The result that a delegate's ticket speaks of, which it holds and may bring here.
 
         Raises:
             IntegrityError: It does not, or may not.
         """
+        roster = attempt.roster
         index = roster.index_of(peer)
         if index < 0 or type(raw) is not bytes:
             raise IntegrityError("its result's certificate is missing")
@@ -248,3 +254,4 @@ class Attempts:
         cells = self._matchmaker.cells
         if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
             raise IntegrityError("its result is not one of a cell")
+        return Source(body, self._spec, self._history.codec_of(body.round), attempt.bounds[-1])

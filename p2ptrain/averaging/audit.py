@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.commitments import Commitment, Slice, Statement, digest_of
-from p2ptrain.averaging.openings import MAX_CHUNKS, Key, Rules, answer_from_bytes, judge, keys_message
+from p2ptrain.averaging.openings import MAX_CHUNKS, TWO_MEANS, Key, Rules, answer_from_bytes, judge, keys_message
 from p2ptrain.averaging.reduction import OwnShare, PartCheck, chunk_values
 from p2ptrain.averaging.robust import MIN_FOR_MEDIAN
 from p2ptrain.averaging.sum_tree import NODE, SumTree, leaf_hash
@@ -44,12 +44,14 @@ class FalseMeanError(IntegrityError):
     """An owner stands by a mean that is not that of the parts.
 
     Args:
+        owner: Its place in the roster.
         message: What it did.
         evidence: For anybody; see `p2ptrain.averaging.openings.verify_evidence`.
     """
 
-    def __init__(self, message: str, evidence: bytes) -> None:
+    def __init__(self, owner: int, message: str, evidence: bytes) -> None:
         super().__init__(message)
+        self.owner = owner
         self.evidence = evidence
 
 
@@ -78,6 +80,7 @@ class Audit:
         self._commitments: dict[int, Commitment] = {}
         self._mean_trees: dict[int, SumTree] = {}
         self._stated: list[Commitment] = []
+        self._heard: dict[int, Statement] = {}
         self._readable = True
         self.statement: asyncio.Future[Statement] = asyncio.get_running_loop().create_future()
         """Of this member as an owner."""
@@ -215,6 +218,25 @@ class Audit:
         if said.share != self._slice(owner) or said.root != tree.root[0]:
             raise IntegrityError("speaks of another mean than it sent")
         self._mean_trees[owner] = tree
+        self._heard[owner] = said
+
+    def heard_statements(self) -> list[Any]:
+        """What owners stated to this member, for others, in wire form."""
+        return [statement.to_wire() for statement in self._heard.values()]
+
+    def compare(self, others: Any) -> None:
+        """Hold what another member heard against what this one did.
+
+        Raises:
+            FalseMeanError: An owner stated two means, and this proves it.
+            IntegrityError: What came is malformed, or not signed.
+        """
+        for values in others[: len(self._attempt.means)] if isinstance(others, list) else []:
+            said = Statement.from_wire(values, self._attempt.swarm, self._signer)
+            heard = next((each for each in self._heard.values() if each.share == said.share), said)
+            if heard.differs(said):
+                owner = self._attempt.roster.index_of(said.share.owner)
+                raise FalseMeanError(owner, TWO_MEANS, canonical_bytes([heard.to_wire(), said.to_wire()]))
 
     async def check(self, owner: int, chunks: list[int], answer: bytes | bytearray | memoryview) -> None:
         """Check what an owner opened of its share.
@@ -244,7 +266,7 @@ class Audit:
             piece = bytes(memoryview(mean)[codec.encoded_bytes(low) : codec.encoded_bytes(high)])
             fault = judge(answer, position, answer.openings[position], piece, self._rules)
             if fault:
-                raise FalseMeanError(fault, answer.evidence(position, piece, tree.proof(chunk)))
+                raise FalseMeanError(owner, fault, answer.evidence(position, piece, tree.proof(chunk)))
 
     # --- what they share ------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from p2ptrain.averaging.head import MAX_PRESENT, Head
 from p2ptrain.averaging.history import History, Means, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.origins import Origin
 from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
@@ -226,7 +227,7 @@ class Averager:
         wish = _Wish(tokens, samples, bandwidth)
         above: list[_Stage] = []
         try:
-            ground = await self._average_level(head, vector, wish, b"")
+            ground = await self._average_level(head, vector, wish)
             risen = loop.time()
             if ground.certificate.body.is_last:
                 ascent = Ascent((), ground.means)
@@ -236,7 +237,9 @@ class Averager:
             self._enter("idle")
         return self._outcome(ground, ascent, above, loop.time() - risen)
 
-    async def _average_level(self, head: Head, vector: torch.Tensor, wish: _Wish, credential: bytes) -> _Stage:
+    async def _average_level(
+        self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
+    ) -> _Stage:
         """Find a group on one level of the tree, and average with it.
 
         Raises:
@@ -253,7 +256,7 @@ class Averager:
             self._descent.stands(joined=wish.level > 0)
             matched = loop.time()
             matchmaking += matched - started
-            butterfly = self._attempts.prepare(roster, head, vector, credential)
+            butterfly = self._attempts.prepare(roster, head, vector, origin)
             self._enter("scatter")
             certificate, failure = await self._attempts.run(butterfly, failure)
             transfer += loop.time() - matched
@@ -329,7 +332,8 @@ class Averager:
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
         )  # fmt: skip
-        upper = await self._average_level(head, vector, brought, stage.certificate.to_bytes())
+        origin = Origin(stage.certificate, stage.means, self._spec, self.history.codec_of(body.round))
+        upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
             return Ascent((upper.certificate,), upper.means), [upper]
         ascent, above = await self._rise(head, upper, brought)

@@ -4,6 +4,7 @@ Every member i owns the share ``[bounds[i], bounds[i+1])`` of the vector and ope
 
 ====================  ==================================================================================
 i → j                 the group's id, then i's encoded part of j's share, and i's signature of it
+j → i, i → j          above level 0: which chunks of it j wants traced, and what they come from (see `origins`)
 j → i                 a word that the part is there (what was written may still be on its way for long)
 j → i                 the set of members whose part j holds completely (its *mask*)
 j → i                 a word that the mean comes, the encoded mean of j's share, and j's signature of it
@@ -38,6 +39,7 @@ from p2ptrain.averaging.attempt import Attempt, AttemptFailedError, LateError, U
 from p2ptrain.averaging.certificate import Certificate, vote
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.opened_streams import OpenedStreams
+from p2ptrain.averaging.origins import Origin, Source
 from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import ExactMean, chunk_values, mean_root, mean_tree
@@ -80,6 +82,7 @@ class Butterfly:
         seconds: float = 0.0,
         part_codec: Codec | None = None,
         on_part: Callable[[str, int, float], None] = lambda peer, num_bytes, seconds: None,
+        origin: Origin | None = None,
     ) -> None:
         """
         Args:
@@ -93,9 +96,10 @@ class Butterfly:
             seconds: Deadline of the attempt; 0 for that of ``spec``.
             part_codec: How this member encodes its parts; None for the codec of the mean.
             on_part: Told of each part that came, as a whole or not: from whom, bytes, seconds.
+            origin: Above level 0: what ``vector`` comes from.
         """
         self.attempt = attempt
-        self.exchange = Exchange(attempt, vector, rpc, runtime, signer, spec, part_codec, on_part)
+        self.exchange = Exchange(attempt, vector, rpc, runtime, signer, spec, part_codec, on_part, origin)
         self._served = ServedStreams(self.exchange)
         self._opened = OpenedStreams(self.exchange)
         self._rpc = rpc
@@ -112,9 +116,9 @@ class Butterfly:
         self._vouching = Vouching(self.exchange, self._opened)
         self.own_mean_exact: ExactMean | None = None
 
-    async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
-        """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
-        await self._served.serve(channel, request)
+    async def serve(self, channel: Channel, request: dict[str, Any], source: Source | None = None) -> None:
+        """Handle another member's stream for this attempt; see `ServedStreams.serve`."""
+        await self._served.serve(channel, request, source)
 
     # --- the owner: close the mask, agree, reduce -----------------------------------------------------------------
 
@@ -385,6 +389,8 @@ class Butterfly:
     async def _collect_signatures(self, deadline: float) -> Certificate:
         attempt = self.attempt
         while (certificate := self.exchange.certificate()) is None:
+            if self.exchange.evidence:
+                self._vouching.fail_on_faults()
             # Whoever cannot be reached may still give its signature to somebody that can.
             gone = [
                 t.peer
@@ -406,8 +412,9 @@ class Butterfly:
             self.exchange.given_up.set_result([self.attempt.roster.index_of(peer) for peer in suspects])
 
     def release(self) -> None:
-        """Let go of what is kept for error feedback alone, without waiting for the garbage collector."""
+        """Let go of what may be large, without waiting for the garbage collector."""
         self.exchange.sent_parts = {}
+        self.exchange.origin = None
         self.own_mean_exact = None
 
     async def stop_sending(self) -> None:

@@ -156,6 +156,10 @@ class Statement:
         """This statement with the owner's signature."""
         return replace(self, proof=signer.sign(self.message(swarm)))
 
+    def differs(self, other: Statement) -> bool:
+        """Whether the owner states another mean of the same share there: it may state one."""
+        return self.share == other.share and (self.root, self.parts) != (other.root, other.parts)
+
     @classmethod
     def from_wire(cls, values: Any, swarm: bytes, verifier: Signer) -> Statement:
         """Check and rebuild what `to_wire` made.

@@ -11,6 +11,7 @@ from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.audit import Audit, FalseMeanError
 from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.openings import MAX_CHUNKS
+from p2ptrain.averaging.origins import Origin
 from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.averaging.pieces import Growing
 from p2ptrain.averaging.reduction import OwnShare, chunk_values
@@ -47,6 +48,7 @@ class Exchange:
         signer: Signs the body.
         spec: Quorum, grace, deadline, and the rule by which shares are reduced.
         part_codec: How this member's own parts are encoded.
+        origin: What they come from, above level 0.
         began: When the attempt did, in the loop's time.
         index: This member's place among the roster's owners; an auxiliary's is behind the members'.
         lends: Whether it is an auxiliary: all but its own share, and what comes for it, is then left unused.
@@ -94,6 +96,7 @@ class Exchange:
         spec: AveragingSpec,
         part_codec: Codec | None,
         on_part: Callable[[str, int, float], None],
+        origin: Origin | None = None,
     ) -> None:
         """See `p2ptrain.averaging.butterfly.Butterfly`, whose arguments these are."""
         loop = asyncio.get_running_loop()
@@ -106,6 +109,7 @@ class Exchange:
         self.on_part = on_part
         self.began = loop.time()
         self.part_codec = part_codec or attempt.codec
+        self.origin = origin
         self.index = attempt.roster.index_of(rpc.peer_id)
         low, high = attempt.bounds[self.index : self.index + 2]
         # Sparse parts are few enough that all members see all of them, and hold them against what they sent.
@@ -229,7 +233,7 @@ class Exchange:
         attempt = self.attempt
         if owner >= len(attempt.means) or owner == self.index:
             return False
-        return bool(chunk < -(-attempt.size(owner) // chunk_values(attempt.codec)))
+        return bool(chunk < attempt.num_chunks(owner))
 
     def farewell(self) -> Message:
         """What a member that gave up says in place of what it owes."""
@@ -268,6 +272,11 @@ class Exchange:
         self.own_complaints += [(owner, chunk) for chunk in chunks[: self.max_complaints - len(self.own_complaints)]]
         self.changed()
 
+    def find_guilty(self, error: FalseMeanError, chunks: list[int]) -> None:
+        """Take down evidence against an owner, and the chunks that showed it, if any did."""
+        self.evidence = self.evidence or error.evidence
+        self.find_fault(error.owner, chunks, str(error), late=False)
+
     async def examine(self, owner: int, chunks: list[int], channel: Channel) -> bool:
         """Receive an owner's answer to a check, and judge it; what is wrong with it is left in `faults`.
 
@@ -300,8 +309,7 @@ class Exchange:
             await self.audit.check(owner, chunks, await channel.receive_bytes(size, seconds))
             return True
         except FalseMeanError as error:
-            self.evidence = self.evidence or error.evidence
-            self.find_fault(owner, chunks, str(error), late=False)
+            self.find_guilty(error, chunks)
         except DeadlineError as error:
             self.find_fault(owner, chunks, str(error), late=True)
         except (IntegrityError, ProtocolError) as error:

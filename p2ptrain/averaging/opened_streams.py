@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from typing import Any
 
-from p2ptrain.averaging.audit import Audit
+from p2ptrain.averaging.audit import Audit, FalseMeanError
 from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
+from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
@@ -22,6 +24,8 @@ from p2ptrain.errors import (
     ProtocolError,
 )  # fmt: skip
 from p2ptrain.network.channel import Channel
+
+logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 10.0
 MAX_REFUSAL_LENGTH = 120
@@ -156,7 +160,11 @@ class OpenedStreams:
             with contextlib.suppress(PeerError, DeadlineError):  # Perhaps it has said why it ended the stream.
                 self._notes_that_it_gave_up(index, await channel.receive(0.0))
             raise
-        if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+        reply = await channel.receive(deadline - loop.time())
+        if "trace" in reply:
+            await self._show_origin(channel, index, reply["trace"])
+            reply = await channel.receive(deadline - loop.time())
+        if self._notes_that_it_gave_up(index, reply):
             return False
         exchange.arrived_at[index] = loop.time()
         self._wake()
@@ -189,6 +197,19 @@ class OpenedStreams:
         tree = await exchange.runtime.compute(SumTree, hashes.leaves)
         attempt.add_mean(index, mean, tree.root[0])
         return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
+
+    async def _show_origin(self, channel: Channel, index: int, chunks: Any) -> None:
+        """Show an owner what chunks of the part that it received come from."""
+        exchange, attempt = self._exchange, self._exchange.attempt
+        count = attempt.num_chunks(index)
+        if exchange.origin is None or not isinstance(chunks, list) or not 0 < len(chunks) <= MAX_CHUNKS:
+            raise ProtocolError(channel.remote, "asks where a part comes from that comes from nowhere else")
+        if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
+            raise ProtocolError(channel.remote, "asks for chunks that are not there")
+        spans = [attempt.span(index, chunk) for chunk in chunks]
+        shown = await exchange.runtime.compute(exchange.origin.show, spans)
+        await channel.send({"shown": len(shown)})
+        await channel.send_bytes(shown)
 
     async def _check_mean(self, audit: Audit, channel: Channel, index: int, tree: SumTree, deadline: float) -> bool:
         """Have some chunks of an owner's share opened, and check them; False when it gave up."""
@@ -260,12 +281,28 @@ class OpenedStreams:
         same_result = reply.get("body") == attempt.body.body_hash
         if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
             exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
+            if exchange.audit is not None and not same_result:
+                await self._compare_statements(exchange.audit, index)
         if attempt.certificate() is None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FORWARD_SECONDS):
                     await exchange.certified.wait()
         if attempt.certificate() is None:
             exchange.note_signatures((await channel.receive(deadline - loop.time())).get("proofs"))
+
+    async def _compare_statements(self, audit: Audit, index: int) -> None:
+        """Find out whether an owner told a member, which signed another result, something else than this one."""
+        exchange = self._exchange
+        request = {"group": exchange.attempt.roster.group_id, "statements": True}
+        peer = exchange.attempt.roster.owners[index]
+        try:
+            async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
+                reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds)
+            await exchange.runtime.compute(audit.compare, reply.get("statements"))
+        except FalseMeanError as error:
+            exchange.find_guilty(error, [])
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            logger.debug("peer %s does not say what was stated to it: %s", peer[-8:], error)
 
     async def _await_body(self, deadline: float) -> None:
         """Wait until every share's mean is here."""

@@ -14,6 +14,7 @@ Wire forms, msgpack::
     opening   [own values fp32, their proof, [[chunk of a part, its proof] for each other contributor in order]]
     answer    [statement, commitments, [[chunk, hash of own values], ...], signature of that list, [opening, ...]]
     evidence  [statement, commitments, the same list, its signature, chunk, opening, chunk of the mean, its proof]
+              or [statement, another one about the same share]
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 MAX_CHUNKS = 64
 """Chunks that one member may have opened of one share at a time."""
 MAX_EVIDENCE_BYTES = 32 << 20
+TWO_MEANS = "it stated two means of its share"
 VALUE_BYTES = 4
 ENERGY_SLACK = 1.1
 """Where encodings differ among machines: how many times the error of ours another's may have, in energy."""
@@ -157,7 +159,13 @@ def verify_evidence(
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise IntegrityError("evidence is too large")
-    statement, commitments, keys, proof, chunk, opening, mean, mean_proof = _unpacked(data, 8)
+    values = _unpacked(data, 2, 8)
+    if len(values) == 2:
+        first, second = (Statement.from_wire(value, swarm, verifier) for value in values)
+        if not first.differs(second):
+            raise IntegrityError("evidence holds no two means of one share")
+        return first.share.owner, TWO_MEANS
+    statement, commitments, keys, proof, chunk, opening, mean, mean_proof = values
     rules = rules_of(Statement.from_wire(statement, swarm, verifier).share)
     answer = _verified(statement, commitments, keys, proof, rules, verifier)
     if type(mean) is not bytes or type(mean_proof) is not bytes:
@@ -302,12 +310,12 @@ def _opened(
     return (torch.frombuffer(bytearray(own_bytes), dtype=torch.float32), found[1]), parts
 
 
-def _unpacked(data: bytes | bytearray | memoryview, length: int) -> list[Any]:
+def _unpacked(data: bytes | bytearray | memoryview, *lengths: int) -> list[Any]:
     try:
         values = msgpack.unpackb(data, raw=False, max_ext_len=0)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise IntegrityError("an opening cannot be parsed") from error
-    if not isinstance(values, list) or len(values) != length:
+    if not isinstance(values, list) or len(values) not in lengths:
         raise IntegrityError("an opening is malformed")
     return values
 

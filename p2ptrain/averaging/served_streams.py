@@ -14,6 +14,8 @@ from typing import Any
 
 from p2ptrain.averaging.encodings import part_codecs
 from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
+from p2ptrain.averaging.openings import MAX_CHUNKS
+from p2ptrain.averaging.origins import Source
 from p2ptrain.averaging.pieces import receive_checked
 from p2ptrain.averaging.reduction import PartCheck
 from p2ptrain.averaging.sum_tree import SumTree
@@ -22,8 +24,10 @@ from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.network.channel import Channel
 
 LINGER_SECONDS = 2.0
+QUESTIONS = frozenset({"check", "statements"})
+"""What a stream is opened with that asks for something beside the member's own stream."""
 MAX_QUESTIONS = 256
-"""Checks that one member may ask for beside its stream, because of others' complaints."""
+"""What one member may ask beside its stream: checks because of others' complaints, and what owners stated."""
 
 
 class ServedStreams:
@@ -36,17 +40,19 @@ class ServedStreams:
         self._stream_came = asyncio.Event()
         self._questions: Counter[int] = Counter()
 
-    async def serve(self, channel: Channel, request: dict[str, Any]) -> None:
-        """Handle another member's stream for this attempt; ``request`` is what it was opened with."""
+    async def serve(self, channel: Channel, request: dict[str, Any], source: Source | None = None) -> None:
+        """Handle another member's stream for this attempt.
+
+        Args:
+            channel: The stream.
+            request: What it was opened with.
+            source: Above level 0: what the member brings.
+        """
         exchange = self._exchange
         sender = exchange.attempt.roster.index_of(channel.remote)
         expected = exchange.attempt.roster.has_member(sender) and sender != exchange.index
-        if expected and "check" in request and self._questions[sender] < MAX_QUESTIONS:
-            self._questions[sender] += 1
-            if exchange.given_up.done() and not exchange.given_up.cancelled():
-                await channel.send(exchange.farewell())
-            else:
-                await self._open_chunks(channel, request["check"])
+        if expected and not QUESTIONS.isdisjoint(request):
+            await self._answer(channel, sender, request)
             return
         if not expected or sender in self._served:
             raise ProtocolError(channel.remote, "is not expected on this roster")
@@ -55,7 +61,7 @@ class ServedStreams:
         self._served[sender] = task
         self._stream_came.set()
         exchange.agreed.set()
-        work = asyncio.create_task(self._serve_member(channel, sender, request), name=f"serve-{sender}")
+        work = asyncio.create_task(self._serve_member(channel, sender, request, source), name=f"serve-{sender}")
         try:
             waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -71,6 +77,19 @@ class ServedStreams:
             self._gone.add(sender)
             if exchange.lends:
                 exchange.changed()
+
+    async def _answer(self, channel: Channel, sender: int, question: dict[str, Any]) -> None:
+        """Answer what another member asks beside its stream."""
+        exchange = self._exchange
+        if self._questions[sender] >= MAX_QUESTIONS:
+            raise ProtocolError(channel.remote, "asks too much")
+        self._questions[sender] += 1
+        if exchange.given_up.done() and not exchange.given_up.cancelled():
+            await channel.send(exchange.farewell())
+        elif "check" in question:
+            await self._open_chunks(channel, question["check"])
+        else:
+            await channel.send({"statements": exchange.audit.heard_statements() if exchange.audit else []})
 
     async def until_told(self) -> None:
         """As an auxiliary: wait until a member told of the result, or all that came are gone."""
@@ -88,13 +107,17 @@ class ServedStreams:
         """Whether members opened streams, and none of those is left."""
         return 0 < len(self._served) == len(self._gone)
 
-    async def _serve_member(self, channel: Channel, sender: int, request: dict[str, Any]) -> None:
+    async def _serve_member(
+        self, channel: Channel, sender: int, request: dict[str, Any], source: Source | None
+    ) -> None:
         exchange, attempt = self._exchange, self._exchange.attempt
         size = attempt.size(exchange.index)
         if size:
             check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
             part = await self._receive_part(channel, check, size)
             tree = await self._receive_commitment(channel, sender, check, request["codec"])
+            if source is not None and attempt.audited and source.is_traceable:
+                await self._trace(channel, source, part, check.codec)
             await channel.send({"have": size})
             if not exchange.own_mask.done():
                 exchange.share.add(sender, part, check, tree)
@@ -158,6 +181,28 @@ class ServedStreams:
             return await exchange.audit.admit(sender, codec, check, message.get("commitment"))
         except IntegrityError as error:
             exchange.refuse(channel.remote, f"peer {channel.remote[-8:]}: {error}")
+            raise ProtocolError(channel.remote, str(error)) from error
+
+    async def _trace(self, channel: Channel, source: Source, part: memoryview, codec: Codec) -> None:
+        """Have a delegate show where some chunks of its part come from.
+
+        Raises:
+            ProtocolError: They are not of its group's result; it is refused.
+        """
+        exchange, attempt = self._exchange, self._exchange.attempt
+        count, seconds = attempt.num_chunks(exchange.index), exchange.spec.round_seconds
+        chunks = exchange.runtime.random.sample(range(count), min(exchange.spec.spot_checks, count, MAX_CHUNKS))
+        spans = [attempt.span(exchange.index, chunk) for chunk in chunks]
+        await channel.send({"trace": chunks})
+        size = (await channel.receive(seconds)).get("shown")
+        try:
+            if type(size) is not int or not 0 < size <= source.max_bytes(spans):
+                raise IntegrityError("shows something of an impossible size")
+            shown = await channel.receive_bytes(size, seconds)
+            low = attempt.bounds[exchange.index]
+            await exchange.runtime.compute(source.check, low, spans, shown, part, codec)
+        except IntegrityError as error:
+            exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} {error}")
             raise ProtocolError(channel.remote, str(error)) from error
 
     async def _open_chunks(self, channel: Channel, chunks: Any) -> bool:

@@ -58,11 +58,8 @@ class Vouching:
             async with asyncio.timeout_at(until):
                 await attempt.changed.wait()
 
-    def _look_into_complaints(self) -> bool:
-        """Check what owners did not show to others; whether that goes on.
-
-        Fails once anything did not pass, unless that was only late, and a majority signed without waiting for it.
-        """
+    def fail_on_faults(self) -> None:
+        """Fail once anything did not pass, unless that was only late, and a majority signed without waiting for it."""
         exchange = self._exchange
         for index, (fault, late) in exchange.faults.items():
             if late and exchange.certificate() is not None:
@@ -70,6 +67,11 @@ class Vouching:
             peer, phase = exchange.attempt.roster.owners[index], exchange.attempt.phase
             kind = LateError if late else AttemptFailedError
             raise kind(f"{phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
+
+    def _look_into_complaints(self) -> bool:
+        """Check what owners did not show to others; whether that goes on. Fails like `fail_on_faults`."""
+        exchange = self._exchange
+        self.fail_on_faults()
         while exchange.complaints:
             owner, chunk = exchange.complaints.pop()
             task = asyncio.create_task(self._look_into(owner, chunk), name=f"complaint-{owner}")

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.openings import Rules, verify_evidence
+from p2ptrain.averaging.openings import TWO_MEANS, Rules, verify_evidence
 from p2ptrain.averaging.reduction import CHUNK_VALUES
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
@@ -95,6 +95,23 @@ def test_a_false_mean_convicts_its_owner_before_everybody(lie: Corrupt) -> None:
         await stop_averagers([*honest, evil])
 
     simulate(main, seed=1)
+
+
+def test_two_means_of_one_share_convict_its_owner_though_each_passes_every_check() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        honest, evil = await start(network, false_owners.state_two_means, SPEC.model_copy(update={"spot_checks": 64}))
+        accused = evil.peer.peer_id
+        for _ in range(3):
+            await asyncio.gather(*(each.try_round() for each in (*honest, evil)))
+        await until(lambda: all(list(each.averager.evidence.convicted) == [accused] for each in honest), 10)
+        for each in honest:
+            evidence = each.averager.evidence.convicted[accused]
+            assert verify_evidence(evidence, SWARM, lambda share: RULES, each.peer.signer) == (accused, TWO_MEANS)
+        await average_honestly(honest, evil, 2)
+        assert_right(honest, evil)
+        await stop_averagers([*honest, evil])
+
+    simulate(main, seed=4)
 
 
 @pytest.mark.parametrize("lie", UNPROVABLE.values(), ids=UNPROVABLE.keys())

@@ -16,6 +16,7 @@ from p2ptrain.averaging.butterfly import OUT_OF_PROPORTION, Butterfly
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.opened_streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.origins import Origin
 from p2ptrain.averaging.rally import Answer
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -80,12 +81,12 @@ def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
     prepare, left = trainer.sync.averager._attempts.prepare, times
 
-    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, credential: bytes) -> Butterfly:
+    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> Butterfly:
         nonlocal left
         if len(roster.members) < 3 or left <= 0:
-            return prepare(roster, head, vector, credential)
+            return prepare(roster, head, vector, origin)
         left -= 1
-        return prepare(roster, head, vector * 1000, credential)
+        return prepare(roster, head, vector * 1000, origin)
 
     trainer.sync.averager._attempts.prepare = prepare_more  # type: ignore[method-assign]
 

@@ -19,7 +19,9 @@ from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support import false_owners
 from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.false_owners import Corrupt, corrupt_rounds, falsify
 from tests.support.simulation import until
 
 NUM_VALUES = 512
@@ -270,6 +272,73 @@ def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out() -> None:
             assert body.tokens <= 10 * len(started)
 
     run(12, scenario, seed=2)
+
+
+CHECKED = SPEC.model_copy(update={"codec": "int8", "spot_checks": 4})
+
+
+def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is_left_out() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+
+        def lie(who: AveragingPeer) -> None:
+            decoded = who.averager._decoded
+            who.averager._decoded = lambda *arguments: -decoded(*arguments)  # type: ignore[method-assign]
+
+        hit = hit_first_delegate(started, lie)
+        results = await asyncio.gather(*(each.try_round() for each in started))
+        liar = hit[0].peer.peer_id
+        committed = [each for each, done in zip(started, results, strict=True) if done and each not in hit]
+        assert len(committed) >= 12
+        for each in committed:
+            body = each.outcomes[-1].result.certificate.body
+            assert body.levels == 2
+            assert liar not in [body.members[index] for index, *_ in body.contributors]
+            counted = [other for other in committed if other.outcomes[-1].contributed]
+            counted += hit if body.tokens > 10 * len(counted) else []  # By way of the next delegate of its cell.
+            assert body.tokens == 10 * len(counted)
+            torch.testing.assert_close(each.mean(), exact_mean(counted), rtol=0.0, atol=0.05)
+        assert liar in {peer for each in started for peer, _ in each.rpc.refusals}
+        for _ in range(2):  # Its cell's members carry their work.
+            await asyncio.gather(*(each.try_round() for each in started if each not in hit))
+        assert all(each.outcomes[-1].contributed for each in started if each not in hit)
+
+    run(24, scenario, seed=2, spec=CHECKED)
+
+
+def lie_above(who: AveragingPeer, lie: Corrupt) -> None:
+    corrupt_rounds(
+        who.averager, lambda butterfly: lie(butterfly) if butterfly.attempt.roster.tickets[0].level else None
+    )
+
+
+def test_delegates_check_each_other_s_shares_and_convict_before_all() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        hit = hit_first_delegate(started, lambda who: lie_above(who, falsify(None)))
+        await asyncio.gather(*(each.try_round() for each in started))
+        honest = [each for each in started if each not in hit]
+        accused = hit[0].peer.peer_id
+        await until(lambda: all(list(each.averager.evidence.convicted) == [accused] for each in honest), 20)
+        await asyncio.gather(*(each.try_round() for each in honest))
+        body = honest[0].outcomes[-1].result.certificate.body
+        assert all(each.outcomes[-1].result.certificate.body == body for each in honest)
+
+    run(12, scenario, seed=2, spec=CHECKED)
+
+
+def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        hit = hit_first_delegate(started, lambda who: lie_above(who, false_owners.complain))
+        results = await asyncio.gather(*(each.try_round() for each in started))
+        honest = [(each, done) for each, done in zip(started, results, strict=True) if each not in hit]
+        wrong = {peer for each, _ in honest for peer, cause in each.rpc.refusals if cause == "ProtocolError"}
+        assert not wrong, "who asks on behalf of another one is a member still"
+        assert sum(done for _, done in honest) >= 0.6 * len(honest), "all but its own cell"
+        assert not any(each.averager.evidence.convicted for each in started)
+
+    run(24, scenario, seed=2, spec=CHECKED)
 
 
 def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ import msgpack
 import torch
 from torch import Tensor
 
+from p2ptrain.averaging.audit import Audit
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Roster
 from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.reduction import CHUNK_VALUES
+from p2ptrain.averaging.origins import Origin
+from p2ptrain.averaging.pieces import Growing
+from p2ptrain.averaging.reduction import CHUNK_VALUES, chunk_values, mean_tree
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.channel import Channel
@@ -26,8 +30,8 @@ def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins."""
     prepare = averager._attempts.prepare
 
-    def prepare_lie(roster: Roster, head: Head, vector: Tensor, credential: bytes) -> Butterfly:
-        butterfly = prepare(roster, head, vector, credential)
+    def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> Butterfly:
+        butterfly = prepare(roster, head, vector, origin)
         corrupt(butterfly)
         return butterfly
 
@@ -152,6 +156,20 @@ def fall_silent(butterfly: Butterfly) -> None:
     audit.answer = silent  # type: ignore[method-assign]
 
 
+def complain(butterfly: Butterfly) -> None:
+    """Say of the first share that is checked that its owner did not show a chunk."""
+    exchange = butterfly.exchange
+    examine = exchange.examine
+
+    async def examined(owner: int, chunks: list[int], channel: Channel) -> bool:
+        right = await examine(owner, chunks, channel)
+        if not exchange.faults:
+            exchange.find_fault(owner, chunks or [0], "nothing", late=False)
+        return right
+
+    exchange.examine = examined  # type: ignore[method-assign]
+
+
 def claim_signatures(butterfly: Butterfly) -> None:
     """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
     falsify([0])(butterfly)
@@ -165,6 +183,41 @@ def claim_signatures(butterfly: Butterfly) -> None:
         return False
 
     served._open_chunks = claimed  # type: ignore[method-assign]
+
+
+def state_two_means(butterfly: Butterfly) -> None:
+    """Tell one member of another mean than the rest: each is right for one of two parts of the owner's own."""
+    exchange, served = butterfly.exchange, butterfly._served
+    if exchange.audit is None:  # Alone, there is nobody to lie to.
+        return
+    attempt, index = exchange.attempt, exchange.index
+    victim = next(i for i in range(len(attempt.roster.tickets)) if i != index)
+    share, twin, twin_served = copy.copy(exchange.share), copy.copy(exchange), copy.copy(served)
+    vector = 0.5 * exchange.vector
+    share._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+    twin.own_mean = asyncio.get_running_loop().create_future()
+    twin.audit = Audit(attempt, share, index, exchange.runtime, exchange.signer, exchange.spec, vector)
+    twin.audit._commitments = exchange.audit._commitments
+    twin_served._exchange = twin
+    reduce, serve = butterfly._reduce_own_share, served._serve_member
+
+    async def reduce_twice() -> None:
+        await reduce()
+        assert attempt.contributors is not None
+        assert twin.audit is not None
+        share.parts, share.trees = exchange.share.parts, dict(exchange.share.trees)
+        share.measure_own()
+        codec, size = share._codec, len(share._own)
+        mean = Growing(bytearray(codec.encoded_bytes(size)))
+        await share.reduce(exchange.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
+        twin.own_mean.set_result(mean)
+        await twin.audit.state(attempt.contributors, mean_tree(codec, mean.data, size, chunk_values(codec)))
+
+    async def serve_another(channel: Channel, sender: int, *rest: Any) -> None:
+        await (twin_served._serve_member if sender == victim else serve)(channel, sender, *rest)
+
+    butterfly._reduce_own_share = reduce_twice  # type: ignore[method-assign]
+    served._serve_member = serve_another  # type: ignore[method-assign, assignment]
 
 
 def understate_own_norm(butterfly: Butterfly) -> None:
