@@ -20,7 +20,7 @@ from p2ptrain.runtime import Runtime
 if TYPE_CHECKING:
     import torch
 
-PIECE_VALUES = 1 << 19
+PIECE_VALUES = 1 << 20
 """Values in a piece: long enough that handing it to another thread costs nothing, short enough to overlap."""
 
 
