@@ -41,8 +41,10 @@ class OpenedStreams:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._has_all: set[int] = set()
         self._is_through: set[int] = set()
         self._ending: list[asyncio.Task[None]] = []
+        self._waiting: list[asyncio.Task[None]] = []
         self._ended: set[int] = set()
         self._progress = asyncio.Event()
 
@@ -60,20 +62,26 @@ class OpenedStreams:
     async def stop(self) -> None:
         """End the streams; the vector is not read any more when this returns.
 
-        Those on which all has been said end in order, so that their connections can be used again: see `end`.
+        Those on which all has been said end in order, so that their connections can be used again; and so do those of a
+        round that was certified before some members had signed, if those sign soon: see `end`.
         """
-        through = [task for index, task in self._tasks.items() if index in self._is_through]
-        others = [task for task in self._tasks.values() if task not in through]
+        soon = self._has_all if self._exchange.certified.is_set() else set()
+        self._ending += [task for index, task in self._tasks.items() if index in self._is_through]
+        self._waiting += [task for index, task in self._tasks.items() if index in soon - self._is_through]
+        others = [task for task in self._tasks.values() if task not in (*self._ending, *self._waiting)]
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        self._ending += through
         self._tasks = {}  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
 
     async def end(self) -> None:
         """Wait until the last streams have ended, for a bounded time."""
-        await asyncio.gather(*self._ending, return_exceptions=True)
-        self._ending = []
+        if self._waiting:
+            _, late = await asyncio.wait(self._waiting, timeout=FORWARD_SECONDS)
+            for task in late:
+                task.cancel()
+        await asyncio.gather(*self._ending, *self._waiting, return_exceptions=True)
+        self._ending, self._waiting = [], []
 
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""
@@ -89,6 +97,7 @@ class OpenedStreams:
             ) as channel:
                 if size and not await self._bring_part(channel, index, part_codec, deadline):
                     return
+                self._has_all.add(index)
                 if not attempt.roster.has_member(index):
                     await self._tell_result(channel)
                     return

@@ -111,26 +111,9 @@ class ServedStreams:
         self, channel: Channel, sender: int, request: dict[str, Any], source: Source | None
     ) -> None:
         exchange, attempt = self._exchange, self._exchange.attempt
-        size = attempt.size(exchange.index)
-        if size:
-            check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
-            part = await self._receive_part(channel, check, size)
-            tree = await self._receive_commitment(channel, sender, check, request["codec"])
-            if source is not None and attempt.audited and source.is_traceable:
-                await self._trace(channel, source, part, check.codec)
-            await channel.send({"have": size})
-            if not exchange.own_mask.done():
-                exchange.share.add(sender, part, check, tree)
-                exchange.part_changed.set()
-            mask = await asyncio.shield(exchange.own_mask)
-            refusal = exchange.share.refused.get(sender, "")
-            await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
-            if exchange.lends:
-                told = await channel.receive(exchange.spec.round_seconds)
-                exchange.hear_contributors(channel.remote, sender, told.get("contributors"))
-            mean = await asyncio.shield(exchange.own_mean)
-            await channel.send({"mean": size})  # So that it can say in its place that it gave up.
-            await mean.send(channel)
+        if attempt.size(exchange.index):
+            await self._take_part(channel, sender, request, source)
+            await self._give_mean(channel, sender)
             if exchange.audit is not None:
                 await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
                 if not await self._answer_check(channel):
@@ -149,6 +132,35 @@ class ServedStreams:
             await asyncio.wait({channel.lost}, timeout=FORWARD_SECONDS)
         if not channel.lost.done():  # It waits for signatures still: perhaps it cannot reach those that gave theirs.
             await channel.send(exchange.signatures())
+
+    # What may be large is in no frame that waits for signatures: streams that are cut then leave frames in cycles.
+
+    async def _take_part(self, channel: Channel, sender: int, request: dict[str, Any], source: Source | None) -> None:
+        """Receive a member's part of the own share, and what is said about it."""
+        exchange, size = self._exchange, self._exchange.attempt.size(self._exchange.index)
+        check = exchange.share.new_check(self._codec_of_part(channel.remote, request.get("codec")))
+        part = await self._receive_part(channel, check, size)
+        tree = await self._receive_commitment(channel, sender, check, request["codec"])
+        if source is not None and exchange.attempt.audited and source.is_traceable:
+            await self._trace(channel, source, part, check.codec)
+        await channel.send({"have": size})
+        if not exchange.own_mask.done():
+            exchange.share.add(sender, part, check, tree)
+            exchange.part_changed.set()
+
+    async def _give_mean(self, channel: Channel, sender: int) -> None:
+        """Tell a member the own mask, and send it the own share's mean."""
+        exchange = self._exchange
+        mask = await asyncio.shield(exchange.own_mask)
+        refusal = exchange.share.refused.get(sender, "")
+        await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
+        if exchange.lends:
+            told = await channel.receive(exchange.spec.round_seconds)
+            exchange.hear_contributors(channel.remote, sender, told.get("contributors"))
+        mean = await asyncio.shield(exchange.own_mean)
+        # So that it can say in its place that it gave up.
+        await channel.send({"mean": exchange.attempt.size(exchange.index)})
+        await mean.send(channel)
 
     async def _answer_check(self, channel: Channel) -> bool:
         """Answer a member's check of the own share; whether it asked before a majority had signed.
