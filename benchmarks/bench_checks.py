@@ -1,13 +1,18 @@
-"""What spot checks cost: rounds of the same size with and without them, in turn, as real processes on loopback."""
+"""What spot checks cost: rounds of the same size with and without them, in turn, as real processes.
+
+On loopback, where a round is nothing but work; or with ``--rate`` over links of that rate, in network namespaces.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import time
 
 from benchmarks.bench_round import SETTLE_SECONDS
-from benchmarks.swarms import P2PTrainSwarm, Setup
+from benchmarks.namespaces import LimitedNetwork, why_unavailable
+from benchmarks.swarms import P2PTrainSwarm, Place, Setup
 from benchmarks.workers import memory_of_round
 from p2ptrain.codecs import codec_names
 
@@ -20,10 +25,26 @@ def main() -> None:
     parser.add_argument("--codec", choices=codec_names(), default="int8")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--checks", type=int, default=4)
+    parser.add_argument("--rate", type=float, metavar="MBIT", help="Mbit/s of each peer's link; needs root")
     parser.add_argument("--log", metavar="FILE", help="where the peers' error output goes")
     arguments = parser.parse_args()
+    if arguments.rate is not None and (why := why_unavailable()):
+        parser.error(f"--rate: {why}")
+    with contextlib.ExitStack() as running:
+        places: tuple[Place, ...] = ()
+        if arguments.rate is not None:
+            network = running.enter_context(LimitedNetwork(arguments.peers))
+            network.limit(1e6 * arguments.rate)
+            places = network.places
+        compare(arguments, places)
+
+
+def compare(arguments: argparse.Namespace, places: tuple[Place, ...]) -> None:
+    """Rounds of both kinds of peers, which run in these places."""
     setups = {
-        checks: Setup(arguments.peers, arguments.values, arguments.codec, spot_checks=checks, log=arguments.log)
+        checks: Setup(
+            arguments.peers, arguments.values, arguments.codec, places=places, spot_checks=checks, log=arguments.log
+        )
         for checks in (0, arguments.checks)
     }
     peaks = {}

@@ -68,11 +68,14 @@ async def send_encoded(
 ) -> memoryview:
     """Encode a part piece by piece, one piece ahead of what is sent; returns all of it encoded.
 
+    That is the vector's own memory if the codec takes it as it is.
+
     Raises:
         CodecError: A value cannot be encoded, or ``check`` refuses it.
         PeerError, DeadlineError: See `Channel.send_bytes`.
     """
-    encoded = runtime.buffers.lend(codec.encoded_bytes(len(vector)))
+    view = codec.encoded_view(vector)
+    encoded = runtime.buffers.lend(codec.encoded_bytes(len(vector))) if view is None else view
 
     async def encode(low: int, high: int) -> memoryview:
         piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
@@ -80,7 +83,8 @@ async def send_encoded(
         return piece
 
     def encode_piece(low: int, high: int, piece: memoryview) -> None:
-        codec.part(low, high).encode_into(vector[low:high], piece)
+        if view is None:
+            codec.part(low, high).encode_into(vector[low:high], piece)
         check(piece, low, high)
 
     first, *others = cut(len(vector), codec.block_size)

@@ -104,6 +104,10 @@ class Codec(Decoder):
         self.encode_into(vector, encoded)
         return encoded
 
+    def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
+        """What encodes ``vector`` without a copy: its own memory, not looked at; None where that is something else."""
+        return None
+
     @abstractmethod
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """As `encode`, into ``out``, which is writable and has exactly ``encoded_bytes(num_values)`` bytes.

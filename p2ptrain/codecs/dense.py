@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import torch
 
@@ -44,6 +46,18 @@ class Fp32Codec(KernelCodec):
             if not bool(np.isfinite(values[piece]).all()):
                 raise CodecError(f"fp32: {NOT_FINITE}")
             target[piece] = values[piece]
+
+    def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
+        """See `Codec.encoded_view`."""
+        return memoryview(check_vector(vector).numpy()).cast("B") if sys.byteorder == "little" else None
+
+    def largest(self, data: Buffer, num_values: int) -> float:
+        """See `Codec.largest`; without copies where the data can be read as it is."""
+        array = byte_array(data, self.encoded_bytes(num_values), self.name).view("<f4")
+        if not (num_values and array.flags.writeable and array.flags.aligned and sys.byteorder == "little"):
+            return super().largest(data, num_values)
+        least, greatest = (float(extreme) for extreme in torch.from_numpy(array).aminmax())  # NaN, if there is one
+        return max(-least, greatest)
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec.decode_into`."""

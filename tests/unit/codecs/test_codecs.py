@@ -52,6 +52,24 @@ def test_encoding_has_the_announced_size_and_validates(codec: Codec, num_values:
 
 
 @every_codec
+@pytest.mark.parametrize("num_values", LENGTHS)
+def test_a_vector_that_is_sent_as_it_is_is_what_encoding_gives(codec: Codec, num_values: int) -> None:
+    vector = gaussian(num_values).requires_grad_()
+    view = codec.encoded_view(vector)
+    assert (view is None) == (codec.name != "fp32")
+    assert view is None or view == codec.encode(vector)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_the_largest_is_no_number_if_a_value_is_none(name: str, kind: type) -> None:
+    codec = get_codec(name)
+    encoded = codec.encode(gaussian(70_000))
+    encoded[-2:] = b"\xff\xff"
+    assert math.isnan(codec.largest(kind(encoded), 70_000))
+
+
+@every_codec
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_pieces_cut_at_blocks_concatenate_to_the_whole(codec: Codec, data: st.DataObject) -> None:
