@@ -19,6 +19,7 @@ import psutil
 
 from benchmarks.harness import PeakMemory, end_processes, process_trees, session_processes, undisturbed
 
+SHARED_MEMORY = Path("/dev/shm")
 ENDED = "a process of the benchmark ended early; run with --log FILE to see why"
 
 
@@ -147,7 +148,10 @@ class Workers:
     ) -> None:
         with undisturbed():
             self.processes()
-            end_processes([*{*self._seen, *session_processes(self.pids)}])
+            ended = {*self._seen, *session_processes(self.pids)}
+            end_processes([*ended])
+            for process in ended:
+                _remove_shared_tensors(process.pid)
             for worker in self.all:
                 worker.process.wait()
                 for pipe in (worker.process.stdin, worker.process.stdout):
@@ -155,6 +159,12 @@ class Workers:
                         pipe.close()
             self._log.close()
             self._folder.cleanup()
+
+
+def _remove_shared_tensors(pid: int) -> None:
+    """Remove the files in which a process shared tensors: hivemind's are in memory for good when it is ended."""
+    for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

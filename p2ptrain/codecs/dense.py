@@ -49,7 +49,7 @@ class Fp32Codec(KernelCodec):
 
     def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
         """See `Codec.encoded_view`."""
-        return memoryview(check_vector(vector).numpy()).cast("B") if sys.byteorder == "little" else None
+        return check_vector(vector).numpy().data.cast("B") if sys.byteorder == "little" else None
 
     def largest(self, data: Buffer, num_values: int) -> float:
         """See `Codec.largest`; without copies where the data can be read as it is."""
