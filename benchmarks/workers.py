@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -164,7 +165,8 @@ class Workers:
 def _remove_shared_tensors(pid: int) -> None:
     """Remove the files in which a process shared tensors: hivemind's are in memory for good when it is ended."""
     for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 @dataclass(frozen=True)

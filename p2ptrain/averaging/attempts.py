@@ -128,6 +128,7 @@ class Attempts:
             origin,
         )  # fmt: skip
         butterfly.exchange.slow_to_clear = self._slow_to_clear
+        butterfly.exchange.on_evidence = self.evidence.add_soon
         self._settlements.remember(attempt)
         self._groups.add(butterfly)
         return butterfly
@@ -228,7 +229,8 @@ class Attempts:
                     self._check_credential, butterfly.attempt, channel.remote, request.get("credential")
                 )
             except IntegrityError as error:
-                butterfly.exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} stands for nobody: {error}")
+                if butterfly.attempt.roster.index_of(channel.remote) >= 0:
+                    butterfly.exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
         await butterfly.serve(channel, request, source)
 

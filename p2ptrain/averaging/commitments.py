@@ -25,6 +25,8 @@ from p2ptrain.signing import Signer
 
 MAX_NAME_LENGTH = 128
 SLICE_FIELDS = 6
+MAX_STATEMENT_BYTES = MAX_PROOF_BYTES + 512
+"""More than one takes on the wire."""
 
 
 @dataclass(frozen=True)

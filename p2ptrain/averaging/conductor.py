@@ -83,7 +83,8 @@ class Conductor:
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self.closed = False
+        """Whether this peer leads nobody any more."""
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
         if spec.auxiliaries:
@@ -92,7 +93,7 @@ class Conductor:
 
     async def close(self) -> None:
         """Stop leading, for good; followers move on to the next leader."""
-        self._closed = True
+        self.closed = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,7 +134,7 @@ class Conductor:
         Raises:
             PeerRefusedError: This peer leads nobody any more.
         """
-        if self._closed:
+        if self.closed:
             raise PeerRefusedError(self._rpc.peer_id, "this peer is leaving")
         rally = self._rallies.get(key)
         if rally is None or rally.over:

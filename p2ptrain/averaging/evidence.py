@@ -103,6 +103,14 @@ class EvidenceStore:
                 self._start(self._offer(other, peer, evidence))
         return peer
 
+    def add_soon(self, evidence: bytes) -> None:
+        """As `add`, without waiting for it."""
+
+        async def add() -> None:
+            await self.add(evidence)
+
+        self._start(add())
+
     def _forget_some(self) -> None:
         kept = sum(map(len, self.convicted.values()))
         for peer, evidence in self.convicted.items():

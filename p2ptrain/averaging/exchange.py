@@ -77,9 +77,11 @@ class Exchange:
         checked: Owners whose share passed this member's checks.
         faults: By owner that did not pass them: what it did, and whether it was only late.
         evidence: Of a false mean, once this member has found one.
+        on_evidence: Called with it, even when the round is over.
         own_complaints: Chunks that owners did not show to this member: (owner, chunk).
         complaints: The same from others, which this member has yet to look into.
-        unshown: By owner that passed signatures on in place of chunks that this member asked for: which.
+        outvoted: Owners that just passed signatures on in place of chunks that this member asked for.
+        unshown: By such an owner: which, once it is clear that nobody told it and this member of different means.
         own_clear: Set once this member's checks are through.
         cleared: Members that say so of theirs.
         slow_to_clear: Peers that took too long in an earlier round, and are not waited for; outlives the attempt.
@@ -145,7 +147,9 @@ class Exchange:
         self.evidence = b""
         self.own_complaints: list[tuple[int, int]] = []
         self.complaints: list[tuple[int, int]] = []
+        self.outvoted: set[int] = set()
         self.unshown: dict[int, list[int]] = {}
+        self.on_evidence: Callable[[bytes], None] = lambda evidence: None
         self.own_clear = asyncio.Event()
         self.cleared: set[int] = set()
         self.slow_to_clear: set[str] = set()
@@ -274,7 +278,10 @@ class Exchange:
 
     def find_guilty(self, error: FalseMeanError, chunks: list[int]) -> None:
         """Take down evidence against an owner, and the chunks that showed it, if any did."""
-        self.evidence = self.evidence or error.evidence
+        if not self.evidence:
+            self.evidence = error.evidence
+            self.on_evidence(error.evidence)
+        self.faults.pop(error.owner, None)
         self.find_fault(error.owner, chunks, str(error), late=False)
 
     async def examine(self, owner: int, chunks: list[int], channel: Channel) -> bool:
@@ -300,8 +307,8 @@ class Exchange:
                 self.note_gave_up(owner, blamed, reply.get("complaints"))
                 return False
             if "proofs" in reply:
+                self.outvoted.add(owner)
                 self.note_signatures(reply["proofs"])
-                self.unshown[owner] = chunks
                 return False
             size = reply.get("opening")
             if type(size) is not int or not 0 < size <= limit:

@@ -205,6 +205,8 @@ class Matchmaker:
         target, hops = "", 0
         try:
             while (remaining := deadline - loop.time()) > 0:
+                if self._conductor.closed:
+                    raise NoGroupError("this peer is leaving")
                 excluded = [*tried, *sorted(self._leaders.unreachable(key))]
                 leader = self._conductor.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
                 self._place.following = self._last_leader = (key, leader)

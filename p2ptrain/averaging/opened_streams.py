@@ -8,6 +8,7 @@ import logging
 from typing import Any
 
 from p2ptrain.averaging.audit import Audit, FalseMeanError
+from p2ptrain.averaging.commitments import MAX_STATEMENT_BYTES
 from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
 from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
@@ -175,6 +176,8 @@ class OpenedStreams:
             reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return False
+        if reply.get("have") != len(part):
+            raise ProtocolError(channel.remote, "does not say that the part is there")
         exchange.arrived_at[index] = loop.time()
         self._wake()
         exchange.agreed.set()
@@ -210,11 +213,13 @@ class OpenedStreams:
     async def _show_origin(self, channel: Channel, index: int, chunks: Any) -> None:
         """Show an owner what chunks of the part that it received come from."""
         exchange, attempt = self._exchange, self._exchange.attempt
+        if exchange.origin is None or not attempt.audited:
+            raise ProtocolError(channel.remote, "asks where a part comes from that is not to be traced")
         count = attempt.num_chunks(index)
-        if exchange.origin is None or not isinstance(chunks, list) or not 0 < len(chunks) <= MAX_CHUNKS:
-            raise ProtocolError(channel.remote, "asks where a part comes from that comes from nowhere else")
-        if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
-            raise ProtocolError(channel.remote, "asks for chunks that are not there")
+        if not isinstance(chunks, list) or not 0 < len(chunks) <= min(exchange.spec.spot_checks, MAX_CHUNKS):
+            raise ProtocolError(channel.remote, "asks for an impossible number of chunks")
+        if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks) or len(set(chunks)) < len(chunks):
+            raise ProtocolError(channel.remote, "asks for chunks that are not there, or twice")
         spans = [attempt.span(index, chunk) for chunk in chunks]
         shown = await exchange.runtime.compute(exchange.origin.show, spans)
         await channel.send({"shown": len(shown)})
@@ -234,13 +239,25 @@ class OpenedStreams:
         chunks = audit.draw(index, exchange.checkers_of(index))
         await channel.send({"check": chunks})
         try:
-            passed = await exchange.examine(index, chunks, channel)
+            passed = await self._examine(index, chunks, channel)
         except (PeerLostError, PeerRefusedError):
             await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
             passed = await self.ask_again(index, chunks)
         if passed:
             exchange.checked.add(index)
         exchange.changed()
+        return passed
+
+    async def _examine(self, index: int, chunks: list[int], channel: Channel) -> bool:
+        """See `Exchange.examine`; an owner that passes signatures on instead may hold another result."""
+        exchange = self._exchange
+        passed = await exchange.examine(index, chunks, channel)
+        if index in exchange.outvoted:
+            if exchange.audit is not None and exchange.certificate() is None:
+                await self._compare_statements(exchange.audit, index)
+            exchange.outvoted.discard(index)
+            exchange.unshown[index] = chunks
+            exchange.changed()
         return passed
 
     async def ask_again(self, index: int, chunks: list[int]) -> bool:
@@ -250,7 +267,7 @@ class OpenedStreams:
         peer = exchange.attempt.roster.owners[index]
         try:
             async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
-                return await exchange.examine(index, chunks, channel)
+                return await self._examine(index, chunks, channel)
         except (PeerError, DeadlineError) as error:
             exchange.find_fault(index, chunks, str(error), late=True)
             return False
@@ -303,10 +320,11 @@ class OpenedStreams:
         """Find out whether an owner told a member, which signed another result, something else than this one."""
         exchange = self._exchange
         request = {"group": exchange.attempt.roster.group_id, "statements": True}
-        peer = exchange.attempt.roster.owners[index]
+        owners = exchange.attempt.roster.owners
+        peer, limit = owners[index], len(owners) * MAX_STATEMENT_BYTES
         try:
             async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
-                reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds)
+                reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds, limit)
             await exchange.runtime.compute(audit.compare, reply.get("statements"))
         except FalseMeanError as error:
             exchange.find_guilty(error, [])

@@ -61,7 +61,7 @@ class Vouching:
     def fail_on_faults(self) -> None:
         """Fail once anything did not pass, unless that was only late, and a majority signed without waiting for it."""
         exchange = self._exchange
-        for index, (fault, late) in exchange.faults.items():
+        for index, (fault, late) in sorted(exchange.faults.items(), key=lambda found: found[1][1]):
             if late and exchange.certificate() is not None:
                 continue
             peer, phase = exchange.attempt.roster.owners[index], exchange.attempt.phase

@@ -16,6 +16,7 @@ from p2ptrain.averaging.leaders import MOST_BELIEVED
 from p2ptrain.averaging.matchmaking import BehindError, Matchmaker, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.rally import without_conflicts
+from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.records import PeerRecord
@@ -227,6 +228,21 @@ def test_two_that_send_each_other_on_do_not_spin() -> None:
             assert 2 <= dials <= 6
 
     simulate(main, seed=4)
+
+
+def test_who_is_leaving_leads_nobody_and_looks_for_no_group() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 2) as all_:
+            (member, matchmaker, _), (other, _, _) = all_
+            await matchmaker.close()
+            began = network.loop.time()
+            with pytest.raises(NoGroupError, match="leaving"):
+                await matchmaker.find_group(make_ticket(member))
+            assert network.loop.time() == began
+            with pytest.raises(PeerRefusedError, match="leaving"):
+                await matchmaker._conductor.enlist(make_ticket(other), matchmaker.head, [], 99, [])
+
+    simulate(main, seed=1)
 
 
 async def answered(network: SimulatedNetwork, answer: dict[str, object]) -> None:
