@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.harness import cpu_seconds
 from benchmarks.workers import Workers
-from p2ptrain.manifest import AveragingSpec
 
 START_SECONDS = 120.0
 ROUND_SECONDS = 150.0
@@ -49,7 +48,7 @@ class Setup:
         grace_seconds: How long a late peer is waited for; for hivemind, how long a silent one is.
         min_group: Fewer peers do not form a group; for hivemind alone.
         places: One for each peer.
-        spot_checks: Chunks of each share that are computed again; for p2ptrain alone.
+        spot_checks: Chunks of each share that are computed again; for p2ptrain alone, and none where it is compared.
         log: Where the error output of all processes goes.
         hivemind_python: The interpreter for hivemind.
     """
@@ -60,7 +59,7 @@ class Setup:
     grace_seconds: float = PATIENT_SECONDS
     min_group: int = 0
     places: tuple[Place, ...] = ()
-    spot_checks: int = AveragingSpec().spot_checks
+    spot_checks: int = 0
     log: str | None = None
     hivemind_python: str = sys.executable
 

@@ -10,7 +10,7 @@ from typing import Any
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
 from p2ptrain.averaging.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.head import MAX_PRESENT, Head
-from p2ptrain.averaging.reduction import chunk_values
+from p2ptrain.averaging.reduction import chunk_span, chunk_values, num_chunks
 from p2ptrain.averaging.robust import vote_weights
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
@@ -110,12 +110,11 @@ class Attempt:
 
     def num_chunks(self, index: int) -> int:
         """Chunks of an owner's share; see `p2ptrain.averaging.reduction.chunk_values`."""
-        return -(-self.size(index) // chunk_values(self.codec))
+        return num_chunks(self.size(index), chunk_values(self.codec))
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
         """First value of a chunk of an owner's share in the vector, and the value after its last."""
-        low = self.bounds[index] + chunk * chunk_values(self.codec)
-        return low, min(low + chunk_values(self.codec), self.bounds[index + 1])
+        return chunk_span(self.bounds[index], self.bounds[index + 1], chunk, chunk_values(self.codec))
 
     @property
     def lists_parts(self) -> bool:

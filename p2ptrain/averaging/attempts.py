@@ -22,6 +22,7 @@ from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.openings import Rules
 from p2ptrain.averaging.origins import Origin, Source
+from p2ptrain.averaging.own_work import OwnWork
 from p2ptrain.averaging.patience import attempt_seconds
 from p2ptrain.averaging.served_streams import QUESTIONS
 from p2ptrain.averaging.settle import Settlements
@@ -53,8 +54,6 @@ class Attempts:
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
         sizes: By part of the model: its number of values; round r averages part r mod P.
-        gave_up_on: The lineage of the last head at which an attempt was given up that others may have completed.
-        uncertain_parts: For which one was since the work in it was last counted or dropped.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class Attempts:
         membership: Membership,
         matchmaker: Matchmaker,
         history: History,
+        own_work: OwnWork,
         num_values: int,
     ) -> None:
         """See `p2ptrain.averaging.averager.Averager`, whose arguments these are."""
@@ -78,15 +78,15 @@ class Attempts:
         self._membership = membership
         self._matchmaker = matchmaker
         self._history = history
+        self._own_work = own_work
         self.sizes: Sequence[int] = (num_values,)
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
         self.evidence = EvidenceStore(rpc, runtime, signer, swarm, self._rules_of, membership, self._on_conviction)
         if spec.spot_checks:  # Without checks nobody signs what could convict it.
             self.evidence.serve()
+            matchmaker.on_misled(self.evidence.show)
         self._slow_to_clear: set[str] = set()
-        self.gave_up_on = b""
-        self.uncertain_parts: set[int] = set()
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
         self._groups = Groups(rpc.peer_id)
@@ -138,11 +138,6 @@ class Attempts:
         codec = codec_at(self._history.codec_of(share.round), share.level)
         return Rules(self._swarm, self._spec, codec, self.sizes[share.round % len(self.sizes)])
 
-    def give_up_on(self, head: Head) -> None:
-        """Note that a result was given up which others may bring to an end."""
-        self.gave_up_on = head.lineage
-        self.uncertain_parts.add(head.round % len(self.sizes))
-
     def _durations_of(self, level: int) -> deque[float]:
         return self._durations.setdefault(level, deque(maxlen=ROUNDS_REMEMBERED))
 
@@ -176,7 +171,7 @@ class Attempts:
                     if unproven:  # Or was it only that this peer asked when the others had gone on?
                         self._blame(error, butterfly)
                     if not attempt.withholds:
-                        self.give_up_on(attempt.head)
+                        self._own_work.give_up_on(attempt.head)
                     self._matchmaker.group_broke()
                     if isinstance(error, UnencodableError):
                         raise
@@ -217,6 +212,7 @@ class Attempts:
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Go on without a peer that was proved to have falsified a mean."""
         logger.warning("peer %s is kept out from now on: there is evidence against it: %s", peer[-8:], fault)
+        self._matchmaker.abandon(peer)
         for butterfly in self._groups:
             butterfly.accuse(peer, fault)
 
@@ -228,7 +224,7 @@ class Attempts:
                 source = await self._runtime.compute(
                     self._check_credential, butterfly.attempt, channel.remote, request.get("credential")
                 )
-            except IntegrityError as error:
+            except (IntegrityError, ProtocolError) as error:
                 if butterfly.attempt.roster.index_of(channel.remote) >= 0:
                     butterfly.exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} stands for nobody: {error}")
                 raise ProtocolError(channel.remote, f"stands for nobody: {error}") from error
@@ -238,7 +234,7 @@ class Attempts:
         """The result that a delegate's ticket speaks of, which it holds and may bring here.
 
         Raises:
-            IntegrityError: It does not, or may not.
+            IntegrityError, ProtocolError: It does not, or may not.
         """
         roster = attempt.roster
         index = roster.index_of(peer)
@@ -256,4 +252,4 @@ class Attempts:
         cells = self._matchmaker.cells
         if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
             raise IntegrityError("its result is not one of a cell")
-        return Source(body, self._spec, self._history.codec_of(body.round), attempt.bounds[-1])
+        return self._history.source_of(peer, body, attempt.bounds[-1])

@@ -146,7 +146,7 @@ class Audit:
         Raises:
             IntegrityError: There are no such chunks, or the own part is not to be read any more.
         """
-        count = self._rules.num_chunks(self._attempt.size(self._index))
+        count = self._attempt.num_chunks(self._index)
         if not (isinstance(chunks, list) and 0 < len(chunks) <= MAX_CHUNKS):
             raise IntegrityError("asks for an impossible number of chunks")
         if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
@@ -196,14 +196,14 @@ class Audit:
             owner: Whose share.
             checkers: How many members check it in time, this one included: those on slow links only look on.
         """
-        count = self._rules.num_chunks(self._attempt.size(owner))
+        count = self._attempt.num_chunks(owner)
         each, rest = divmod(self._rules.spec.spot_checks, checkers)
         random = self._runtime.random
         return random.sample(range(count), min(each + (random.random() * checkers < rest), count, MAX_CHUNKS))
 
     def max_answer_bytes(self, owner: int, num_chunks: int) -> int:
         """More than an honest answer takes."""
-        contributors, count = len(self._attempt.roster.tickets), self._rules.num_chunks(self._attempt.size(owner))
+        contributors, count = len(self._attempt.roster.tickets), self._attempt.num_chunks(owner)
         largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
         return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
 

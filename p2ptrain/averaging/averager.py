@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from p2ptrain.averaging.history import History, Means, Result
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.origins import Origin
+from p2ptrain.averaging.own_work import OwnWork
 from p2ptrain.averaging.robust import feedback_scale
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
@@ -47,7 +47,6 @@ MAX_ATTEMPTS = 3
 MAX_DELEGATES = 3
 """So many members of a group may stand for it, one after the other has failed or fallen quiet."""
 MIN_HISTORY_BYTES = 64 << 20
-MAX_PARTIAL_RESULTS = 8
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ class Averager:
         on_phase: Called with each new phase and the round in progress, on the event loop.
         matchmaker: Finds groups; its ``head`` and ``participates`` are kept by `set_head` and the owner.
         history: The last results, for laggards.
+        own_work: In which results this peer's work is.
         is_reachable: Whether others can open streams to this peer; otherwise it owns no share.
     """
 
@@ -155,12 +155,12 @@ class Averager:
         self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
+        self.own_work = OwnWork(rpc.peer_id, self.matchmaker)
         self._attempts = Attempts(
-            rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, num_values
+            rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, self.own_work, num_values
         )
         self._attempts.on_phase = self._enter
         self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
-        self._own_results: deque[Body] = deque(maxlen=MAX_PARTIAL_RESULTS)
 
     @property
     def head(self) -> Head:
@@ -181,19 +181,7 @@ class Averager:
         self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
         self.history.max_rounds = self._spec.history_rounds * len(codecs)
         self._attempts.sizes = sizes
-
-    def consumed(self, parts: Iterable[int]) -> None:
-        """Note that all work on parts that was averaged before was counted or dropped: it waits for no other round."""
-        self._attempts.uncertain_parts.difference_update(parts)
-
-    def work_may_count(self, part: int) -> bool:
-        """Whether an attempt was given up whose work, which still waits, may be in a lineage that is not known here."""
-        return part in self._attempts.uncertain_parts
-
-    @property
-    def gave_up_on(self) -> bytes:
-        """The lineage of the last head at which an attempt was given up that others may have completed."""
-        return self._attempts.gave_up_on
+        self.own_work.num_parts = len(sizes)
 
     @property
     def evidence(self) -> EvidenceStore:
@@ -276,7 +264,7 @@ class Averager:
         """
         body = stage.certificate.body
         if body.level == 0:
-            self._own_results.append(body)
+            self.own_work.add_result(body)
         self._descent.expect(body)
         brought: tuple[Ascent, list[_Stage]] | None = None
         delegates = self._delegates(stage)[:MAX_DELEGATES]
@@ -286,12 +274,12 @@ class Averager:
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # Another delegate would end the round a second time.
-            self._attempts.give_up_on(head)
+            self.own_work.give_up_on(head)
             raise AttemptFailedError(str(error)) from error
         finally:
             self._descent.conclude(body, brought[0] if brought else None)
         if brought is None:
-            self._attempts.give_up_on(head)
+            self.own_work.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return brought
 
@@ -332,51 +320,13 @@ class Averager:
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
         )  # fmt: skip
-        origin = Origin(stage.certificate, stage.means, self._spec, self.history.codec_of(body.round))
+        source = self.history.source_of(self._rpc.peer_id, body, len(vector))
+        origin = Origin(stage.certificate, stage.means, source)
         upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
             return Ascent((upper.certificate,), upper.means), [upper]
         ascent, above = await self._rise(head, upper, brought)
         return Ascent((upper.certificate, *ascent.path), ascent.means), [upper, *above]
-
-    def counted(self, body: Body) -> bool:
-        """Whether this peer's work is in a round's result that it did not see completed: then it must not count again.
-
-        Where that cannot be told, because the way up the tree is not known here, it is if anybody spoke for its cell.
-        """
-        own = self._rpc.peer_id
-        if body.levels == 1:
-            return any(body.members[index] == own for index, *_ in body.contributors)
-        mine = [result for result in self._own_results if result.lineage == body.lineage]
-        mine = [result for result in mine if own in [result.members[index] for index, *_ in result.contributors]]
-        if not mine and self.gave_up_on != body.lineage:
-            return False
-        brought = {body.children[index] for index, *_ in body.contributors}
-        if mine and body.level == 1 and self.gave_up_on != body.lineage:
-            return any(result.body_hash in brought for result in mine)
-        cells, head = self.matchmaker.cells, self.head
-        key = cells.key_of(head, own, body.level)
-        return cells.slot(key, own) in {cells.slot(key, body.members[index]) for index, *_ in body.contributors}
-
-    def counts_in(self, body: Body) -> tuple[int, int] | None:
-        """The tokens and samples of this peer's that count in a round's result, as its own group's has them.
-
-        Above level 0 they are not in ``body``: its contributors are delegates, with what they stand for.
-
-        Returns:
-            None if it cannot be told.
-        """
-        results = [body] if body.levels == 1 else [each for each in self._own_results if each.lineage == body.lineage]
-        if body.levels == 2:
-            brought = {body.children[index] for index, *_ in body.contributors}
-            results = [result for result in results if result.body_hash in brought]
-        elif body.levels > 2 and self.gave_up_on == body.lineage:
-            return None
-        for result in reversed(results):
-            for index, tokens, samples in result.contributors:
-                if result.members[index] == self._rpc.peer_id:
-                    return tokens, samples
-        return None
 
     def _decoded(self, body: Body, means: Means) -> torch.Tensor:
         import torch

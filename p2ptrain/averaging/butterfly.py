@@ -392,10 +392,11 @@ class Butterfly:
             if self.exchange.evidence:
                 self._vouching.fail_on_faults()
             # Whoever cannot be reached may still give its signature to somebody that can.
+            gave_up, lost = self.exchange.gave_up, self.exchange.lost
             gone = [
                 t.peer
-                for t in attempt.roster.tickets
-                if t.reachable and t.peer in self.exchange.lost.keys() - attempt.proofs
+                for index, t in enumerate(attempt.roster.tickets)
+                if t.peer not in attempt.proofs and (index in gave_up or (t.reachable and t.peer in lost))
             ]
             if len(attempt.roster.tickets) - len(gone) < attempt.roster.majority:
                 self._fail_if_lost(gone)

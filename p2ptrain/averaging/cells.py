@@ -49,8 +49,8 @@ class Cells:
         """Cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
-    def key_of(self, place: Head | Ticket | AuxiliaryTicket, peer: str, level: int = 0) -> Key:
-        """The group in which a peer, or what it stands for, averages in the round after a head, or in a ticket's."""
+    def key_of(self, place: Head | Ticket | AuxiliaryTicket | Key, peer: str, level: int = 0) -> Key:
+        """The group in which a peer, or what it stands for, averages after a head, or in a ticket's or key's round."""
         cell = _cell(place.round, place.lineage, place.present, self._group_size, level, peer)
         return Key(place.round, place.lineage, place.present, level, cell)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
@@ -83,6 +83,8 @@ class Conductor:
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.on_misled: Callable[[str, str], None] = lambda peer, leader: None
+        """Called with a peer of this group that follows a leader which is convicted here."""
         self.closed = False
         """Whether this peer leads nobody any more."""
         rpc.serve_channel("rally.join", self._serve_join)
@@ -380,6 +382,8 @@ class Conductor:
             rally.changed.set()
             return
         self._leaders.reached(peer)
+        if isinstance(leader, str) and self._membership.is_convicted(leader):
+            self.on_misled(peer, leader)
         if rally.over:
             return
         if head.lineage != rally.head.lineage and head.outranks(rally.head):

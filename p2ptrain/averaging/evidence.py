@@ -111,6 +111,11 @@ class EvidenceStore:
 
         self._start(add())
 
+    def show(self, to: str, accused: str) -> None:
+        """Bring a peer what is known here about another one, if anything is."""
+        if evidence := self.convicted.get(accused):
+            self._start(self._offer(to, accused, evidence))
+
     def _forget_some(self) -> None:
         kept = sum(map(len, self.convicted.values()))
         for peer, evidence in self.convicted.items():

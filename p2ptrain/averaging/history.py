@@ -11,6 +11,7 @@ from typing import Any
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.encodings import mean_codec_of
+from p2ptrain.averaging.origins import Source
 from p2ptrain.averaging.reduction import chunk_values, mean_root
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, codec_at
@@ -131,23 +132,7 @@ class History:
             PeerError, DeadlineError: It failed.
             ProtocolError: It sent certificates that do not verify or do not connect.
         """
-        reply = await self._rpc.call(
-            peer, "history.after", {"lineage": lineage}, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
-        )
-        raw = reply.get("certificates")
-        if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
-            raise ProtocolError(peer, "sent a malformed history")
-        certificates = []
-        for item in raw:
-            try:
-                certificate = self.verified(item)
-            except IntegrityError as error:
-                raise ProtocolError(peer, f"sent a history in which {error}") from error
-            if certificate.body.lineage != lineage or not certificate.body.is_last:
-                raise ProtocolError(peer, "sent a history that does not connect")
-            lineage = certificate.body.next_lineage
-            certificates.append(certificate)
-        return certificates
+        return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer)
 
     async def fetch_means(self, peer: str, body: Body, num_values: int, timeout_seconds: float) -> Means:
         """Fetch the encoded means of a result from a peer, checked against the body's hashes.
@@ -201,6 +186,11 @@ class History:
         except ValueError as error:
             raise ProtocolError(peer, f"offers a result that is cut within blocks: {error}") from error
 
+    def source_of(self, peer: str, body: Body, num_values: int) -> Source:
+        """A result that a peer brings, to trace what comes from it; raises `ProtocolError` as `codecs_of`."""
+        chunk = chunk_values(codec_at(self.codec_of(body.round), body.level))
+        return Source(body, self.codecs_of(peer, body, num_values), chunk)
+
     def num_bytes_of(self, peer: str, body: Body, num_values: int) -> int:
         """Size of the encoded means of a result that a peer offers; raises `ProtocolError` as `codecs_of`."""
         codecs = self.codecs_of(peer, body, num_values)
@@ -229,3 +219,24 @@ class History:
                 codec.validate(mean, size)
             except CodecError as error:
                 raise ProtocolError(peer, f"sent a result that is refused: {error}") from error
+
+
+async def fetch_certificates(rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer) -> list[Certificate]:
+    """Ask a peer for the chain of certificates from ``lineage`` on; see `History.certificates_after`."""
+    reply = await rpc.call(
+        peer, "history.after", {"lineage": lineage}, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
+    )
+    raw = reply.get("certificates")
+    if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
+        raise ProtocolError(peer, "sent a malformed history")
+    certificates = []
+    for item in raw:
+        try:
+            certificate = Certificate.from_bytes(item, swarm, verifier)
+        except IntegrityError as error:
+            raise ProtocolError(peer, f"sent a history in which {error}") from error
+        if certificate.body.lineage != lineage or not certificate.body.is_last:
+            raise ProtocolError(peer, "sent a history that does not connect")
+        lineage = certificate.body.next_lineage
+        certificates.append(certificate)
+    return certificates

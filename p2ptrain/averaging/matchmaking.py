@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
@@ -94,12 +95,22 @@ class Matchmaker:
         self._leaders = Leaders(rpc.peer_id, membership, self.cells)
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
         self._announcing: set[asyncio.Task[None]] = set()
+        self._asking: tuple[str, asyncio.Task[Answer]] | None = None
         rpc.serve("rally.nudge", self._serve_nudge)
 
     @property
     def head(self) -> Head:
         """This peer's head; its owner keeps it current with `move`."""
         return self._place.head
+
+    def on_misled(self, show: Callable[[str, str], None]) -> None:
+        """Have ``show`` called with a peer of this peer's rally that follows a leader which is convicted here."""
+        self._conductor.on_misled = show
+
+    def abandon(self, leader: str) -> None:
+        """Follow a peer no longer: it was proved to have falsified a mean."""
+        if self._asking is not None and self._asking[0] == leader:
+            self._asking[1].cancel()
 
     @property
     def participates(self) -> bool:
@@ -264,13 +275,17 @@ class Matchmaker:
                 "hops": hops,
                 "avoid": self._membership.avoided(),
             }
-            began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
-            patience = max(grace, LEADER_QUIET_SECONDS)
-            async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
-                opened = asyncio.get_running_loop().time()
-                answer = await answer_after_beats(
-                    channel, began + timeout_seconds - opened, grace, patience, opened - began, MAX_ROSTER_BYTES
-                )
+            asking = asyncio.create_task(self._ask(leader, request, timeout_seconds), name=f"join-{leader[-8:]}")
+            self._asking = leader, asking
+            try:
+                await asyncio.wait({asking})
+                if asking.cancelled():
+                    return None
+                answer = asking.result()
+            finally:
+                self._asking = None
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
             if answer.get("kind") not in ("roster", "redirect", "behind", "refused"):
                 raise ProtocolError(leader, "answered a ticket with nonsense")
             return answer
@@ -285,6 +300,16 @@ class Matchmaker:
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)
         return None
+
+    async def _ask(self, leader: str, request: dict[str, Any], timeout_seconds: float) -> Answer:
+        """Another peer's answer to a ticket, which it may take long to give as long as it says that it is at it."""
+        began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
+        patience = max(grace, LEADER_QUIET_SECONDS)
+        async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
+            opened = asyncio.get_running_loop().time()
+            return await answer_after_beats(
+                channel, began + timeout_seconds - opened, grace, patience, opened - began, MAX_ROSTER_BYTES
+            )
 
     def _accept(self, answer: Answer, ticket: Ticket, leader: str) -> Roster:
         """Turn a leader's final answer into a roster or a typed error; nothing in it is trusted."""

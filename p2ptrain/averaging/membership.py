@@ -8,7 +8,9 @@ accusation harms nobody.
 Three things outlast a peer's word that it is well. A peer that was proved to have lied (`p2ptrain.averaging.evidence`)
 never comes into this peer's groups again. A peer with which rounds broke again and again stays out of them for a while
 (`Membership.broke_with`): two peers that reach everybody but each other would otherwise break every round of the swarm.
-And a peer whose record turned out to promise too much is not followed for a while (`Membership.mistrust`).
+And a peer whose record turned out to promise too much is not followed for a while (`Membership.mistrust`); if it let
+this one wait as well, then only once it has shown, to a question that nobody waits for, that it holds what it
+announces (`Membership.vouch`).
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class _Known:
     avoid_until: float = 0.0
     broken_promises: int = 0
     mistrust_until: float = 0.0
+    is_doubted: bool = False
 
 
 class Membership:
@@ -159,12 +162,18 @@ class Membership:
             and known.avoid_until <= self._runtime.now()
         )
 
-    def mistrust(self, peer: str) -> None:
-        """Note that a peer did not hold the state that it announced: it is not followed for a while."""
+    def mistrust(self, peer: str, *, stalled: bool = False) -> None:
+        """Note that a peer did not hold the state that it announced: it is not followed for a while.
+
+        Args:
+            peer: Which.
+            stalled: Whether that took long to find out; then it is doubted as well.
+        """
         known = self._known.get(peer)
         if known is not None:
             pause = min(FIRST_MISTRUST_SECONDS * 2 ** min(known.broken_promises, 16), LONGEST_MISTRUST_SECONDS)
             known.broken_promises += 1
+            known.is_doubted |= stalled
             known.mistrust_until = self._runtime.now() + pause
 
     def kept_promise(self, peer: str) -> None:
@@ -172,6 +181,18 @@ class Membership:
         known = self._known.get(peer)
         if known is not None:
             known.broken_promises = 0
+            known.is_doubted = False
+
+    def vouch(self, peer: str) -> None:
+        """Note that a peer showed that it holds what it announces: it may be followed; failing again counts on."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.is_doubted = False
+
+    def is_doubted(self, peer: str) -> bool:
+        """Whether a peer has let this one wait for what it did not hold, and has not kept its word since."""
+        known = self._known.get(peer)
+        return known is not None and known.is_doubted
 
     def is_mistrusted(self, peer: str) -> bool:
         """Whether what the peer announces is not to be relied on now."""

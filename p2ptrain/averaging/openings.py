@@ -29,7 +29,15 @@ import msgpack
 
 from p2ptrain.averaging.certificate import MAX_PROOF_BYTES
 from p2ptrain.averaging.commitments import Commitment, Slice, Statement, commitments_from_wire
-from p2ptrain.averaging.reduction import RANGE_SLACK, OwnShare, check_range, chunk_values, part_weights
+from p2ptrain.averaging.reduction import (
+    RANGE_SLACK,
+    OwnShare,
+    check_range,
+    chunk_span,
+    chunk_values,
+    num_chunks,
+    part_weights,
+)  # fmt: skip
 from p2ptrain.averaging.robust import MIN_FOR_MEDIAN
 from p2ptrain.averaging.sum_tree import leaf_hash, root_of_proof
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
@@ -73,14 +81,13 @@ class Rules:
 
     def num_chunks(self, size: int) -> int:
         """Chunks of a share of ``size`` values."""
-        return -(-size // chunk_values(self.codec))
+        return num_chunks(size, chunk_values(self.codec))
 
     def span(self, low: int, high: int, chunk: int) -> tuple[int, int]:
         """First value of a share's chunk and the value after its last, counted from the share's first."""
-        step = chunk_values(self.codec)
         if not 0 <= chunk < self.num_chunks(high - low):
             raise IntegrityError(f"there is no chunk {chunk} in a share of {high - low} values")
-        return chunk * step, min(chunk * step + step, high - low)
+        return chunk_span(0, high - low, chunk, chunk_values(self.codec))
 
     def codecs_of(self, low: int, high: int) -> tuple[Codec, dict[str, Codec]]:
         """How values of the vector are encoded in the mean, and by name: how they may be in a part."""

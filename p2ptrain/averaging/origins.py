@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from p2ptrain.averaging.certificate import Body, Certificate
-from p2ptrain.averaging.encodings import mean_codec_of
-from p2ptrain.averaging.reduction import chunk_values, mean_tree
+from p2ptrain.averaging.reduction import chunk_span, mean_tree, num_chunks
 from p2ptrain.averaging.sum_tree import MAX_DEPTH, NODE, SumTree, leaf_hash, root_of_proof
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, codec_at
+from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.manifest import canonical_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -51,27 +50,17 @@ class Source:
         is_traceable: Whether its means have chunks.
     """
 
-    def __init__(self, body: Body, spec: AveragingSpec, codec: Codec, num_values: int) -> None:
+    def __init__(self, body: Body, codecs: Sequence[Decoder], chunk: int) -> None:
         """
         Args:
-            body: Certified.
-            spec: The rule.
-            codec: The swarm's, for vectors of that round.
-            num_values: Their length.
-
-        Raises:
-            IntegrityError: The result is none of such a vector.
+            body: Certified, and one of this model.
+            codecs: By share: how its mean is encoded; see `p2ptrain.averaging.history.History.codecs_of`.
+            chunk: `chunk_values` of that level's codec.
         """
         self.body = body
-        if body.bounds[0] != 0 or body.bounds[-1] != num_values or not body.contributors:
-            raise IntegrityError("its group's result is one of another model")
-        means = mean_codec_of(spec, codec, body)
-        self.is_traceable = not isinstance(means, PartList)
-        self._step = chunk_values(codec_at(codec, body.level))
-        try:
-            self._codecs: list[Decoder] = [means.part(low, high) for low, high in pairwise(body.bounds)]
-        except ValueError as error:
-            raise IntegrityError(f"its group's result is cut within blocks: {error}") from error
+        self._codecs = codecs
+        self._chunk = chunk
+        self.is_traceable = not any(isinstance(codec, PartList) for codec in codecs)
 
     def chunks(self, low: int, high: int) -> list[_Chunk]:
         """Those that hold the values ``[low, high)``, in order."""
@@ -79,14 +68,13 @@ class Source:
         for share, (first, last) in enumerate(pairwise(self.body.bounds)):
             if first < high and low < last:
                 begin, end = max(low, first) - first, min(high, last) - first
-                for number in range(begin // self._step, -(-end // self._step)):
-                    at = first + number * self._step
-                    found.append(_Chunk(share, number, at, min(at + self._step, last)))
+                for number in range(begin // self._chunk, num_chunks(end, self._chunk)):
+                    found.append(_Chunk(share, number, *chunk_span(first, last, number, self._chunk)))
         return found
 
-    def num_chunks(self, share: int) -> int:
-        """In the mean of one share."""
-        return -(-(self.body.bounds[share + 1] - self.body.bounds[share]) // self._step)
+    def size(self, share: int) -> int:
+        """Values in a share."""
+        return self.body.bounds[share + 1] - self.body.bounds[share]
 
     def span_in_mean(self, chunk: _Chunk) -> Span:
         """First byte of a chunk in its share's mean, and the byte after its last."""
@@ -103,7 +91,7 @@ class Source:
 
     def tree(self, share: int, mean: Buffer) -> SumTree:
         """The tree over the chunks of a share's mean."""
-        return mean_tree(self._codecs[share], mean, self.body.bounds[share + 1] - self.body.bounds[share], self._step)
+        return mean_tree(self._codecs[share], mean, self.size(share), self._chunk)
 
     def check(
         self, low: int, spans: Sequence[Span], shown: bytes | bytearray | memoryview, part: Buffer, codec: Codec
@@ -139,7 +127,7 @@ class Source:
         values = torch.empty(chunks[-1].high - start)
         for chunk in chunks:
             data, proof = next(pieces)
-            root = root_of_proof(leaf_hash(data), proof, chunk.number, self.num_chunks(chunk.share))
+            root = root_of_proof(leaf_hash(data), proof, chunk.number, num_chunks(self.size(chunk.share), self._chunk))
             if root is None or root[0] != (self.body.hashes[chunk.share], 0.0):
                 raise IntegrityError("shows something else than its group's result")
             first, out = self.body.bounds[chunk.share], values[chunk.low - start : chunk.high - start]
@@ -156,10 +144,15 @@ class Origin:
         credential: The certificate, in wire form.
     """
 
-    def __init__(self, certificate: Certificate, means: Sequence[Buffer], spec: AveragingSpec, codec: Codec) -> None:
-        """See `Source`; ``means`` are those of all shares, encoded."""
+    def __init__(self, certificate: Certificate, means: Sequence[Buffer], source: Source) -> None:
+        """
+        Args:
+            certificate: Of the result.
+            means: Of all shares, encoded.
+            source: The same result.
+        """
         self.credential = certificate.to_bytes()
-        self._source = Source(certificate.body, spec, codec, certificate.body.bounds[-1])
+        self._source = source
         self._means = means
         self._trees: dict[int, SumTree] = {}
 

@@ -53,6 +53,17 @@ def chunk_values(codec: Codec) -> int:
     return math.lcm(CHUNK_VALUES, codec.block_size)
 
 
+def num_chunks(num_values: int, chunk: int) -> int:
+    """Chunks of a share of so many values."""
+    return -(-num_values // chunk)
+
+
+def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
+    """First value of a chunk of the share ``[low, high)``, and the value after its last."""
+    first = low + number * chunk
+    return first, min(first + chunk, high)
+
+
 def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
     """What names an encoded mean: the root of its `mean_tree`, or the hash of a list of parts, which has no chunks."""
     return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]

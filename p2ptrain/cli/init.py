@@ -1,7 +1,7 @@
 """``p2ptrain init DIR``
 
-Write DIR/run.toml, in which everything that a swarm agrees on is explained and set to its default, and
-DIR/organizer.key, which signs it. Edit run.toml, then start the swarm with 'p2ptrain seed DIR'.
+Write DIR/run.toml, in which everything that a swarm agrees on is explained and set to what suits volunteers who do not
+know each other, and DIR/organizer.key, which signs it. Edit run.toml, then start the swarm with 'p2ptrain seed DIR'.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import shlex
 from pathlib import Path
 
 from p2ptrain.errors import UsageError
+
+AMONG_STRANGERS = {"averaging.spot_checks": 4}
+"""Where not the default: that is for machines of one person, as with 'p2ptrain up'."""
 
 _HEADER = """\
 # What the peers of this swarm agree on. Edit it, then run: p2ptrain seed {directory}
@@ -23,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain init``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; made as needed")
     parser.add_argument("--name", help="a name for the swarm")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,12 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: One of them exists already.
     """
-    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings
     from p2ptrain.cli.toml import commented_toml
     from p2ptrain.network.identity import Identity
 
     directory: Path = arguments.directory
-    manifest = load_manifest(None, {"name": arguments.name})
+    overrides = {**AMONG_STRANGERS, **parse_settings(arguments.set)}
+    manifest = load_manifest(None, {**overrides, "name": arguments.name or overrides.get("name")})
     run_file, key_file = directory / RUN_FILE, directory / KEY_FILE
     for path in (run_file, key_file):
         if path.exists():

@@ -51,6 +51,10 @@ REPLAY_TIMEOUT_SECONDS = 60.0
 DOWNLOAD_TIMEOUT_SECONDS = 600.0
 MAX_OTHERS_ASKED = 3
 """For rounds that the peer to be followed does not have."""
+STALL_SECONDS = 4.0
+"""Who takes longer to be found without what it announced is doubted; others may only have moved on too fast."""
+MAX_DOUBTED_ASKED = 4
+"""Peers that broke their word and are asked at a time whether they keep it now."""
 MAX_HEALINGS = 10
 """Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
 
@@ -110,11 +114,21 @@ class Follower:
         self._drop_stale = drop_stale
         self._late_decay = late_decay
         self._failed_healings = 0
+        self._asked: dict[str, asyncio.Task[None]] = {}
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
+    async def close(self) -> None:
+        """End what was started here."""
+        for task in self._asked.values():
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+
     async def follow_swarm(self, work: Work | None) -> bool:
         """Catch up with the best lineage that any known peer announces, if it outranks this peer's.
+
+        A peer that let this one wait before for what it did not hold is first asked for it while training goes on: else
+        it could have everybody wait for a deadline again and again.
 
         Returns:
             Whether this peer's head moved.
@@ -129,18 +143,27 @@ class Follower:
 
     async def follow(self, source: str, work: Work | None) -> bool:
         """Catch up with one peer; whether that worked."""
+        if self._membership.is_doubted(source):
+            self._membership.suspect(source, "let others wait for what it did not hold")
+            self._ask_soon(source)
+            return False
+        started = asyncio.get_running_loop().time()
         try:
             await self._catch_up(source, work)
         except FAILURES_TO_FOLLOW as error:
-            logger.info("could not follow peer %s: %s", source[-8:], error)
-            if isinstance(error, IncompatibleError):
-                self.incompatible[source] = str(error)
-            if not isinstance(error, PeerRefusedError):  # Who refuses is there: leading alone would fork.
-                self._membership.suspect(source, str(error))
-            self._membership.mistrust(source)
+            self._broke_its_word(source, error, started)
             return False
         self._membership.kept_promise(source)
         return True
+
+    def _broke_its_word(self, source: str, error: Exception, asked_at: float) -> None:
+        logger.info("could not follow peer %s: %s", source[-8:], error)
+        if isinstance(error, IncompatibleError):
+            self.incompatible[source] = str(error)
+        if not isinstance(error, PeerRefusedError):  # Who refuses is there: leading alone would fork.
+            self._membership.suspect(source, str(error))
+        stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
+        self._membership.mistrust(source, stalled=stalled)
 
     def _best_source(self) -> str | None:
         best, source = self._state.head, None
@@ -148,8 +171,31 @@ class Follower:
             announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
             usable = record.state in ACTIVE_STATES and self._is_trusted(record.peer)
             if usable and announced.lineage != best.lineage and announced.outranks(best):
-                best, source = announced, record.peer
+                if self._membership.is_doubted(record.peer):
+                    self._ask_soon(record.peer)
+                else:
+                    best, source = announced, record.peer
         return source
+
+    def _ask_soon(self, peer: str) -> None:
+        """Ask a peer that broke its word, while training goes on, for what it announces."""
+        self._asked = {peer: task for peer, task in self._asked.items() if not task.done()}
+        if peer in self._asked or len(self._asked) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
+            return
+        self._asked[peer] = asyncio.create_task(self._ask(peer), name=f"ask {peer[-8:]}")
+
+    async def _ask(self, peer: str) -> None:
+        started = asyncio.get_running_loop().time()
+        try:
+            if not await self._averager.history.certificates_after(peer, self._state.head.lineage):
+                head = await fetch_head(self._rpc, peer, self._state.head.round)
+                self._check_head(head)
+                if not head.outranks(self._state.head):
+                    raise AttemptFailedError(f"peer {peer[-8:]} is not ahead of this one")
+        except FAILURES_TO_FOLLOW as error:
+            self._broke_its_word(peer, error, started)
+        else:
+            self._membership.vouch(peer)
 
     async def _catch_up(self, source: str, work: Work | None) -> None:
         """Replay the rounds between this peer's head and that of ``source``, or download its state."""
@@ -194,7 +240,7 @@ class Follower:
             means = await self._averager.history.fetch_means(
                 holder, body, self._num_values(body), REPLAY_TIMEOUT_SECONDS
             )
-            contributed = self._averager.counted(body)
+            contributed = self._averager.own_work.is_in(body)
             if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
                 await self._runtime.compute(self._feedbacks[self._fragment(body).index].reset)
             await self._apply(Result(certificate, means), work, contributed)
@@ -313,12 +359,12 @@ class Follower:
         if missed is None:
             # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
             parts = range(len(self._state.fragments))
-            return [None if self._drop_stale or self._averager.work_may_count(part) else 1.0 for part in parts]
+            return [None if self._drop_stale or self._averager.own_work.may_count(part) else 1.0 for part in parts]
         kept: list[float | None] = [1.0] * len(self._state.fragments)
         for certificate in missed:
             index = self._fragment(certificate.body).index
             before = kept[index]
-            is_counted = before is None or self._averager.counted(certificate.body)
+            is_counted = before is None or self._averager.own_work.is_in(certificate.body)
             kept[index] = None if before is None or is_counted else before * self._late_decay
         return kept
 
@@ -331,7 +377,7 @@ class Follower:
         follows: bool,
     ) -> None:
         await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
-        self._averager.consumed(index for index, part in enumerate(kept) if part is None)
+        self._averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
         self._averager.history.clear()
         self.resyncs += 1
         self._move(head)

@@ -61,6 +61,8 @@ class Synchronizer:
         averager: Its averaging engine.
         rounds_committed: Certified rounds applied at a synchronisation of this peer.
         rounds_aborted: Synchronisations that ended without one.
+        trained_tokens: Of this peer's work, tokens that count in committed rounds.
+        trained_rounds: In how many.
         reports: The last rounds, newest last.
         last_round: Contribute to no round from this one on; 0 for no end.
         is_paused: Whether the last synchronisation found the swarm below its minimum of peers.
@@ -120,6 +122,9 @@ class Synchronizer:
         self._server = StateServer(rpc, state, runtime, offered_rounds=self.averager.history.max_rounds // 2)
         self.rounds_committed = 0
         self.rounds_aborted = 0
+        self.trained_tokens = 0
+        self.trained_rounds = 0
+        self._rested_since: float | None = None
         self.last_round = 0
         self.is_paused = False
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
@@ -180,6 +185,7 @@ class Synchronizer:
     async def close(self) -> None:
         """End everything this synchronizer started."""
         self._server.close()
+        await self._follower.close()
         await self.averager.close()
 
     async def follow_swarm(self, work: Work | None) -> bool:
@@ -191,11 +197,13 @@ class Synchronizer:
     async def synchronize(self, work: Work) -> RoundResult:
         """Contribute ``work`` to the round in progress and apply its result; catch up first if the swarm is ahead."""
         started = asyncio.get_running_loop().time()
+        computed = 0.0 if self._rested_since is None else started - self._rested_since
         try:
             result = await self._synchronize(work)
         except TemporaryError as error:
             result = RoundResult(False, self.head.round, str(error), paused=self._below_minimum(error))
-        seconds = asyncio.get_running_loop().time() - started
+        self._rested_since = asyncio.get_running_loop().time()
+        seconds = self._rested_since - started
         result = replace(result, seconds=seconds)
         self.is_paused = result.paused
         if result.committed:
@@ -211,6 +219,11 @@ class Synchronizer:
                 seconds,
                 result.members,
                 result.contributors,
+                result.contributed,
+                self.head.digest if result.committed else bytes(32),
+                computed,
+                result.matchmaking_seconds,
+                result.transfer_seconds,
             )
         )
         self.on_change()
@@ -275,7 +288,7 @@ class Synchronizer:
 
     async def _drop(self, work: Work, reason: str) -> RoundResult:
         await self._runtime.compute(work.adopt, False, None)
-        self.averager.consumed(range(len(self._codecs)))
+        self.averager.own_work.consumed(range(len(self._codecs)))
         self.feedback.reset()
         return RoundResult(False, self.head.round, f"{reason}: it was dropped")
 
@@ -334,7 +347,10 @@ class Synchronizer:
         body = result.certificate.body
         tree_root = await self._runtime.compute(self._apply_means, body, result.means, work, contributed)
         if contributed:
-            self.averager.consumed([self.state.fragments.of_round(body.round).index])
+            tokens, _ = self.averager.own_work.counts_in(body) or (0, 0)
+            self.trained_tokens += tokens
+            self.trained_rounds += 1
+            self.averager.own_work.consumed([self.state.fragments.of_round(body.round).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
         self.averager.history.add(result)
 
@@ -353,7 +369,7 @@ class Synchronizer:
         if work is not None:
             counted = (0, 0)
             if contributed:  # All that waits is given up where it cannot be told how much of it is in the result.
-                counted = self.averager.counts_in(body) or (work.tokens_of(fragment), work.samples)
+                counted = self.averager.own_work.counts_in(body) or (work.tokens_of(fragment), work.samples)
             work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
 

@@ -114,6 +114,27 @@ def test_two_means_of_one_share_convict_its_owner_though_each_passes_every_check
     simulate(main, seed=4)
 
 
+@pytest.mark.parametrize("delay_seconds", [0.3, 0.6, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5])
+def test_whenever_an_owner_tells_one_member_of_another_mean_nobody_honest_is_blamed(delay_seconds: float) -> None:
+    """When the others have signed by then, they show signatures in place of chunks: of another result."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        def late(butterfly: Butterfly) -> None:
+            false_owners.state_two_means(butterfly, delay_seconds)
+
+        honest, evil = await start(network, late, SPEC.model_copy(update={"spot_checks": 64}))
+        for _ in range(3):
+            await asyncio.gather(*(each.try_round() for each in (*honest, evil)))
+        for each in honest:
+            assert set(each.membership.avoided()) <= {evil.peer.peer_id}
+            assert not each.averager.evidence.convicted.keys() - {evil.peer.peer_id}
+            if delay_seconds < SPEC.grace_seconds:  # Nobody has gone on without it.
+                assert each.averager.evidence.convicted
+        await stop_averagers([*honest, evil])
+
+    simulate(main, seed=4)
+
+
 @pytest.mark.parametrize("lie", UNPROVABLE.values(), ids=UNPROVABLE.keys())
 def test_who_does_not_show_what_is_false_brings_nothing_through_either(lie: Corrupt) -> None:
     async def main(network: SimulatedNetwork) -> None:
@@ -162,7 +183,10 @@ def test_owners_are_held_against_what_their_round_averages() -> None:
     simulate(main, seed=3)
 
 
-def test_a_newcomer_learns_of_the_evidence_from_its_first_group() -> None:
+@pytest.mark.parametrize("seed", [3, 200, 1025, 1029, 1036])
+def test_a_newcomer_learns_of_the_evidence_from_its_first_group(seed: int) -> None:
+    """Also if it follows the guilty, who keeps it waiting: whoever sees that shows it the evidence."""
+
     async def main(network: SimulatedNetwork) -> None:
         honest, evil = await start(network, falsify(None))
         newcomer = honest.pop()
@@ -180,7 +204,7 @@ def test_a_newcomer_learns_of_the_evidence_from_its_first_group() -> None:
         await until(lambda: newcomer.membership.is_convicted(evil.peer.peer_id), 20)
         await stop_averagers([*honest, newcomer, evil])
 
-    simulate(main, seed=3)
+    simulate(main, seed)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -340,8 +340,10 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
     simulate(main, seed=6)
 
 
-@pytest.mark.parametrize("stalls", [False, True])
-def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool) -> None:
+@pytest.mark.parametrize(("stalls", "seed"), [(False, 7), *((True, seed) for seed in range(3, 8))])
+def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: int) -> None:
+    """Nobody has to wait for it twice: with rounds of a second, two deadlines are more than the others' history."""
+
     def corrupt(evil: SimulatedTrainer) -> None:
         boast(evil)
         if stalls:
@@ -354,7 +356,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool) -> Non
         assert all(trainer.sync.resyncs == 0 for trainer in honest)
         await swarm.end()
 
-    simulate(main, seed=7)
+    simulate(main, seed)
 
 
 def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:

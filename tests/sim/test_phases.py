@@ -201,7 +201,7 @@ def test_a_joiner_behind_two_seconds_of_latency_takes_part(seed: int) -> None:
     """Within a grace period that covers the round trips of a part: opening a stream, and sending on it."""
 
     async def main(network: SimulatedNetwork) -> None:
-        swarm = await start(network, step_seconds=5.0, grace_seconds=12.0)
+        swarm = await start(network, step_seconds=5.0, grace_seconds=12.0, round_seconds=60.0)
         front = swarm.alive[0].sync.head.round
         late = swarm.start("late", step_seconds=5.0, latency_seconds=2.0)
         await swarm.until(lambda: any(r.contributed for r in late.results), 150, "the newcomer contributes")

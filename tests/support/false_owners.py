@@ -185,8 +185,8 @@ def claim_signatures(butterfly: Butterfly) -> None:
     served._open_chunks = claimed  # type: ignore[method-assign]
 
 
-def state_two_means(butterfly: Butterfly) -> None:
-    """Tell one member of another mean than the rest: each is right for one of two parts of the owner's own."""
+def state_two_means(butterfly: Butterfly, delay_seconds: float = 0.0) -> None:
+    """Tell one member of another mean than the rest, maybe later: each is right for another part of the owner's own."""
     exchange, served = butterfly.exchange, butterfly._served
     if exchange.audit is None:  # Alone, there is nobody to lie to.
         return
@@ -199,7 +199,11 @@ def state_two_means(butterfly: Butterfly) -> None:
     twin.audit = Audit(attempt, share, index, exchange.runtime, exchange.signer, exchange.spec, vector)
     twin.audit._commitments = exchange.audit._commitments
     twin_served._exchange = twin
-    reduce, serve = butterfly._reduce_own_share, served._serve_member
+    reduce, serve, give = butterfly._reduce_own_share, served._serve_member, twin_served._give_mean
+
+    async def give_late(*arguments: Any) -> None:
+        await asyncio.sleep(delay_seconds)
+        await give(*arguments)
 
     async def reduce_twice() -> None:
         await reduce()
@@ -216,6 +220,7 @@ def state_two_means(butterfly: Butterfly) -> None:
     async def serve_another(channel: Channel, sender: int, *rest: Any) -> None:
         await (twin_served._serve_member if sender == victim else serve)(channel, sender, *rest)
 
+    twin_served._give_mean = give_late  # type: ignore[method-assign, assignment]
     butterfly._reduce_own_share = reduce_twice  # type: ignore[method-assign]
     served._serve_member = serve_another  # type: ignore[method-assign, assignment]
 

@@ -70,6 +70,7 @@ class Schedule:
         fragments: Of the manifest: parts of the model that take turns.
         overlap_steps: Of the manifest: steps while a round is under way.
         auxiliaries: Peers without a model that lend their bandwidth.
+        spot_checks: Chunks of each share that the group computes again.
     """
 
     seed: int
@@ -86,6 +87,7 @@ class Schedule:
     fragments: int = 1
     overlap_steps: int = 0
     auxiliaries: int = 0
+    spot_checks: int = 0
 
     @property
     def training(self) -> dict[str, int]:
@@ -127,7 +129,9 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
         group_size=generator.choice((3, 4)) if num_peers > 4 and generator.random() < 0.2 else 64,
     )
     lends = num_peers > 2 and codec not in ("topk", "powersgd") and generator.random() < 0.2
-    return replace(schedule, auxiliaries=generator.randint(1, 2) if lends else 0)
+    schedule = replace(schedule, auxiliaries=generator.randint(1, 2) if lends else 0)
+    may_check = not schedule.auxiliaries or codec not in ("int4", "int4a")  # Else manifests refuse it.
+    return replace(schedule, spot_checks=generator.choice((0, 4)) if may_check else 0)
 
 
 class Run:
@@ -139,6 +143,7 @@ class Run:
         manifest = make_manifest(
             schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12,
             aggregation=schedule.rule, group_size=schedule.group_size, auxiliaries=schedule.auxiliaries,
+            spot_checks=schedule.spot_checks,
         )  # fmt: skip
         self.swarm = SimulatedSwarm(network, manifest, schedule.seed)
         self.accounts = Accounts(self.swarm)

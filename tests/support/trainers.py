@@ -214,7 +214,7 @@ class SimulatedTrainer:
             self.ledger.commits.append((loop.time(), self.peer.name, result.round))
             if result.contributed:
                 body = Certificate.from_bytes(self.sync.head.certificate, self.swarm, self.peer.signer).body
-                tokens, _ = self.sync.averager.counts_in(body) or (0, 0)
+                tokens, _ = self.sync.averager.own_work.counts_in(body) or (0, 0)
                 name = self.peer.name
                 self.ledger.contributed[name] = self.ledger.contributed.get(name, 0) + tokens
         self.results.append(result)

@@ -151,6 +151,27 @@ def test_a_broken_promise_outlasts_a_sign_of_life() -> None:
     assert membership.is_mistrusted("a")
 
 
+def test_a_peer_that_let_others_wait_is_doubted_until_somebody_vouches_for_it() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.mistrust("a")
+    assert not membership.is_doubted("a")
+    membership.kept_promise("a")
+    membership.mistrust("a", stalled=True)
+    clock.now += 6
+    assert membership.is_doubted("a")
+    membership.vouch("a")
+    assert not membership.is_doubted("a")
+    membership.mistrust("a")  # To be vouched for is not to have kept a promise: it counts as the second one broken.
+    clock.now += 6
+    assert membership.is_mistrusted("a")
+    membership.kept_promise("a")
+    assert not membership.is_doubted("a")
+    membership.mistrust("a")
+    clock.now += 6
+    assert not membership.is_mistrusted("a")
+
+
 def test_nothing_is_kept_about_strangers() -> None:
     membership, _ = make_membership()
     membership.suspect("ghost", "x")

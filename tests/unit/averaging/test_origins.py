@@ -14,7 +14,7 @@ from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.origins import Origin, Source, Span
 from p2ptrain.averaging.reduction import CHUNK_VALUES, chunk_values, mean_root
-from p2ptrain.codecs import Codec, codec_at, get_codec, smaller_codecs
+from p2ptrain.codecs import Codec, PartList, codec_at, get_codec, smaller_codecs
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
@@ -48,8 +48,9 @@ class Handed:
             b"s" * 32, 3, b"l" * 32, 0, 0, b"g" * 32, members, ((0, 10, 1),), f"{codec.name}/{codec.version}",
             self.bounds, tuple(hashes), present=40, levels=2, peers=(1,) * len(members),
         )  # fmt: skip
-        self.origin = Origin(Certificate(self.body, ()), means, SPEC, codec)
-        self.source = Source(self.body, SPEC, codec, SIZE)
+        parts = [codec.part(first, last) for first, last in pairwise(self.bounds)]
+        self.source = Source(self.body, parts, chunk_values(codec))
+        self.origin = Origin(Certificate(self.body, ()), means, self.source)
         above = codec_at(codec, 1)
         block = chunk_values(above)
         self.low, self.high = (at // above.block_size * above.block_size for at in (low, high))
@@ -117,19 +118,7 @@ def test_garbage_is_not_believed(garbage: bytes) -> None:
         handed.check(shown=garbage)
 
 
-def result(codec: str, bounds: tuple[int, ...]) -> Body:
-    members = tuple(f"member{i}" for i in range(len(bounds) - 1))
-    return Body(
-        b"s" * 32, 3, b"l" * 32, 0, 0, b"g" * 32, members, tuple((i, 10, 1) for i in range(len(members))), codec,
-        bounds, (b"h" * 32,) * len(members), present=40, levels=2, peers=(1,) * len(members),
-    )  # fmt: skip
-
-
 def test_lists_of_parts_have_no_chunks() -> None:
-    assert not Source(result("topk/1", (0, 4096, 2 * 4096)), SPEC, get_codec("topk"), 2 * 4096).is_traceable
-
-
-@pytest.mark.parametrize(("bounds", "wrong"), [((0, 256, 512), "another model"), ((0, 130, SIZE), "within blocks")])
-def test_results_that_do_not_fit_the_model_are_refused(bounds: tuple[int, ...], wrong: str) -> None:
-    with pytest.raises(IntegrityError, match=wrong):
-        Source(result(f"{MIXED.name}/{MIXED.version}", bounds), SPEC, MIXED, SIZE)
+    body = Handed(get_codec("fp32"), [], 0, SIZE).body
+    assert not Source(body, [PartList(get_codec("topk"), 1)], CHUNK_VALUES).is_traceable
+    assert Source(body, [get_codec("fp32")], CHUNK_VALUES).is_traceable

@@ -12,10 +12,19 @@ from tests.support.commands import assert_one_line_error, p2ptrain
 def test_init_writes_a_run_that_is_valid_and_a_private_key(tmp_path: Path) -> None:
     done = p2ptrain("init", str(tmp_path / "run"), "--name", "kitchen table")
     assert done.returncode == 0, done.stderr
-    assert load_manifest(tmp_path / "run" / "run.toml") == Manifest(name="kitchen table")
+    manifest = Manifest.model_validate({"name": "kitchen table", "averaging": {"spot_checks": 4}})
+    assert load_manifest(tmp_path / "run" / "run.toml") == manifest
     key = tmp_path / "run" / "organizer.key"
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert f"p2ptrain seed {tmp_path / 'run'}" in done.stdout
+
+
+def test_init_takes_any_value(tmp_path: Path) -> None:
+    done = p2ptrain("init", str(tmp_path / "run"), "--set", "training.every=1", "--set", "averaging.spot_checks=0")
+    assert done.returncode == 0, done.stderr
+    assert load_manifest(tmp_path / "run" / "run.toml") == Manifest.model_validate({"training": {"every": 1}})
+    assert_one_line_error(p2ptrain("init", str(tmp_path / "other"), "--set", "training.evry=1"), 3, "every")
+    assert not (tmp_path / "other").exists()
 
 
 def test_init_overwrites_nothing(tmp_path: Path) -> None:

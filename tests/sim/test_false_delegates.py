@@ -1,0 +1,177 @@
+"""Delegates that lie about their cells, about each other's shares, or about the swarm's result."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.cells import Cells
+from p2ptrain.averaging.descent import FALSE_PIECE
+from p2ptrain.averaging.head import Head
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.simulated import SimulatedNetwork
+from tests.support import false_owners
+from tests.support.averagers import AveragingPeer
+from tests.support.false_owners import Corrupt, corrupt_rounds, falsify
+from tests.support.simulation import until
+from tests.support.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
+
+
+def test_a_delegate_that_claims_more_than_its_cell_has_is_left_out() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        liars: list[str] = []
+
+        def claim_more(who: AveragingPeer) -> None:
+            ticket = who.averager._ticket
+
+            def exaggerated(head: Head, wish: Any) -> Any:
+                if wish.level:
+                    liars.append(who.peer.peer_id)
+                    wish = replace(wish, tokens=wish.tokens * 50)
+                return ticket(head, wish)
+
+            who.averager._ticket = exaggerated  # type: ignore[method-assign]
+
+        hit = hit_first_delegate(started, claim_more)
+        results = await asyncio.gather(*(each.try_round() for each in started))
+        assert hit
+        assert liars
+        committed = [each for each, done in zip(started, results, strict=True) if done and each not in hit]
+        assert committed
+        for each in committed:
+            body = each.outcomes[-1].result.certificate.body
+            assert hit[0].peer.peer_id not in [body.members[index] for index, *_ in body.contributors]
+            assert body.tokens <= 10 * len(started)
+
+    run(12, scenario, seed=2)
+
+
+CHECKED = SPEC.model_copy(update={"codec": "int8", "spot_checks": 4})
+
+
+def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is_left_out() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+
+        def lie(who: AveragingPeer) -> None:
+            decoded = who.averager._decoded
+            who.averager._decoded = lambda *arguments: -decoded(*arguments)  # type: ignore[method-assign]
+
+        hit = hit_first_delegate(started, lie)
+        results = await asyncio.gather(*(each.try_round() for each in started))
+        liar = hit[0].peer.peer_id
+        committed = [each for each, done in zip(started, results, strict=True) if done and each not in hit]
+        assert len(committed) >= 12
+        for each in committed:
+            body = each.outcomes[-1].result.certificate.body
+            assert body.levels == 2
+            assert liar not in [body.members[index] for index, *_ in body.contributors]
+            counted = [other for other in committed if other.outcomes[-1].contributed]
+            counted += hit if body.tokens > 10 * len(counted) else []  # By way of the next delegate of its cell.
+            assert body.tokens == 10 * len(counted)
+            torch.testing.assert_close(each.mean(), exact_mean(counted), rtol=0.0, atol=0.05)
+        assert liar in {peer for each in started for peer, _ in each.rpc.refusals}
+        for _ in range(2):  # Its cell's members carry their work.
+            await asyncio.gather(*(each.try_round() for each in started if each not in hit))
+        assert all(each.outcomes[-1].contributed for each in started if each not in hit)
+
+    run(24, scenario, seed=2, spec=CHECKED)
+
+
+@pytest.mark.parametrize("demand", [[0, 0], [99], ["0"], [], [0] * 5, None])
+def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_without(demand: object) -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        answers: list[dict[str, Any]] = []
+
+        def demand_more(butterfly: Butterfly) -> None:
+            async def demand_trace(channel: Channel, *rest: Any) -> None:
+                await channel.send({"trace": demand})
+                answers.append(await channel.receive(SPEC.round_seconds))
+
+            butterfly._served._trace = demand_trace  # type: ignore[method-assign, assignment]
+
+        hit = hit_first_delegate(started, lambda who: lie_above(who, demand_more))
+        for _ in range(2):
+            await asyncio.gather(*(each.try_round() for each in started))
+        assert hit
+        assert not answers
+        last = [each.outcomes[-1].result.certificate.body for each in started if each not in hit]
+        assert last.count(max(last, key=lambda body: body.round)) >= 0.6 * len(last)
+        assert max(body.round for body in last) >= 2
+
+    run(24, scenario, seed=2, spec=CHECKED)
+
+
+def lie_above(who: AveragingPeer, lie: Corrupt) -> None:
+    corrupt_rounds(
+        who.averager, lambda butterfly: lie(butterfly) if butterfly.attempt.roster.tickets[0].level else None
+    )
+
+
+def test_delegates_check_each_other_s_shares_and_convict_before_all() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        hit = hit_first_delegate(started, lambda who: lie_above(who, falsify(None)))
+        await asyncio.gather(*(each.try_round() for each in started))
+        honest = [each for each in started if each not in hit]
+        accused = hit[0].peer.peer_id
+        await until(lambda: all(list(each.averager.evidence.convicted) == [accused] for each in honest), 20)
+        await asyncio.gather(*(each.try_round() for each in honest))
+        body = honest[0].outcomes[-1].result.certificate.body
+        assert all(each.outcomes[-1].result.certificate.body == body for each in honest)
+
+    run(12, scenario, seed=2, spec=CHECKED)
+
+
+def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        head = await grow(started)
+        hit = hit_first_delegate(started, lambda who: lie_above(who, false_owners.complain))
+        results = await asyncio.gather(*(each.try_round() for each in started))
+        honest = [(each, done) for each, done in zip(started, results, strict=True) if each not in hit]
+        wrong = {peer for each, _ in honest for peer, cause in each.rpc.refusals if cause == "ProtocolError"}
+        assert not wrong, "who asks on behalf of another one is a member still"
+        cells = Cells(SPEC.group_size)
+        liars = cells.key_of(head, hit[0].peer.peer_id)
+        elsewhere = {each: done for each, done in honest if not cells.includes(liars, each.peer.peer_id)}
+        assert_all_took_part(started, elsewhere, head)
+        assert not any(each.averager.evidence.convicted for each in started)
+
+    run(24, scenario, seed=2, spec=CHECKED)
+
+
+def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them() -> None:
+    async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
+        await grow(started)
+        evil = started[3]
+
+        async def send_other_bytes(channel: Channel, request: dict[str, Any]) -> None:
+            pieces = evil.averager._descent._kept.get(request["body"])
+            if pieces is not None:
+                for piece in request["pieces"]:
+                    await channel.send_bytes(bytes(len(pieces.view(piece))))
+            await channel.send({"done": True})
+
+        evil.rpc.serve_channel("descent.pieces", send_other_bytes)
+        honest = [each for each in started if each is not evil]
+        committed = 0
+        for _ in range(6):
+            done = await asyncio.gather(*(each.try_round() for each in honest), evil.try_round())
+            results = [each.outcomes[-1].result for each, ok in zip(honest, done, strict=False) if ok]
+            front = max((result.certificate.body.round for result in results), default=0)
+            ended = [result for result in results if result.certificate.body.round == front]
+            assert len({result.certificate.body.body_hash for result in ended}) <= 1
+            assert len({tuple(map(bytes, result.means)) for result in ended}) <= 1
+            committed += len(ended)
+        assert committed >= 6 * len(honest) / 2  # The others' delegate was the liar, or their cell was full.
+        refused = {peer for each in honest for peer, cause in each.rpc.refusals if cause == FALSE_PIECE}
+        assert refused == {evil.peer.peer_id}
+
+    run(12, scenario, seed=2, spec=SPEC.model_copy(update={"codec": "fp32"}))
