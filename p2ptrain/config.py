@@ -137,6 +137,13 @@ class LogSection(Section):
     """The least severe messages that are shown."""
 
 
+class MetricsSection(Section):
+    """What this peer tells programs on its own machine."""
+
+    port: int = Field(0, ge=0, le=65535)
+    """Serve Prometheus metrics at ``http://127.0.0.1:PORT/metrics``, and ``/healthz``; 0 serves none."""
+
+
 class StopAfterSection(Section):
     """When this peer drains and leaves by itself."""
 
@@ -169,6 +176,7 @@ class PeerConfig(Section):
     resources: ResourcesSection = ResourcesSection()
     checkpoints: CheckpointsSection = CheckpointsSection()
     log: LogSection = LogSection()
+    metrics: MetricsSection = MetricsSection()
     stop_after: StopAfterSection = StopAfterSection()
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)

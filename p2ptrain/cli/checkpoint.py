@@ -77,7 +77,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def _list(paths: list[Path]) -> None:
-    from p2ptrain.cli.table import human_bytes, human_count
+    from p2ptrain.monitor.formats import human_bytes, human_count
     from p2ptrain.training.checkpoint import verify_checkpoint
 
     for path in paths:

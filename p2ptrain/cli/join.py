@@ -114,7 +114,7 @@ def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
 
 def describe_lending(signed: SignedManifest, config: PeerConfig) -> str:
     """What joining as an auxiliary means, for the person who is asked."""
-    from p2ptrain.cli.table import human_bytes
+    from p2ptrain.monitor.formats import human_bytes
 
     resources = config.resources
     caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
@@ -133,8 +133,8 @@ def describe_lending(signed: SignedManifest, config: PeerConfig) -> str:
 
 def describe(signed: SignedManifest, config: PeerConfig) -> str:
     """What joining means, for the person who is asked: what is downloaded, run and exposed."""
-    from p2ptrain.cli.table import human_bytes, human_count
     from p2ptrain.models import estimate_memory_bytes, num_parameters
+    from p2ptrain.monitor.formats import human_bytes, human_count
 
     manifest, resources = signed.manifest, config.resources
     parameters = num_parameters(manifest.model)
@@ -169,8 +169,8 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
 
     import psutil
 
-    from p2ptrain.cli.table import human_bytes
     from p2ptrain.models import estimate_memory_bytes, num_parameters
+    from p2ptrain.monitor.formats import human_bytes
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
     available = psutil.virtual_memory().available

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from p2ptrain.cli.table import (
     COLUMNS,
-    SwarmRate,
     committed_rounds,
     human_time,
+    most_tokens,
     peer_row,
     peer_table,
     present_state,
@@ -26,6 +26,7 @@ from p2ptrain.cli.table import (
     with_footer,
 )
 from p2ptrain.errors import TemporaryError
+from p2ptrain.monitor.rate import TokenRate
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -72,7 +73,7 @@ class View:
         self._started = time.monotonic()
         self._draining = False
         self._shown_rounds = 0
-        self._rate = SwarmRate()
+        self._rate = TokenRate()
         self._state = ""
         self._held_out: float | None = None
         self._others: list[tuple[str, ...]] = []
@@ -132,7 +133,8 @@ class View:
 
     def show(self, records: list[PeerRecord], trainers: list[Child]) -> None:
         """Show these records, and say once of each trainer that it has ended."""
-        self._rate.update(time.monotonic(), records)
+        if (tokens := most_tokens(records)) is not None:
+            self._rate.update(time.monotonic(), tokens)
         for child in trainers:
             if child.exit_code is not None and child.name not in self._ended:
                 self._ended.add(child.name)

@@ -7,7 +7,9 @@ other peer. At the end the trainers are drained, then the bootstrap peer, and th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
+import socket
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from p2ptrain.network.link import SwarmLink
 
 READY_SECONDS = 60.0
 DRAIN_SECONDS = 60.0
+PAGE_PORT = 8080
 
 
 async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
@@ -63,6 +66,9 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
     trainers: list[Child] = []
     if text is not None:
         link = SwarmLink.parse(text)
+        page = await _start_page(plan, supervisor, link) if plan.monitor else None
+        if page is not None:
+            view.say(f"status page: {page[1]}")
         view.say(f"look at it from elsewhere with: p2ptrain status {shlex.quote(str(link))}")
         for path in plan.trainers:
             command = [*_peer_command(path), "--link", str(link)]
@@ -79,8 +85,29 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
         view.show([], trainers)
         if not watcher.cancelled() and (error := watcher.exception()) is not None:
             view.say(f"the live view ended early: {error}")
+        if page is not None:
+            if page[0].exit_code is not None:
+                view.say(f"the status page ended early: {page[0].last_error()}")
+            await supervisor.drain([page[0]], DRAIN_SECONDS)
     await supervisor.drain([bootstrap], DRAIN_SECONDS)
     return trainers
+
+
+async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:
+    """Start the status page on this machine; it, and where it will be in a few seconds."""
+    port = _free_port(PAGE_PORT)
+    command = [sys.executable, "-m", "p2ptrain", "monitor", str(link), "--port", str(port)]
+    history = ["--db", str(plan.run_dir / "monitor.sqlite")]
+    child = await supervisor.start("monitor", [*command, *history], plan.run_dir / "monitor.log")
+    return child, f"http://127.0.0.1:{port}/"
+
+
+def _free_port(wanted: int) -> int:
+    """``wanted`` if nobody listens there, else one that the system chooses."""
+    for port in (wanted, 0):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
+            return int(listener.getsockname()[1])
+    return wanted
 
 
 def _peer_command(role_file: Path) -> list[str]:

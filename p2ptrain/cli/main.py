@@ -21,6 +21,8 @@ COMMANDS = {
     "join": "take part in a swarm, given its link",
     "peer": "run one peer from a role file (see the folder 'peers')",
     "status": "show the peers of a swarm",
+    "monitor": "serve a web page that shows how a swarm is doing",
+    "report": "write one HTML page of a finished run",
     "doctor": "check that this machine can take part, with a fix for what is missing",
     "checkpoint": "list, verify and export checkpoints",
 }

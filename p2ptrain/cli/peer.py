@@ -30,6 +30,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--max-memory", metavar="SIZE", help="resident memory, such as 4GB")
     machine.add_argument("--up", metavar="RATE", help="bandwidth to send with, such as 20Mbit")
     machine.add_argument("--down", metavar="RATE", help="bandwidth to receive with")
+    parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
     network = parser.add_argument_group("how it is reached")
     network.add_argument("--listen", action="append", metavar="MULTIADDR", help="where to listen (default any port)")
     network.add_argument("--announce", action="append", metavar="MULTIADDR", help="what to tell others instead")
@@ -48,6 +49,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
         "network.listen": arguments.listen,
         "network.announce": arguments.announce,
         "network.nat_port_map": arguments.nat_port_map,
+        "metrics.port": arguments.metrics_port,
         "log.format": arguments.log_format,
         "log.level": arguments.log_level,
     }

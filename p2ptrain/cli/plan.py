@@ -33,12 +33,13 @@ _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start: a role file for each peer, and when to stop."""
+    """What to start: a role file for each peer, the status page or not, and when to stop."""
 
     run_dir: Path
     bootstrap: Path
     trainers: tuple[Path, ...]
     goal: Goal
+    monitor: bool
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:
@@ -82,6 +83,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         role_file("bootstrap", "bootstrap", {}),
         tuple(role_file("trainer", name, sections) for name in names),
         Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
+        not arguments.no_monitor,
     )
 
 

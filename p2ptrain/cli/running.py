@@ -24,13 +24,16 @@ def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(coroutine)
 
 
-def run_configured_peer(config: PeerConfig, signed: SignedManifest | None = None, announce: str = "") -> int:
+def run_configured_peer(
+    config: PeerConfig, signed: SignedManifest | None = None, announce: str = "", link_file: Path | None = None
+) -> int:
     """Run a peer until it ends; its link is written to ``link.txt`` in its run directory and printed.
 
     Args:
         config: The peer's configuration.
         signed: The manifest, if it is known already.
         announce: Text that is printed before the link, which is then quoted for a shell.
+        link_file: Where else the link is written.
 
     Returns:
         The exit code.
@@ -39,8 +42,9 @@ def run_configured_peer(config: PeerConfig, signed: SignedManifest | None = None
     from p2ptrain.node.run import run_peer
 
     def on_ready(link: str) -> None:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(config.run_dir / LINK_FILE, f"{link}\n".encode())
+        for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, f"{link}\n".encode())
         # A link with two addresses holds an ampersand.
         print(f"{announce}{shlex.quote(link)}\n" if announce else link, flush=True)
 

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default DIR/bootstrap)"
     )
+    parser.add_argument("--link-file", type=Path, metavar="FILE", help="write the link there, too, for others to read")
+    parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -62,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             # A relay has to learn from others that it can be reached: one that only claims so cuts its streams.
             "network.auto_nat": arguments.relay,
             "network.nat_port_map": arguments.nat_port_map,
+            "metrics.port": arguments.metrics_port,
             "log.format": arguments.log_format,
             "log.level": arguments.log_level,
         },
@@ -69,5 +72,5 @@ def run(arguments: argparse.Namespace) -> int:
     with Identity.create_or_load(directory / KEY_FILE) as organizer:
         signed = sign_manifest(manifest, organizer, directory / SIGNED_FILE)
     return run_configured_peer(
-        config, signed, f"swarm {manifest.name!r} is up; others take part with:\n\np2ptrain join "
+        config, signed, f"swarm {manifest.name!r} is up; others take part with:\n\np2ptrain join ", arguments.link_file
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.table import human_bytes, human_count
+from p2ptrain.monitor.formats import human_bytes, human_count
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-"""How peers look on a terminal: the rows of ``status`` and ``up``, and numbers as people read them."""
+"""How peers look on a terminal: the rows of ``status`` and ``up``."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from p2ptrain.monitor.formats import human_bytes, human_count
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,25 +18,6 @@ COLUMNS = ("peer", "state", "round", "tokens/s", "loss", "group", "sent", "recei
 _RIGHT = {"round", "tokens/s", "loss", "group", "sent", "received"}
 _LEAVE_OUT_FIRST = ("reached", "received", "group", "sent", "digest", "tokens/s")
 _MAX_NAME_CHARS = 24
-RATE_SECONDS = 15.0
-
-
-def human_bytes(number: float) -> str:
-    """Bytes in powers of ten with three digits: ``0 B``, ``1.5 kB``, ``12.3 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.1f} {unit}"
-        number /= 1000
-    return f"{number:.1f} TB"
-
-
-def human_count(number: float) -> str:
-    """A number with three digits: ``940``, ``12.3k``, ``1.2M``."""
-    for unit in ("", "k", "M", "B"):
-        if number < 999.5:
-            return f"{number:.0f}{unit}" if not unit or number >= 99.95 else f"{number:.1f}{unit}"
-        number /= 1000
-    return f"{number:.1f}T"
 
 
 def peer_row(record: PeerRecord) -> tuple[str, ...]:
@@ -134,40 +116,19 @@ def printable(text: str) -> str:
 
 def record_values(record: PeerRecord) -> dict[str, Any]:
     """A record as plain values for JSON, hashes in hexadecimal."""
-    values = asdict(record)
-    return {key: value.hex() if isinstance(value, bytes) else value for key, value in values.items()}
+    return asdict(record, dict_factory=_with_hex)
 
 
-class SwarmRate:
-    """How fast a swarm trains: tokens in committed rounds over time, so that every peer's share is in it once.
+def _with_hex(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.hex() if isinstance(value, bytes) else value for key, value in items}
 
-    The average is taken over the last 15 s, and always over a whole number of rounds, at least one: whatever rounds
-    last, it neither jumps nor drops to 0 between them.
-    """
 
-    def __init__(self) -> None:
-        self._commits: deque[tuple[float, int]] = deque()
-
-    def update(self, now: float, records: Iterable[PeerRecord]) -> None:
-        """Learn what peers report at time ``now``, in seconds of any clock."""
-        training = [record for record in records if record.role == "trainer" and record.state != "starting"]
-        if not training:
-            return
-        tokens = max(record.lineage_tokens for record in training)
-        if self._commits and tokens < self._commits[-1][1]:
-            self._commits.clear()  # the lineage that was ahead is gone
-        if not self._commits or tokens > self._commits[-1][1]:
-            self._commits.append((now, tokens))
-        while len(self._commits) > 2 and self._commits[-1][0] - self._commits[1][0] >= RATE_SECONDS:
-            self._commits.popleft()
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """None before a round was seen from its start to its end."""
-        if len(self._commits) < 2:
-            return None
-        (first, before), (last, after) = self._commits[0], self._commits[-1]
-        return (after - before) / max(last - first, 1e-9)
+def most_tokens(records: Iterable[PeerRecord]) -> int | None:
+    """Tokens of the lineage that is furthest, for `TokenRate`; None while nobody trains."""
+    return max(
+        (record.lineage_tokens for record in records if record.role == "trainer" and record.state != "starting"),
+        default=None,
+    )
 
 
 def committed_rounds(records: Iterable[PeerRecord], after: int) -> list[RoundReport]:

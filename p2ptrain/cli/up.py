@@ -1,7 +1,8 @@
 """``p2ptrain up``
 
 Run a whole swarm on this machine, offline: one bootstrap peer and a few trainers, each a real process with its own
-network daemon, training a small model on text that is there already. Shows a live table and ends with a summary.
+network daemon, training a small model on text that is there already. Shows a live table, serves a status page on this
+machine, and ends with a summary.
 Ctrl-C ends it in good order; a second one ends it at once.
 """
 
@@ -35,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     where.add_argument("--run-dir", type=Path, metavar="DIR", help="where to keep its files (default runs/up-TIME)")
     where.add_argument("--summary", type=Path, metavar="FILE", help="write the summary as JSON, too")
-    where.add_argument(
-        "--no-monitor", action="store_true", help="changes nothing: this version has no status page to leave out"
-    )
+    where.add_argument("--no-monitor", action="store_true", help="do not serve the status page")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -137,10 +137,14 @@ class RoundReport:
     """How one round went for one peer.
 
     Attributes:
-        reason: Why it was not committed; empty when it was. At most 200 characters.
+        reason: Why it was not committed, or why this peer's work is not in it; else empty. At most 200 characters.
         seconds: From the start of matchmaking to the end of the round.
         members: Peers in the group.
         contributors: Peers whose contribution counted.
+        contributed: Whether this peer's did.
+        digest: Of the state with the round applied, 32 bytes; zeros when it was not committed.
+        compute_seconds: From the end of the round before to the start of matchmaking: training, and waiting for others.
+        matchmaking_seconds: Of ``seconds``, until the group stood; ``transfer_seconds``: from then to the certificate.
     """
 
     round: int
@@ -149,6 +153,11 @@ class RoundReport:
     seconds: float
     members: int
     contributors: int
+    contributed: bool = False
+    digest: bytes = bytes(32)
+    compute_seconds: float = 0.0
+    matchmaking_seconds: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,10 @@ class PeerRecord:
         started_at: Wall-clock second at which it started.
         last_rounds: How its last rounds went, oldest first, at most 8.
         direct_refusals: What it refused at its port for direct connections since it began to listen there.
+        trained_tokens: Tokens of this peer's that count in committed rounds, since it started; ``trained_rounds``: in
+            how many.
+        diverged: Whether its loss is not a finite number any more.
+        clock_skew_seconds: How far its machine's clock is ahead of the swarm's; it goes by the swarm's.
         note: One line for people, at most 200 characters.
     """
 
@@ -191,6 +204,10 @@ class PeerRecord:
     started_at: float
     last_rounds: tuple[RoundReport, ...]
     direct_refusals: int = 0
+    trained_tokens: int = 0
+    trained_rounds: int = 0
+    diverged: bool = False
+    clock_skew_seconds: float = 0.0
     note: str = ""
 
     def to_payload(self) -> dict[str, Any]:
@@ -201,7 +218,8 @@ class PeerRecord:
         values["note"] = self.note[:MAX_NOTE_CHARS]
         values["addresses"] = [address for address in self.addresses if len(address) <= MAX_ADDRESS_CHARS]
         values["addresses"] = values["addresses"][:MAX_ADDRESSES]
-        values["loss"] = self.loss if self.loss is not None and math.isfinite(self.loss) else None
+        values["diverged"] = self.diverged or (self.loss is not None and not math.isfinite(self.loss))
+        values["loss"] = None if values["diverged"] else self.loss
         values["tokens_per_second"] = self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0
         values["last_rounds"] = [
             {**vars(report), "reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
@@ -261,11 +279,13 @@ def _amount(name: str, value: Any) -> float:
     return float(value)
 
 
-def _loss(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    _expect(type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e12, name, "is not a loss")
+def _number(name: str, value: Any) -> float:
+    _expect(type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e12, name, "is not a number")
     return float(value)
+
+
+def _loss(name: str, value: Any) -> float | None:
+    return None if value is None else _number(name, value)
 
 
 def _hash(name: str, value: Any) -> bytes:
@@ -299,6 +319,11 @@ _REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "seconds": _amount,
     "members": _count,
     "contributors": _count,
+    "contributed": _boolean,
+    "digest": _hash,
+    "compute_seconds": _amount,
+    "matchmaking_seconds": _amount,
+    "transfer_seconds": _amount,
 }
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "name": _text(64),
@@ -321,5 +346,9 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "started_at": _amount,
     "last_rounds": _reports,
     "direct_refusals": _count,
+    "trained_tokens": _count,
+    "trained_rounds": _count,
+    "diverged": _boolean,
+    "clock_skew_seconds": _number,
     "note": _text(MAX_NOTE_CHARS),
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 
+from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.history import fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
@@ -14,7 +17,7 @@ from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.node.peer import Peer, PeerOptions
-from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS
+from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import Runtime, real_runtime
 
 FIRST_LOOK_SECONDS = 10.0
@@ -65,6 +68,46 @@ class Observer:
         assert self._peer is not None
         return self._peer.manifest
 
+    @property
+    def signed(self) -> SignedManifest:
+        """The manifest with its organizer's signature."""
+        assert self._peer is not None
+        return self._peer.signed
+
+    @property
+    def rejected(self) -> int:
+        """Records that were dropped for what they say."""
+        assert self._peer is not None
+        return self._peer.presence.reader.rejected
+
+    def on_network_lost(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback(reason)`` called on the event loop when the network daemon is gone for good."""
+        assert self._peer is not None
+        self._peer.on_network_lost(callback)
+
+    def now(self) -> float:
+        """Wall-clock second by the swarm's clock."""
+        assert self._runtime is not None
+        return self._runtime.now()
+
+    async def look(self) -> list[tuple[PeerRecord, float]] | None:
+        """The records of all peers and when each was published, ordered by peer id; None when nobody can be asked."""
+        assert self._peer is not None
+        records = await self._peer.presence.reader.read(DIRECTORY_TIMEOUT_SECONDS)
+        if records is None:
+            return None
+        return [(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records]
+
+    async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
+        """The results that a peer holds which follow on a lineage, oldest first; verified.
+
+        Raises:
+            PeerError, DeadlineError: It failed.
+            ProtocolError: It sent certificates that do not verify or do not connect.
+        """
+        assert self._peer is not None
+        return await fetch_certificates(self._peer.rpc, peer, lineage, self._peer.swarm, self._peer.identity)
+
     async def peers(self) -> list[PeerRecord]:
         """The records of all peers now, ordered by peer id.
 
@@ -94,5 +137,4 @@ async def fetch_manifest(link: SwarmLink, directory: Path) -> SignedManifest:
         ManifestError: What peers sent is not the link's manifest.
     """
     async with Observer(link, directory) as observer:
-        assert observer._peer is not None
-        return observer._peer.signed
+        return observer.signed

@@ -404,6 +404,9 @@ class Peer:
             started_at=status.started_at,
             last_rounds=tuple(sync.reports) if sync else (),
             direct_refusals=self.transport.direct.refusals.total(),
+            trained_tokens=sync.trained_tokens if sync else 0,
+            trained_rounds=sync.trained_rounds if sync else 0,
+            clock_skew_seconds=-self.runtime.clock_offset_seconds,
             note=status.note or self._clock_note or self.reach.standing.note,
         )
 

@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.auxiliary import lend_bandwidth
 from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.runtime import Runtime, real_runtime
 
@@ -91,19 +92,35 @@ async def run_peer(
         try:
             peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
             _keep_manifest(peer.signed, run_dir / SIGNED_FILE)
-            if on_ready is not None:
-                on_ready(str(peer.link))
-            if config.role == "trainer":
-                await _train(peer, config, run_dir, signals, runtime)
-            elif config.role == "auxiliary":
-                await lend_bandwidth(peer, config, signals)
-            else:
-                await _serve(peer, config, signals)
+            async with _metrics(peer, config.metrics.port):
+                if on_ready is not None:
+                    on_ready(str(peer.link))
+                notify("READY=1")
+                if config.role == "trainer":
+                    await _train(peer, config, run_dir, signals, runtime)
+                elif config.role == "auxiliary":
+                    await lend_bandwidth(peer, config, signals)
+                else:
+                    await _serve(peer, config, signals)
         finally:
+            notify("STOPPING=1")
             await peer.close()
         if signals.reason.startswith("the network daemon ended"):
             raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
     return 0
+
+
+@contextlib.asynccontextmanager
+async def _metrics(peer: Peer, port: int) -> AsyncIterator[None]:
+    """Serve this peer's metrics on loopback while the body runs; nothing at port 0."""
+    if not port:
+        yield
+        return
+    from p2ptrain.network.http_server import listen, serving
+    from p2ptrain.node.metrics_page import make_app
+
+    async with serving(make_app(peer), listen("127.0.0.1", port, "--metrics-port")):
+        yield
 
 
 def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identity) -> SignedManifest | None:

@@ -9,13 +9,10 @@ from rich.console import Console
 
 from p2ptrain.cli.table import (
     COLUMNS,
-    RATE_SECONDS,
-    SwarmRate,
     committed_rounds,
     fit_columns,
-    human_bytes,
-    human_count,
     human_time,
+    most_tokens,
     peer_row,
     peer_table,
     plain_table,
@@ -33,20 +30,6 @@ TRAINER = PeerRecord(
     tokens_per_second=1234.0, bytes_sent=1_500_000, bytes_received=0, reachability="direct", addresses=(),
     started_at=0.0, last_rounds=(COMMITTED,),
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0 B"), (999, "999 B"), (999.7, "1.0 kB"), (1500, "1.5 kB"), (99_960, "100 kB"), (12_300_000, "12.3 MB"),
-     (999_700_000, "1.0 GB"), (4.2e15, "4200.0 TB")],
-)  # fmt: skip
-def test_bytes_are_shown_with_three_digits(number: float, text: str) -> None:
-    assert human_bytes(number) == text
-
-
-@pytest.mark.parametrize(("number", "text"), [(0, "0"), (940, "940"), (12_345, "12.3k"), (1_200_000, "1.2M")])
-def test_counts_are_shown_with_three_digits(number: float, text: str) -> None:
-    assert human_count(number) == text
 
 
 def test_a_row_has_one_cell_for_each_column() -> None:
@@ -73,6 +56,7 @@ def test_a_record_becomes_json() -> None:
     values = json.loads(json.dumps(record_values(TRAINER)))
     assert values["digest"] == "ab" * 32
     assert values["last_rounds"][0]["committed"] is True
+    assert values["last_rounds"][0]["digest"] == "00" * 32
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(7.9, "0:07"), (754, "12:34"), (3723, "1:02:03")])
@@ -146,37 +130,8 @@ def test_what_is_not_known_yet_is_not_shown() -> None:
     )
 
 
-def observed(rate: SwarmRate, now: float, tokens: int, state: str = "training") -> float | None:
-    """The rate after one more look at a swarm of two trainers, of which one is a round behind."""
-    behind = replace(TRAINER, lineage_tokens=max(0, tokens - 100))
-    rate.update(now, [behind, replace(TRAINER, lineage_tokens=tokens, state=state)])
-    return rate.tokens_per_second
-
-
-@pytest.mark.parametrize("seconds", [0.2, 1.0, 40.0], ids=str)
-def test_the_speed_is_the_average_over_whole_rounds_however_long_they_last(seconds: float) -> None:
-    rate = SwarmRate()
-    assert observed(rate, 0.0, 0) is None
-    assert observed(rate, 0.5 * seconds, 0) is None
-    for number in range(1, 100):
-        assert observed(rate, number * seconds, number * 1000) == pytest.approx(1000 / seconds)
-        # Between two rounds nothing new is known, so nothing changes.
-        assert observed(rate, (number + 0.9) * seconds, number * 1000) == pytest.approx(1000 / seconds)
-
-
-def test_the_speed_forgets_what_is_long_ago_and_a_lineage_that_was_given_up() -> None:
-    rate = SwarmRate()
-    for second in range(60):
-        observed(rate, second, second * 1000)
-    for second in range(60, 60 + int(RATE_SECONDS) + 1):
-        last = observed(rate, second, 60_000 + (second - 60) * 10)
-    assert last is not None
-    assert last < 100
-    assert observed(rate, 100.0, 5000) is None
-
-
-def test_the_time_before_training_starts_does_not_count() -> None:
-    rate = SwarmRate()
-    rate.update(0.0, [replace(TRAINER, state="starting")])
-    assert observed(rate, 10.0, 0) is None
-    assert observed(rate, 11.0, 1000) == pytest.approx(1000)
+def test_the_swarms_tokens_are_those_of_the_trainer_that_is_furthest() -> None:
+    behind, ahead = replace(TRAINER, lineage_tokens=5), replace(TRAINER, lineage_tokens=7)
+    bootstrap, starting = replace(ahead, role="bootstrap", lineage_tokens=9), replace(ahead, state="starting")
+    assert most_tokens([behind, ahead, bootstrap]) == 7
+    assert most_tokens([bootstrap, starting]) is None, "the time before training starts does not count"

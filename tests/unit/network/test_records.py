@@ -50,8 +50,15 @@ def record(**changes: Any) -> PeerRecord:
         reachability="direct",
         addresses=("/ip4/127.0.0.1/tcp/1/p2p/x",),
         started_at=1.7e9,
-        last_rounds=(RoundReport(6, True, "", 1.5, 3, 3), RoundReport(7, False, "too few peers", 20.0, 1, 0)),
+        last_rounds=(
+            RoundReport(6, True, "", 1.5, 3, 3, True, b"e" * 32, 4.0, 0.25, 1.25),
+            RoundReport(7, False, "too few peers", 20.0, 1, 0),
+        ),
         direct_refusals=4,
+        trained_tokens=1 << 41,
+        trained_rounds=6,
+        diverged=False,
+        clock_skew_seconds=-2.5,
         note="hello",
     )
     return dataclasses.replace(values, **changes)
@@ -152,10 +159,10 @@ def test_a_fresh_peer_record_without_loss_survives() -> None:
 
 
 def test_the_largest_peer_record_fits() -> None:
-    report = RoundReport(2**62, False, "x" * 900, 1e9, 256, 256)
+    report = RoundReport(2**62, False, "x" * 900, 1e9, 256, 256, True, b"d" * 32, 1e9, 1e9, 1e9)
     largest = record(
         name="n" * 99, note="n" * 900, addresses=("/ip4/203.0.113.255/tcp/65535/p2p/" + "Q" * 400,) * 20,
-        last_rounds=(report,) * 20,
+        last_rounds=(report,) * 20, trained_tokens=2**62, trained_rounds=2**62, clock_skew_seconds=-1e9,
     )  # fmt: skip
     data = sealed(largest.to_payload())
     parsed = PeerRecord.from_payload("alice", open_record(data, "peer", SWARM, BOB).payload)
@@ -167,7 +174,18 @@ def test_values_that_are_not_finite_never_leave() -> None:
     payload = record(loss=float("nan"), tokens_per_second=float("inf")).to_payload()
     parsed = PeerRecord.from_payload("alice", payload)
     assert parsed.loss is None
+    assert parsed.diverged, "that is said instead"
     assert parsed.tokens_per_second == 0.0
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_no_number_means_that_it_diverged(loss: float) -> None:
+    parsed = PeerRecord.from_payload("alice", record(loss=loss).to_payload())
+    assert (parsed.loss, parsed.diverged) == (None, True)
+
+
+def test_a_peer_that_has_no_loss_yet_did_not_diverge() -> None:
+    assert not PeerRecord.from_payload("alice", record(loss=None).to_payload()).diverged
 
 
 @pytest.mark.parametrize(
@@ -200,10 +218,39 @@ def test_values_that_are_not_finite_never_leave() -> None:
         ("last_rounds", [[]]),
         ("last_rounds", {}),
         ("started_at", None),
+        ("trained_tokens", -1),
+        ("trained_tokens", 1.5),
+        ("trained_rounds", 2**63),
+        ("diverged", 1),
+        ("diverged", None),
+        ("clock_skew_seconds", float("nan")),
+        ("clock_skew_seconds", 1e13),
+        ("clock_skew_seconds", "0"),
     ],
 )
 def test_a_field_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
     payload = record().to_payload() | {name: value}
+    with pytest.raises(IntegrityError, match=name):
+        PeerRecord.from_payload("alice", payload)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("contributed", 1),
+        ("contributed", None),
+        ("digest", b"short"),
+        ("digest", "d" * 32),
+        ("compute_seconds", -1.0),
+        ("matchmaking_seconds", float("inf")),
+        ("transfer_seconds", None),
+        ("transfer_seconds", 1e19),
+        ("reason", "two\nlines"),
+    ],
+)
+def test_a_field_of_a_report_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
+    payload = record().to_payload()
+    payload["last_rounds"][0][name] = value
     with pytest.raises(IntegrityError, match=name):
         PeerRecord.from_payload("alice", payload)
 

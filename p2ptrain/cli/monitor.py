@@ -1,0 +1,59 @@
+"""``p2ptrain monitor LINK``
+
+Serve a web page that shows how a swarm is doing, now and over time: health, peers, rounds, groups, alerts, and how to
+join. It reads what peers publish, takes no part, and can change nothing. JSON is under /api/v1 (described by
+/api/v1/openapi.json), Prometheus metrics under /metrics.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from p2ptrain.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``p2ptrain monitor``."""
+    parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
+    parser.add_argument("--host", default="127.0.0.1", help="where to serve at (default 127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=int, default=8080, help="port to serve at (default 8080; 0 takes a free one)")
+    parser.add_argument("--db", type=Path, metavar="FILE", help="keep history here (default: in memory, until it ends)")
+    parser.add_argument("--webhook", metavar="URL", help="send alerts there, as JSON, when they begin and end")
+    parser.add_argument(
+        "--stall-minutes", type=float, default=10.0, metavar="N",
+        help="alert when no round was committed for so long (default 10)",
+    )  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until interrupted.
+
+    Raises:
+        UsageError: An option is out of range.
+    """
+    if not 0 <= arguments.port < 65536:
+        raise UsageError(f"--port {arguments.port}: give a number from 0 to 65535")
+    if not arguments.stall_minutes > 0:
+        raise UsageError(f"--stall-minutes {arguments.stall_minutes}: give a number above 0")
+    if arguments.webhook and not _is_web_address(arguments.webhook):
+        raise UsageError(f"--webhook {arguments.webhook}: give a URL that starts with http:// or https://")
+    from p2ptrain.cli.running import run_async
+    from p2ptrain.monitor.serve import Settings, serve
+    from p2ptrain.network.link import SwarmLink
+
+    settings = Settings(
+        SwarmLink.parse(arguments.link), arguments.host, arguments.port, arguments.db, arguments.webhook or "",
+        60 * arguments.stall_minutes,
+    )  # fmt: skip
+    run_async(serve(settings, lambda url: print(f"status page: {url}  (Ctrl-C ends it)", flush=True)))
+    return 0
+
+
+def _is_web_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # A port that is no number, or half an IPv6 address.
+        return False

@@ -1,0 +1,63 @@
+"""Numbers as people read them, on the page and on terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+LAST_SECOND = 253_402_300_799.0
+"""Of the year 9999, after which `datetime` knows none."""
+
+
+def human_bytes(number: float) -> str:
+    """Bytes in powers of ten with three digits: ``0 B``, ``1.5 kB``, ``12.3 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 99.95 else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+def human_count(number: float) -> str:
+    """A number with three digits: ``940``, ``12.3k``, ``1.2M``."""
+    for unit in ("", "k", "M", "B"):
+        if number < 999.5:
+            return f"{number:.0f}{unit}" if not unit or number >= 99.95 else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}T"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration with two digits: ``0.4 s``, ``12 s``, ``3 min``, ``2.5 h``, ``4 days``."""
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def utc(at: float) -> str:
+    """A wall-clock second as ``2026-11-22 05:40:00 UTC``."""
+    return _moment(at).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def iso(at: float) -> str:
+    """The same for machines."""
+    return _moment(at).isoformat(timespec="seconds")
+
+
+def _moment(at: float) -> datetime:
+    """A wall-clock second, or the nearest that there is: peers may claim any."""
+    return datetime.fromtimestamp(min(max(at, 0.0), LAST_SECOND), UTC)
+
+
+def short_id(peer: str) -> str:
+    """The end of a peer id, which is what tells one from another."""
+    return f"…{peer[-8:]}" if len(peer) > 10 else peer
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "bytes": human_bytes, "count": human_count, "duration": human_seconds, "utc": utc, "iso": iso,
+    "short_id": short_id,
+}  # fmt: skip

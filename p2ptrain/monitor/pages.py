@@ -1,0 +1,114 @@
+"""HTML, made by templates that escape whatever peers say; complete without scripts, which only keep it fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import jinja2
+import segno
+from starlette.responses import HTMLResponse, Response
+
+from p2ptrain._version import __version__
+from p2ptrain.monitor import formats
+from p2ptrain.monitor.coverage import coverage
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.views import PeerView, Snapshot
+
+PLAIN_ROWS = 200
+"""Peers on the page that works without scripts; the rest are on further pages."""
+EVENTS = 30
+MAX_SEARCH_CHARS = 100
+LEADERS = 20
+SHOWN_ROUNDS = 12
+MAX_NAMED_MEMBERS = 400
+"""In larger swarms the picture of groups does not name everybody."""
+QR_BORDER = 4
+
+
+class Pages:
+    """Renders pages over one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._templates = jinja2.Environment(
+            loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
+            trim_blocks=True, lstrip_blocks=True,
+        )  # fmt: skip
+        self._templates.filters.update(formats.FILTERS)
+        self._templates.globals["version"] = __version__
+        self._plain: tuple[Snapshot, str] | None = None
+
+    async def index(self, snapshot: Snapshot, asked: Mapping[str, str]) -> Response:
+        """The page.
+
+        Args:
+            snapshot: The newest.
+            asked: ``page`` of the plain table, counted from 1, and ``search`` in it.
+        """
+        is_plain = not {"search", "page"} & set(asked)
+        if is_plain and self._plain is not None and self._plain[0] is snapshot:
+            return _html(self._plain[1])  # The same for all who come before the next look.
+        search = asked.get("search", "")[:MAX_SEARCH_CHARS]
+        wanted = search.casefold()
+        peers = [
+            peer for peer in snapshot.peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()
+        ]
+        pages = max(1, -(-len(peers) // PLAIN_ROWS))
+        text = asked.get("page", "1")
+        page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
+        text_of_page = self._rendered(
+            "index.html",
+            snapshot=snapshot,
+            peers=peers[(page - 1) * PLAIN_ROWS : page * PLAIN_ROWS],
+            found=len(peers),
+            coverage=coverage(snapshot),
+            rounds=snapshot.rounds[:SHOWN_ROUNDS],
+            num_grouped=sum(len(group.members) for group in snapshot.groups),
+            max_named=MAX_NAMED_MEMBERS,
+            names={peer.peer: peer.name for peer in snapshot.peers},
+            page=page,
+            pages=pages,
+            search=search,
+            events=await self._store.events(0.0, EVENTS),
+            leaders=await self._store.leaders(LEADERS),
+            qr_code=qr_code(snapshot.swarm.link),
+        )
+        if is_plain:
+            self._plain = (snapshot, text_of_page)
+        return _html(text_of_page)
+
+    async def peer(self, snapshot: Snapshot, peer: PeerView) -> Response:
+        """A page about one peer."""
+        contribution = await self._store.contribution(peer.peer)
+        return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
+
+    def _rendered(self, template: str, **values: Any) -> str:
+        return self._templates.get_template(template).render(**values)
+
+
+def _html(text: str) -> Response:
+    return HTMLResponse(text, headers={"cache-control": "no-cache"})
+
+
+@cache
+def qr_code(text: str) -> tuple[int, str]:
+    """A QR code as the length of a side in modules, border included, and the data of an SVG path with a dark one each.
+
+    Where the text is too long for a code: 0 and no path.
+    """
+    try:
+        code = segno.make(text, error="l", micro=False)
+    except segno.DataOverflowError:
+        return 0, ""
+    runs = []
+    for y, row in enumerate(code.matrix):
+        x = 0
+        for dark, modules in groupby(row):
+            width = len(list(modules))
+            if dark:
+                runs.append(f"M{x + QR_BORDER} {y + QR_BORDER}h{width}v1h-{width}z")
+            x += width
+    return len(code.matrix) + 2 * QR_BORDER, "".join(runs)

@@ -1,0 +1,140 @@
+"""What a finished run left behind: metrics and summaries of its peers, and the manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import ConfigError, ManifestError
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.signing import Signer
+
+METRICS, SUMMARY, MANIFEST = "metrics.jsonl", "summary.json", "manifest.bin"
+MAX_LINE_CHARS = 1 << 16
+MAX_PEERS = 256
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of metrics: wall-clock second, kind (``step``, ``round``, ``held_out``), and the rest."""
+
+    time: float
+    kind: str
+    values: dict[str, Any]
+
+    def number(self, name: str) -> float | None:
+        """A finite number, or None."""
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None
+        return float(value) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class PeerRun:
+    """One peer's part of a run.
+
+    Attributes:
+        summary: What it wrote at its end; empty if it did not end in good order.
+    """
+
+    name: str
+    lines: tuple[Line, ...]
+    summary: dict[str, Any]
+
+    def of_kind(self, kind: str) -> list[Line]:
+        """Its lines of one kind, in order."""
+        return [line for line in self.lines if line.kind == kind]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A whole run; times are wall-clock seconds.
+
+    Attributes:
+        manifest: None where it was not kept.
+        skipped: Lines that could not be read.
+    """
+
+    directory: Path
+    peers: tuple[PeerRun, ...]
+    manifest: Manifest | None
+    skipped: int
+
+    @property
+    def started(self) -> float:
+        """When the first line was written."""
+        return min(peer.lines[0].time for peer in self.peers if peer.lines)
+
+    @property
+    def ended(self) -> float:
+        """When the last was."""
+        return max(peer.lines[-1].time for peer in self.peers if peer.lines)
+
+
+def read_run(directory: Path, verifier: Signer) -> Run:
+    """Read the run directory of ``up``, or of one peer.
+
+    Raises:
+        ConfigError: There are no metrics in it.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a directory: give the run directory that 'p2ptrain up' or 'join' names")
+    folders = [directory, *sorted(each for each in directory.iterdir() if each.is_dir())]
+    found = [folder for folder in folders if (folder / METRICS).is_file()][:MAX_PEERS]
+    peers, skipped = [], 0
+    for folder in found:
+        lines, unread = read_lines(folder / METRICS)
+        skipped += unread
+        if lines:
+            summary = _read_object(folder / SUMMARY)
+            name = summary.get("name") if isinstance(summary.get("name"), str) else folder.name
+            peers.append(PeerRun(str(name), tuple(lines), summary))
+    if not peers:
+        raise ConfigError(f"{directory} holds no {METRICS}: a peer writes it when its first round is over")
+    return Run(directory, tuple(peers), _read_manifest(directory / MANIFEST, verifier), skipped)
+
+
+def read_lines(path: Path) -> tuple[list[Line], int]:
+    """The lines of a file of metrics, the one put aside before it included, and how many could not be read."""
+    lines, skipped = [], 0
+    for part in (path.with_name(path.name + ".1"), path):
+        for text in _texts(part):
+            try:
+                values = json.loads(text)
+                time, kind = values.pop("time"), values.pop("kind")
+                if not (type(time) in (int, float) and math.isfinite(time) and isinstance(kind, str)):
+                    raise ValueError("no time or kind")
+            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                skipped += 1
+                continue
+            lines.append(Line(float(time), kind, values))
+    return sorted(lines, key=lambda line: line.time), skipped
+
+
+def _texts(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            while text := file.readline(MAX_LINE_CHARS):
+                yield text
+    except FileNotFoundError:
+        return
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _read_manifest(path: Path, verifier: Signer) -> Manifest | None:
+    try:
+        return SignedManifest.from_bytes(path.read_bytes(), None, verifier).manifest
+    except (OSError, ManifestError):
+        return None

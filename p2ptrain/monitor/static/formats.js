@@ -1,0 +1,25 @@
+// Numbers as people read them: the same as p2ptrain/monitor/formats.py writes.
+
+function scaled(number, units, last, gap) {
+  for (const unit of units) {
+    if (number < 999.5) return `${number.toFixed(unit === units[0] || number >= 99.95 ? 0 : 1)}${unit && gap}${unit}`;
+    number /= 1000;
+  }
+  return `${number.toFixed(1)}${gap}${last}`;
+}
+
+export const bytes = (number) => scaled(number, ["B", "kB", "MB", "GB"], "TB", " ");
+export const count = (number) => scaled(number, ["", "k", "M", "B"], "T", "");
+
+export function duration(seconds) {
+  if (seconds < 90) return `${seconds.toFixed(seconds < 9.95 ? 1 : 0)} s`;
+  if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min`;
+  return seconds < 48 * 3600 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(0)} days`;
+}
+
+export const orDash = (value, format) => (value === null || value === undefined ? "–" : format(value));
+export const ago = (now, at) => `${duration(Math.max(0, now - at))} ago`;
+export const iso = (at) => new Date(at * 1000).toISOString();
+export const utc = (at) => `${iso(at).slice(0, 19).replace("T", " ")} UTC`;
+export const shortId = (peer) => (peer.length > 10 ? `…${peer.slice(-8)}` : peer);
+export const plural = (number, one, many) => `${number} ${number === 1 ? one : many}`;

@@ -1,0 +1,24 @@
+// Makes the page live. It is complete without this: each part only takes over what the server rendered.
+
+import { startCopying } from "./copy.js";
+import { startCharts } from "./charts.js";
+import { showCoverage } from "./coverage.js";
+import { startGroups } from "./groups.js";
+import { showHeadline } from "./headline.js";
+import { startLists } from "./lists.js";
+import { listen } from "./live.js";
+import { startPeers } from "./peers.js";
+import { showRounds } from "./rounds.js";
+
+startCopying();
+startPeers();
+startCharts();
+const showGroups = startGroups();
+startLists();
+
+listen((snapshot) => {
+  showHeadline(snapshot);
+  showCoverage(snapshot.coverage);
+  showRounds(snapshot.rounds, snapshot.at);
+  showGroups(snapshot.rounds);
+});

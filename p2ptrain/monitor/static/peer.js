@@ -1,0 +1,43 @@
+// Keeps the numbers of one peer's page fresh.
+
+import { byId, setText } from "./dom.js";
+import { bytes, count, orDash, utc } from "./formats.js";
+
+const EVERY_MILLISECONDS = 5_000;
+const FORMATS = {
+  loss: (value) => orDash(value, (loss) => loss.toFixed(4)),
+  tokens_per_second: count, sent_per_second: bytes, received_per_second: bytes,
+};
+const place = byId("connection");
+const path = `/api/v1/peers/${encodeURIComponent(byId("main").dataset.peer)}`;
+
+async function refresh() {
+  try {
+    if (!document.hidden) {
+      const answer = await fetch(path);
+      if (answer.status === 404) {
+        place.className = "connection lost";
+        setText(place, "It has left the swarm: what is shown is old");
+      } else if (!answer.ok) {
+        throw new Error(`${path} answers ${answer.status}`);
+      } else {
+        showFacts(await answer.json());
+      }
+    }
+  } catch {
+    place.className = "connection lost";
+    setText(place, "Connection lost: what is shown is old; trying again");
+  }
+  setTimeout(refresh, EVERY_MILLISECONDS);
+}
+
+function showFacts(facts) {
+  for (const element of document.querySelectorAll("[data-fact]")) {
+    const name = element.dataset.fact;
+    setText(element, FORMATS[name] ? FORMATS[name](facts[name]) : facts[name]);
+  }
+  place.className = "connection live";
+  setText(place, `Seen ${utc(facts.last_seen)}`);
+}
+
+setTimeout(refresh, EVERY_MILLISECONDS);

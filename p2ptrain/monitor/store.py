@@ -1,0 +1,342 @@
+"""The past, in one SQLite file: series at three resolutions, rounds, events, and what each peer contributed.
+
+Everything is bounded, by age or by number, so the file stays under a few tens of megabytes however long it is written.
+A file that is damaged is set aside under another name and begun anew: a status page without its past is still one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import sqlite3
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiosqlite
+
+from p2ptrain.errors import ResourceError
+from p2ptrain.monitor.views import PeerView, RoundView
+
+logger = logging.getLogger(__name__)
+
+SCHEMA_VERSION = 1
+
+
+class Resolution(NamedTuple):
+    """How fine a series is kept, and for how long, in seconds."""
+
+    step: int
+    keep: int
+
+
+WINDOWS = {
+    "hour": Resolution(10, 2 * 3600),
+    "day": Resolution(120, 26 * 3600),
+    "week": Resolution(900, 8 * 24 * 3600),
+}
+SERIES = (
+    "loss", "tokens_per_second", "peers", "training", "compute_seconds", "matchmaking_seconds", "transfer_seconds",
+    "aborted", "sent_per_second", "received_per_second",
+)  # fmt: skip
+MAX_EVENTS = 5_000
+MAX_ROUNDS = 2_000
+MAX_PEERS = 20_000
+MAX_EVENT_CHARS = 300
+MAX_CONTRIBUTED = 1 << 62
+"""Whatever peers claim: SQLite's integers end at 2**63, and sums beyond turn into something else."""
+
+_SCHEMA = """
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE points (
+    series TEXT, step INTEGER, at INTEGER, total REAL NOT NULL, count INTEGER NOT NULL, PRIMARY KEY (series, step, at)
+) WITHOUT ROWID;
+CREATE TABLE events (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, kind TEXT NOT NULL, peer TEXT NOT NULL,
+    text TEXT NOT NULL);
+CREATE TABLE rounds (round INTEGER PRIMARY KEY, view TEXT NOT NULL);
+CREATE TABLE contributions (
+    peer TEXT PRIMARY KEY, name TEXT NOT NULL, tokens INTEGER NOT NULL, rounds INTEGER NOT NULL, seconds REAL NOT NULL,
+    first_seen REAL NOT NULL, last_seen REAL NOT NULL,
+    started_at REAL NOT NULL, run_tokens INTEGER NOT NULL, run_rounds INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX contributions_by_tokens ON contributions (tokens);
+CREATE INDEX contributions_by_time ON contributions (last_seen);
+"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened: ``joined``, ``left``, ``alert``, ``cleared``; with whom, and one line for people."""
+
+    at: float
+    kind: str
+    peer: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer says that it gave to the swarm, added up over its restarts.
+
+    Attributes:
+        tokens: That count in committed rounds; ``rounds``: in how many; ``seconds``: how long it was seen training.
+    """
+
+    peer: str
+    name: str
+    tokens: int
+    rounds: int
+    seconds: float
+    first_seen: float
+    last_seen: float
+
+
+class _UnusableError(Exception):
+    """The file is none of this swarm's."""
+
+
+class Store:
+    """The file. Make it with `open`; all methods may be called from one event loop.
+
+    All of them raise `ResourceError` when the file cannot be read or written any more.
+    """
+
+    def __init__(self, database: aiosqlite.Connection) -> None:
+        self._database = database
+        self._lock = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, path: Path | None, swarm: str, now: float) -> Store:
+        """Open or make the file; one that is damaged, or of another swarm, is set aside.
+
+        Args:
+            path: Where; None keeps everything in memory.
+            swarm: The manifest's digest in hexadecimal.
+            now: Wall-clock second, for the name of what is set aside.
+
+        Raises:
+            ResourceError: The file cannot be written.
+        """
+        if path is None:
+            return await cls._opened(":memory:", swarm)
+        try:
+            await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+            try:
+                return await cls._opened(str(path), swarm)
+            except sqlite3.OperationalError:
+                raise  # A disk that is full, a file that is locked or must not be written: it may well be whole.
+            except (sqlite3.DatabaseError, _UnusableError) as error:
+                await asyncio.to_thread(_set_aside, path, now, error)
+                return await cls._opened(str(path), swarm)
+        except (OSError, sqlite3.Error) as error:
+            raise ResourceError(f"--db {path}: {error}; choose a file that can be written") from error
+
+    @classmethod
+    async def _opened(cls, path: str, swarm: str) -> Store:
+        # Opened here, not by aiosqlite, whose thread may outlive the loop when it cannot open what it is given.
+        connection = await asyncio.to_thread(sqlite3.connect, path, check_same_thread=False)
+        database = await aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
+        try:
+            await database.execute("PRAGMA journal_mode = WAL")
+            await database.execute("PRAGMA synchronous = NORMAL")
+            (found,) = await database.execute_fetchall("PRAGMA quick_check(1)")
+            if found[0] != "ok":
+                raise _UnusableError("it is damaged")
+            ((version,),) = await database.execute_fetchall("PRAGMA user_version")
+            tables = {name for (name,) in await database.execute_fetchall("SELECT name FROM sqlite_master")}
+            if version == 0 and not tables:
+                await database.executescript(_SCHEMA)
+                await database.execute("INSERT INTO facts VALUES ('swarm', ?)", (swarm,))
+                await database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                await database.commit()
+            elif "contributions" not in tables:
+                raise _UnusableError("it is another program's")
+            elif version != SCHEMA_VERSION:
+                raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
+            if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
+                raise _UnusableError("it is of another swarm")
+        except BaseException:
+            await database.close()
+            raise
+        return cls(database)
+
+    async def close(self) -> None:
+        """Close the file."""
+        async with self._exclusively():
+            await self._database.close()
+
+    @contextlib.asynccontextmanager
+    async def _exclusively(self) -> AsyncIterator[None]:
+        async with self._lock:
+            try:
+                yield
+            except sqlite3.Error as error:
+                with contextlib.suppress(sqlite3.Error):
+                    await self._database.rollback()
+                raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
+
+    async def add_points(self, at: float, values: Mapping[str, float]) -> None:
+        """Add one value of each series, at every resolution: of the values of one step, the mean is kept."""
+        rows = [
+            (series, window.step, int(at) // window.step * window.step, value)
+            for series, value in values.items()
+            for window in WINDOWS.values()
+        ]
+        async with self._exclusively():
+            await self._database.executemany(
+                "INSERT INTO points VALUES (?, ?, ?, ?, 1) "
+                "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + 1",
+                rows,
+            )
+            await self._database.commit()
+
+    async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
+        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, None where
+        nothing was seen.
+
+        Args:
+            window: One of `WINDOWS`.
+            names: Of `SERIES`.
+            now: Wall-clock second at which the window ends.
+        """
+        step = WINDOWS[window].step
+        since = now - {"hour": 3600, "day": 86400, "week": 7 * 86400}[window]
+        wanted = list(names)
+        marks = ",".join("?" * len(wanted))
+        async with self._exclusively():
+            cursor = await self._database.execute(
+                f"SELECT series, at, total / count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
+                (*wanted, step, since),
+            )
+            rows = await cursor.fetchall()
+        times = sorted({row[1] for row in rows})
+        place = {at: index for index, at in enumerate(times)}
+        columns: dict[str, list[float | None]] = {name: [None] * len(times) for name in wanted}
+        for name, at, value in rows:
+            columns[name][place[at]] = value
+        return {"step": step, "at": times, "series": columns}
+
+    async def add_events(self, events: Iterable[Event]) -> None:
+        """Append events."""
+        rows = [(each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events]
+        if not rows:
+            return
+        async with self._exclusively():
+            await self._database.executemany("INSERT INTO events (at, kind, peer, text) VALUES (?, ?, ?, ?)", rows)
+            await self._database.commit()
+
+    async def events(self, since: float, limit: int) -> list[Event]:
+        """The newest events after ``since``, newest first."""
+        async with self._exclusively():
+            cursor = await self._database.execute(
+                "SELECT at, kind, peer, text FROM events WHERE at >= ? ORDER BY id DESC LIMIT ?", (since, limit)
+            )
+            return [Event(*row) for row in await cursor.fetchall()]
+
+    async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
+        """Keep rounds, or what is known of them by now."""
+        rows = [(view.round, json.dumps(asdict(view), separators=(",", ":"))) for view in rounds]
+        if not rows:
+            return
+        async with self._exclusively():
+            await self._database.executemany("INSERT OR REPLACE INTO rounds VALUES (?, ?)", rows)
+            await self._database.commit()
+
+    async def rounds(self, before: int, limit: int) -> list[dict[str, Any]]:
+        """Rounds with numbers below ``before``, newest first, as `RoundView` in plain values."""
+        async with self._exclusively():
+            cursor = await self._database.execute(
+                "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
+            )
+            return [json.loads(row[0]) for row in await cursor.fetchall()]
+
+    async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
+        """Bring what peers contributed up to date.
+
+        Args:
+            peers: That are there now.
+            now: Wall-clock second.
+            seconds: Since the last call: how much longer those were there who train.
+        """
+        rows = [
+            (
+                peer.peer, peer.name, tokens, rounds, seconds if peer.state == "training" else 0.0, now, now,
+                peer.started_at, tokens, rounds,
+            )
+            for peer in peers
+            if peer.role == "trainer"
+            for tokens in [min(MAX_CONTRIBUTED, peer.trained_tokens)]
+            for rounds in [min(MAX_CONTRIBUTED, peer.trained_rounds)]
+        ]  # fmt: skip
+        async with self._exclusively():
+            # A record counts from its peer's start: what it said before a restart stays, and what grew since is added.
+            # Within a run its most so far is kept, so that nobody gains by counting down and up again.
+            await self._database.executemany(
+                f"""INSERT INTO contributions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+                ON CONFLICT DO UPDATE SET
+                    tokens = min({MAX_CONTRIBUTED}, tokens + CASE WHEN excluded.started_at = started_at
+                        THEN max(0, excluded.run_tokens - run_tokens) ELSE excluded.run_tokens END),
+                    rounds = min({MAX_CONTRIBUTED}, rounds + CASE WHEN excluded.started_at = started_at
+                        THEN max(0, excluded.run_rounds - run_rounds) ELSE excluded.run_rounds END),
+                    run_tokens = CASE WHEN excluded.started_at = started_at
+                        THEN max(run_tokens, excluded.run_tokens) ELSE excluded.run_tokens END,
+                    run_rounds = CASE WHEN excluded.started_at = started_at
+                        THEN max(run_rounds, excluded.run_rounds) ELSE excluded.run_rounds END,
+                    seconds = seconds + excluded.seconds, name = excluded.name, last_seen = excluded.last_seen,
+                    started_at = excluded.started_at""",
+                rows,
+            )
+            await self._database.commit()
+
+    async def leaders(self, limit: int) -> list[Contribution]:
+        """Those who gave most tokens, the first first."""
+        return await self._contributions("ORDER BY tokens DESC, peer LIMIT ?", limit)
+
+    async def contribution(self, peer: str) -> Contribution | None:
+        """What one peer gave; None if it was never seen training."""
+        found = await self._contributions("WHERE peer = ?", peer)
+        return found[0] if found else None
+
+    async def _contributions(self, clause: str, value: object) -> list[Contribution]:
+        async with self._exclusively():
+            cursor = await self._database.execute(
+                f"SELECT peer, name, tokens, rounds, seconds, first_seen, last_seen FROM contributions {clause}",
+                (value,),
+            )
+            return [Contribution(*row) for row in await cursor.fetchall()]
+
+    async def prune(self, now: float) -> None:
+        """Drop what is too old or too much; call it every few minutes."""
+        async with self._exclusively():
+            for window in WINDOWS.values():
+                await self._database.execute(
+                    "DELETE FROM points WHERE step = ? AND at < ?", (window.step, now - window.keep)
+                )
+            await self._database.execute(
+                "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (MAX_EVENTS,)
+            )
+            await self._database.execute(
+                "DELETE FROM rounds WHERE round NOT IN (SELECT round FROM rounds ORDER BY round DESC LIMIT ?)",
+                (MAX_ROUNDS,),
+            )
+            await self._database.execute(
+                "DELETE FROM contributions WHERE peer NOT IN "
+                "(SELECT peer FROM contributions ORDER BY last_seen DESC LIMIT ?)",
+                (MAX_PEERS,),
+            )
+            await self._database.commit()
+            await self._database.execute_fetchall("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _set_aside(path: Path, now: float, reason: Exception) -> None:
+    """Give a file another name; what SQLite has not yet moved into it goes with it."""
+    aside = path.with_name(f"{path.name}.{int(now)}.aside")
+    logger.warning("%s cannot be used (%s): set aside as %s", path, reason, aside.name)
+    path.replace(aside)
+    for suffix in ("-wal", "-shm"):
+        beside = path.with_name(path.name + suffix)
+        if beside.exists():
+            beside.replace(aside.with_name(aside.name + suffix))

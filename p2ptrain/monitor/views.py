@@ -1,0 +1,231 @@
+"""What the page shows: plain, immutable values that JSON, templates and metrics are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Severity = Literal["info", "warning", "critical"]
+Health = Literal["healthy", "degraded", "stopped", "empty"]
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """One peer, as its record says; what it says is checked for shape and signature, not for truth.
+
+    Its addresses are not here: peers need them, but who looks at a page in the web has no business with them.
+
+    Attributes:
+        peer: Its id.
+        blocks: First block that it hosts and the one after its last; equal when it hosts none.
+        digest, lineage: In hexadecimal; empty for peers without state.
+        agrees: Whether its state is that of most peers of its lineage and round; None where nobody else has one.
+        sent_per_second, received_per_second: Bytes.
+        hours: Since it started.
+        last_seen: Wall-clock second at which it published its record.
+        last_reason: Why its last round was not committed, or not with its work; empty when all went well.
+    """
+
+    peer: str
+    name: str
+    role: str
+    state: str
+    device: str
+    version: str
+    protocol: int
+    reachability: str
+    blocks: tuple[int, int]
+    round: int
+    digest: str
+    lineage: str
+    agrees: bool | None
+    loss: float | None
+    diverged: bool
+    tokens_per_second: float
+    bytes_sent: int
+    bytes_received: int
+    sent_per_second: float
+    received_per_second: float
+    trained_tokens: int
+    trained_rounds: int
+    hours: float
+    started_at: float
+    last_seen: float
+    clock_skew_seconds: float
+    direct_refusals: int
+    last_reason: str
+    note: str
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One stage of the model and who hosts it.
+
+    Attributes:
+        blocks: First block and the one after the last.
+        hosts: Peers that hold all of it and take part in rounds.
+        syncing: Peers that are about to.
+        tokens_per_second: Of all hosts together.
+        is_bottleneck: Whether it is the slowest of several stages.
+        risk: What happens when one more host is lost; empty when nothing does.
+    """
+
+    number: int
+    blocks: tuple[int, int]
+    hosts: tuple[str, ...]
+    syncing: tuple[str, ...]
+    tokens_per_second: float
+    is_bottleneck: bool
+    risk: str
+
+
+@dataclass(frozen=True)
+class Absence:
+    """One peer whose work is not in a round, and why.
+
+    Attributes:
+        kind: ``late`` (it waits for the next round), ``dropped`` (it is lost), ``aborted`` (its attempt broke).
+    """
+
+    peer: str
+    name: str
+    kind: Literal["late", "dropped", "aborted"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundView:
+    """How one round went.
+
+    Attributes:
+        round: Counted from 0.
+        committed: Whether a peer reports it committed, or a certificate says so.
+        verified: Whether this monitor holds a certificate with signatures of a majority.
+        at: Wall-clock second at which it was first reported.
+        seconds: From the start of matchmaking to its end, median over peers; and what that and the time before it were
+            spent on.
+        members: Peers in it, by the certificate or the median report; ``contributors``: whose work counts.
+        tokens: That count in it; None where it is not known.
+        levels: Of the tree in which it was averaged; 1 for one group.
+        agrees: Whether all who applied it report one state digest; None when fewer than two do.
+        digests: State digests in hexadecimal, each with the number of peers that report it.
+        absences: Peers that missed it, at most 20.
+    """
+
+    round: int
+    committed: bool
+    verified: bool
+    at: float
+    seconds: float
+    compute_seconds: float
+    matchmaking_seconds: float
+    transfer_seconds: float
+    members: int
+    contributors: int
+    tokens: int | None
+    levels: int
+    lineage: str
+    agrees: bool | None
+    digests: tuple[tuple[str, int], ...]
+    absences: tuple[Absence, ...]
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """One cell of the last committed round's grid.
+
+    Attributes:
+        members: (peer id, ``counted``, ``late``, ``absent`` or ``delegate``), ordered by peer id.
+    """
+
+    cell: int
+    members: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Alert:
+    """Something that the operator should know.
+
+    Attributes:
+        rule: Which rule found it.
+        subject: What it is about (a peer id, a stage); empty when it is the swarm.
+        text: One line for people.
+    """
+
+    rule: str
+    severity: Severity
+    subject: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Headline:
+    """Is the swarm healthy, in words, and why not.
+
+    Attributes:
+        reasons: One line each, the worst first.
+        loss: Median over training peers; None before the first batch.
+        tokens_per_second: That committed rounds contain; None before two of them were seen.
+        round_seconds: Median from one committed round to the next.
+        committed, aborted: Rounds since this monitor began to watch.
+        bytes_per_token: Sent for each token that counts, the median over training peers; None before there is any.
+    """
+
+    health: Health
+    summary: str
+    reasons: tuple[str, ...]
+    loss: float | None
+    tokens_per_second: float | None
+    peers: int
+    training: int
+    round: int
+    round_seconds: float | None
+    committed: int
+    aborted: int
+    bytes_per_token: float | None
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """What the swarm agreed on, and how to join it.
+
+    Attributes:
+        digest: Of the manifest, in hexadecimal.
+        command: That joins it.
+        signer: The organizer's id.
+        manifest: By section: names and values.
+        num_blocks: Of the model.
+        group_size: Peers that average together at most.
+    """
+
+    name: str
+    digest: str
+    link: str
+    command: str
+    signer: str
+    manifest: dict[str, Any]
+    protocol: int
+    num_blocks: int
+    group_size: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The swarm at one moment.
+
+    Attributes:
+        at: Wall-clock second.
+        rejected: Records dropped for what they say, since the start.
+        directory_answers: Whether the last look-up was answered; the rest is as of the last one that was.
+    """
+
+    at: float
+    swarm: SwarmView
+    headline: Headline
+    alerts: tuple[Alert, ...]
+    stages: tuple[StageView, ...]
+    peers: tuple[PeerView, ...]
+    rounds: tuple[RoundView, ...]
+    groups: tuple[GroupView, ...]
+    rejected: int
+    directory_answers: bool

@@ -1,0 +1,339 @@
+"""The web application: pages, JSON under ``/api/v1``, a stream of changes, and metrics; read-only, without cookies.
+
+What peers say about themselves is shown by templates that escape it and by scripts that set text, never markup; nothing
+is loaded from another host, and a strict Content-Security-Policy says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from p2ptrain.errors import ResourceError
+from p2ptrain.monitor.coverage import coverage
+from p2ptrain.monitor.metrics import CONTENT_TYPE, exposition
+from p2ptrain.monitor.openapi import document
+from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages
+from p2ptrain.monitor.store import SERIES, WINDOWS, Store
+from p2ptrain.monitor.views import PeerView, Snapshot
+from p2ptrain.monitor.watch import Watch
+
+logger = logging.getLogger(__name__)
+
+MAX_STREAMS = 256
+HEARTBEAT_SECONDS = 15.0
+MAX_LIMIT = 5_000
+STALE_SECONDS = 60.0
+"""A snapshot that is older than this makes ``/healthz`` fail."""
+TABLE_COLUMNS = (
+    "peer", "name", "role", "state", "round", "blocks", "version", "reachability", "loss", "tokens_per_second",
+    "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens", "trained_rounds",
+    "hours", "last_seen", "agrees",
+)  # fmt: skip
+STATIC = Path(__file__).parent / "static"
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "manifest-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -> ASGIApp:
+    """The application over one watch.
+
+    Args:
+        watch: Has the newest snapshot.
+        store: Has the past.
+        now: Wall-clock second by the swarm's clock.
+    """
+    web = _Web(watch, store, now)
+    app = Starlette(
+        routes=[
+            *web.routes(),
+            Mount("/static", StaticFiles(directory=STATIC), name="static"),
+        ],
+        middleware=[Middleware(GZipMiddleware, minimum_size=2048, compresslevel=3)],
+        exception_handlers={HTTPException: _explain, ResourceError: _explain_no_history},
+    )
+    return _SecurityHeaders(
+        app
+    )  # Around all of it, for what answers errors nobody thought of is Starlette's outermost.
+
+
+class _SecurityHeaders:
+    """Adds the headers that every response has."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), *self._headers]
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+async def _explain(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if request.url.path.startswith("/api/"):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    return PlainTextResponse(f"{error.detail}\n", error.status_code, error.headers)
+
+
+async def _explain_no_history(request: Request, error: Exception) -> Response:
+    logger.warning("%s", error)
+    return await _explain(request, HTTPException(503, "history cannot be read at the moment"))
+
+
+class _Web:
+    def __init__(self, watch: Watch, store: Store, now: Callable[[], float]) -> None:
+        self._watch = watch
+        self._store = store
+        self._now = now
+        self._pages = Pages(store)
+        self._streams = 0
+        self._cached: tuple[Snapshot | None, dict[str, bytes]] = (None, {})
+
+    def routes(self) -> list[Route]:
+        """All but the files."""
+        api: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            "/snapshot": self._snapshot,
+            "/headline": self._headline,
+            "/alerts": self._alerts,
+            "/stages": self._stages,
+            "/groups": self._groups,
+            "/peers": self._peers,
+            "/peers/table": self._table,
+            "/peers/{peer}": self._peer,
+            "/rounds": self._rounds,
+            "/leaders": self._leaders,
+            "/events": self._events,
+            "/series": self._series,
+            "/join": self._join,
+            "/openapi.json": self._openapi,
+            "/stream": self._stream,
+        }
+        return [
+            Route("/", self._index),
+            Route("/peers/{peer}", self._peer_page),
+            Route("/metrics", self._metrics),
+            Route("/healthz", self._health),
+            *(Route(f"/api/v1{path}", endpoint) for path, endpoint in api.items()),
+        ]
+
+    # --- pages ----------------------------------------------------------------------------------------------------
+
+    async def _index(self, request: Request) -> Response:
+        return await self._pages.index(self._now_snapshot(), request.query_params)
+
+    async def _peer_page(self, request: Request) -> Response:
+        return await self._pages.peer(self._now_snapshot(), self._find(request.path_params["peer"]))
+
+    # --- JSON -----------------------------------------------------------------------------------------------------
+
+    def _now_snapshot(self) -> Snapshot:
+        if self._watch.snapshot is None:
+            raise HTTPException(503, "the first look at the swarm is not done yet: try again in a few seconds")
+        return self._watch.snapshot
+
+    def _made_once(self, name: str, make: Callable[[Snapshot], Any]) -> Response:
+        """JSON that is the same for all who ask before the next look."""
+        snapshot = self._now_snapshot()
+        if self._cached[0] is not snapshot:
+            self._cached = (snapshot, {})
+        known = self._cached[1]
+        if name not in known:
+            known[name] = to_json(make(snapshot))
+        return Response(known[name], media_type="application/json", headers={"cache-control": "no-cache"})
+
+    async def _snapshot(self, request: Request) -> Response:
+        return self._made_once("snapshot", asdict)
+
+    async def _headline(self, request: Request) -> Response:
+        return self._made_once("headline", lambda snapshot: asdict(snapshot.headline))
+
+    async def _alerts(self, request: Request) -> Response:
+        return self._made_once("alerts", lambda snapshot: {"alerts": [asdict(each) for each in snapshot.alerts]})
+
+    async def _stages(self, request: Request) -> Response:
+        return self._made_once("stages", lambda snapshot: {"stages": [asdict(each) for each in snapshot.stages]})
+
+    async def _groups(self, request: Request) -> Response:
+        return self._made_once("groups", lambda snapshot: {"groups": [asdict(each) for each in snapshot.groups]})
+
+    async def _join(self, request: Request) -> Response:
+        return self._made_once("join", lambda snapshot: asdict(snapshot.swarm))
+
+    async def _table(self, request: Request) -> Response:
+        return self._made_once("table", _table)
+
+    async def _peers(self, request: Request) -> Response:
+        asked = request.query_params
+        peers = list(self._now_snapshot().peers)
+        if wanted := asked.get("search", "").casefold():
+            peers = [peer for peer in peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()]
+        column, descending = asked.get("sort", "name").removeprefix("-"), asked.get("sort", "").startswith("-")
+        if column not in {field.name for field in fields(PeerView)}:
+            raise HTTPException(400, f"sort: there is no column {column!r}")
+        peers.sort(key=lambda peer: _order(getattr(peer, column)), reverse=descending)
+        offset, limit = _number(asked, "offset", 0, 1 << 31), _number(asked, "limit", 200, MAX_LIMIT)
+        shown = [asdict(peer) for peer in peers[offset : offset + limit]]
+        return _json({"total": len(peers), "peers": shown})
+
+    def _find(self, wanted: str) -> PeerView:
+        for peer in self._now_snapshot().peers:
+            if peer.peer == wanted:
+                return peer
+        raise HTTPException(404, "no such peer is in the swarm now")
+
+    async def _peer(self, request: Request) -> Response:
+        peer = self._find(request.path_params["peer"])
+        contribution = await self._store.contribution(peer.peer)
+        return _json({**asdict(peer), "contribution": asdict(contribution) if contribution else None})
+
+    async def _rounds(self, request: Request) -> Response:
+        before = _number(request.query_params, "before", 1 << 62, 1 << 62)
+        limit = _number(request.query_params, "limit", 50, 500)
+        shown = [asdict(view) for view in self._now_snapshot().rounds if view.round < before][:limit]
+        if len(shown) < limit:
+            oldest = shown[-1]["round"] if shown else before
+            shown += await self._store.rounds(oldest, limit - len(shown))
+        return _json({"rounds": shown})
+
+    async def _leaders(self, request: Request) -> Response:
+        limit = _number(request.query_params, "limit", 50, 1000)
+        return _json({"leaders": [asdict(each) for each in await self._store.leaders(limit)]})
+
+    async def _events(self, request: Request) -> Response:
+        since = _real(request.query_params, "since", 0.0)
+        limit = _number(request.query_params, "limit", 100, 1000)
+        return _json({"events": [asdict(each) for each in await self._store.events(since, limit)]})
+
+    async def _series(self, request: Request) -> Response:
+        window = request.query_params.get("window", "hour")
+        names = [name for name in request.query_params.get("names", "").split(",") if name] or list(SERIES)
+        if window not in WINDOWS:
+            raise HTTPException(400, f"window: choose one of {', '.join(WINDOWS)}")
+        if unknown := sorted(set(names) - set(SERIES)):
+            raise HTTPException(400, f"names: there is no series {unknown[0]!r}; there are {', '.join(SERIES)}")
+        return _json(await self._store.series(window, names, self._now()))
+
+    async def _openapi(self, request: Request) -> Response:
+        return _json(document())
+
+    # --- changes --------------------------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> Response:
+        if self._streams >= MAX_STREAMS:
+            raise HTTPException(503, "too many watch this page live: it can be loaded again by hand")
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        if request.method == "HEAD":
+            return Response(headers=headers, media_type="text/event-stream")
+        return StreamingResponse(self._changes(request), media_type="text/event-stream", headers=headers)
+
+    async def _changes(self, request: Request) -> AsyncIterator[bytes]:
+        self._streams += 1
+        try:
+            yield b"retry: 3000\n\n"
+            seen: Snapshot | None = None
+            while not await request.is_disconnected():
+                try:
+                    async with asyncio.timeout(HEARTBEAT_SECONDS):
+                        seen = await self._watch.wait_for_change(seen)
+                except TimeoutError:
+                    yield b": still here\n\n"
+                    continue
+                body = self._made_once("live", _live).body
+                yield b"event: snapshot\ndata: " + bytes(body) + b"\n\n"
+        finally:
+            self._streams -= 1
+
+    # --- for machines ---------------------------------------------------------------------------------------------
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(exposition(self._now_snapshot()), media_type=CONTENT_TYPE)
+
+    async def _health(self, request: Request) -> Response:
+        snapshot = self._watch.snapshot
+        age = math.inf if snapshot is None else self._now() - snapshot.at
+        answers = snapshot is not None and snapshot.directory_answers
+        if age >= STALE_SECONDS:
+            return _json({"status": "no fresh look"}, 503)
+        if not answers:
+            return _json({"status": "the swarm's directory does not answer"}, 503)
+        return _json({"status": "ok"})
+
+
+def _live(snapshot: Snapshot) -> dict[str, Any]:
+    """What changes all the time and everybody sees; the table of peers and groups are asked for by who shows them."""
+    return {
+        "at": snapshot.at,
+        "headline": asdict(snapshot.headline),
+        "alerts": [asdict(each) for each in snapshot.alerts],
+        "coverage": asdict(coverage(snapshot)),
+        "rounds": [asdict(each) for each in snapshot.rounds[:SHOWN_ROUNDS]],
+        "rejected": snapshot.rejected,
+    }
+
+
+def _table(snapshot: Snapshot) -> dict[str, Any]:
+    rows = [[getattr(peer, name) for name in TABLE_COLUMNS] for peer in snapshot.peers]
+    return {"at": snapshot.at, "columns": TABLE_COLUMNS, "rows": rows}
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON, in which ``<`` cannot end a script element, whoever puts it there."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").encode()
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(to_json(value), status, media_type="application/json", headers={"cache-control": "no-cache"})
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """A key that sorts text without regard to case, and what is missing first."""
+    return (value is not None, value.casefold() if isinstance(value, str) else value if value is not None else 0)
+
+
+def _number(asked: Mapping[str, str], name: str, usual: int, most: int) -> int:
+    text = asked.get(name, str(usual))
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+        raise HTTPException(400, f"{name}: give a whole number from 0 to {most}")
+    return int(text)
+
+
+def _real(asked: Mapping[str, str], name: str, usual: float) -> float:
+    try:
+        value = float(asked.get(name, usual))
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise HTTPException(400, f"{name}: give a number of seconds since 1970")
+    return value

@@ -1,0 +1,66 @@
+"""Alerts to somebody else's chat, pager or script: one POST for what began and ended together."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import logging
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from p2ptrain.monitor.store import Event
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_SECONDS = 10.0
+ATTEMPTS = 3
+PAUSE_SECONDS = 5.0
+MAX_WAITING = 16
+
+
+class Webhook:
+    """Sends JSON: ``text``, which most chats show, with ``swarm`` and ``events`` for programs."""
+
+    def __init__(self, url: str, swarm: str) -> None:
+        """
+        Args:
+            url: Where to.
+            swarm: The swarm's name.
+        """
+        self._url = url
+        self._swarm = swarm
+        self._waiting = 0
+
+    async def send(self, events: Sequence[Event]) -> None:
+        """Send events, again if that fails; what comes while too much waits already is only logged."""
+        if self._waiting >= MAX_WAITING:
+            logger.warning("the webhook is too slow: %d events are not sent", len(events))
+            return
+        self._waiting += 1
+        try:
+            text = "\n".join(f"{self._swarm}: {event.text}" for event in events)
+            values = {"text": text, "swarm": self._swarm, "events": [asdict(event) for event in events]}
+            await self._post(json.dumps(values).encode())
+        finally:
+            self._waiting -= 1
+
+    async def _post(self, body: bytes) -> None:
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(PAUSE_SECONDS)
+            try:
+                await asyncio.to_thread(self._post_once, body)
+                return
+            except (OSError, http.client.HTTPException, ValueError) as error:  # All that urllib raises.
+                logger.warning("the webhook did not take an alert: %s", error)
+                if isinstance(error, urllib.error.HTTPError):
+                    error.close()
+
+    def _post_once(self, body: bytes) -> None:
+        headers = {"Content-Type": "application/json", "User-Agent": "p2ptrain-monitor"}
+        request = urllib.request.Request(self._url, body, headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
+            answer.read(1024)

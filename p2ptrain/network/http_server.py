@@ -1,0 +1,82 @@
+"""A web server on an event loop that belongs to somebody else: it takes no signals, and ends when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from p2ptrain.errors import ResourceError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+DRAIN_SECONDS = 3
+MAX_CONNECTIONS = 1024
+START_SECONDS = 10.0
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.answers = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.answers.set()
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A socket to serve at.
+
+    Args:
+        host: An address of this machine.
+        port: 0 takes a free one.
+        option: What to change if that fails, such as ``--port``.
+
+    Raises:
+        ResourceError: It is taken, or not allowed.
+    """
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ResourceError(f"cannot serve at {host} port {port} ({reason}): choose another {option}") from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Where a browser finds what is served at a socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve ``app`` while the body runs; the socket is closed after it.
+
+    Yields:
+        The server's task, which ends only if it fails.
+    """
+    config = uvicorn.Config(
+        app, lifespan="off", log_config=None, access_log=False, server_header=False,
+        timeout_graceful_shutdown=DRAIN_SECONDS, limit_concurrency=MAX_CONNECTIONS,
+    )  # fmt: skip
+    with listener:
+        server = _Server(config)
+        task = asyncio.create_task(server.serve([listener]), name="web")
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await server.answers.wait()
+            yield task
+        finally:
+            server.should_exit = True
+            await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,87 @@
+"""What one peer shows on loopback: its record as Prometheus metrics, and whether its event loop answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.node.peer import Peer
+
+PHASES = ("compute", "matchmaking", "transfer")
+
+
+def make_app(peer: Peer) -> Starlette:
+    """``/metrics`` and ``/healthz`` of a peer that runs on this event loop."""
+
+    async def metrics(request: Request) -> Response:
+        return Response(exposition(peer.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
+
+    async def health(request: Request) -> Response:
+        answers = peer.presence.directory_answers
+        text = f"{peer.status.state}\n" if answers else "the swarm's directory does not answer\n"
+        return PlainTextResponse(text, 200 if answers else 503)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/healthz", health)])
+
+
+def _rounds_of(peer: Peer) -> tuple[int, int]:
+    sync = peer.synchronizer
+    return (sync.rounds_committed, sync.rounds_aborted) if sync is not None else (0, 0)
+
+
+def exposition(record: PeerRecord, rounds: tuple[int, int]) -> bytes:
+    """The text format that a scrape gets.
+
+    Args:
+        record: What the peer publishes.
+        rounds: Committed and aborted.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(record, rounds))
+    return generate_latest(registry)
+
+
+class _Families:
+    def __init__(self, record: PeerRecord, rounds: tuple[int, int]) -> None:
+        self._record = record
+        self._rounds = rounds
+
+    def collect(self) -> Iterator[Metric]:
+        """What a registry asks for."""
+        record = self._record
+        about = InfoMetricFamily("p2ptrain_peer", "This peer")
+        names = {"peer": record.peer, "name": record.name, "version": record.version, "role": record.role}
+        about.add_metric([], {**names, "state": record.state, "reachability": record.reachability})
+        yield about
+        counts = {
+            "rounds_committed": (self._rounds[0], "Rounds committed by this peer"),
+            "rounds_aborted": (self._rounds[1], "Synchronisations that ended without one"),
+            "tokens": (record.trained_tokens, "Tokens of this peer in committed rounds"),
+            "sent_bytes": (record.bytes_sent, "Bytes sent"),
+            "received_bytes": (record.bytes_received, "Bytes received"),
+        }
+        for name, (count, text) in counts.items():
+            yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
+        numbers = {
+            "round": (record.round, "The round it works towards"),
+            "tokens_per_second": (record.tokens_per_second, "At which it trains"),
+            "start_timestamp_seconds": (record.started_at, "When it started"),
+            "clock_skew_seconds": (record.clock_skew_seconds, "How far its clock is ahead of the swarm's"),
+        }
+        for name, (number, text) in numbers.items():
+            yield GaugeMetricFamily(f"p2ptrain_peer_{name}", text, value=number)
+        if record.loss is not None:
+            yield GaugeMetricFamily("p2ptrain_peer_loss", "Of the last batch, in nats", value=record.loss)
+        if record.last_rounds:
+            last = GaugeMetricFamily("p2ptrain_peer_round_phase_seconds", "Of its last round", labels=["phase"])
+            for phase in PHASES:
+                last.add_metric([phase], getattr(record.last_rounds[-1], f"{phase}_seconds"))
+            yield last

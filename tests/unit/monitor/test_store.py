@@ -1,0 +1,400 @@
+"""The past in a file: means per step, bounds, restarts of peers and of the monitor, and files that are not ours."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import logging
+import sqlite3
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.errors import ResourceError
+from p2ptrain.monitor import store as store_module
+from p2ptrain.monitor.rounds import RoundBook
+from p2ptrain.monitor.store import MAX_CONTRIBUTED, MAX_EVENT_CHARS, SERIES, WINDOWS, Contribution, Event, Store
+from p2ptrain.monitor.views import PeerView, RoundView
+from tests.support.watched import START, report, trainer, views_of
+
+T = TypeVar("T")
+SWARM, OTHER_SWARM = "ab" * 32, "cd" * 32
+ON_THE_WEEK = START - START % 900
+NASTY = ["Robert'); DROP TABLE contributions;--", "\"quoted\" 'twice'", "100%_*?", "\u202e\U0001f600", ""]
+
+
+def with_store(path: Path | None, use: Callable[[Store], Awaitable[T]], swarm: str = SWARM) -> T:
+    async def main() -> T:
+        store = await Store.open(path, swarm, START)
+        try:
+            return await use(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def peer(name: str = "a", **changes: object) -> PeerView:
+    return replace(views_of(trainer(name))[0], **changes)  # type: ignore[arg-type]
+
+
+def round_view(number: int) -> RoundView:
+    book = RoundBook(4)
+    book.learn(trainer("a", last_rounds=(report(number),)), START, number + 1)
+    [view] = book.views()
+    return view
+
+
+def test_of_the_values_of_one_step_each_window_keeps_the_mean() -> None:
+    async def use(store: Store) -> None:
+        for seconds, loss in [(0, 1.0), (5, 2.0), (10, 6.0), (130, 9.0)]:
+            await store.add_points(ON_THE_WEEK + seconds, {"loss": loss})
+        series = {window: await store.series(window, ["loss"], ON_THE_WEEK + 200) for window in WINDOWS}
+        at = int(ON_THE_WEEK)
+        assert series["hour"] == {"step": 10, "at": [at, at + 10, at + 130], "series": {"loss": [1.5, 6.0, 9.0]}}
+        assert series["day"] == {"step": 120, "at": [at, at + 120], "series": {"loss": [3.0, 9.0]}}
+        assert series["week"] == {"step": 900, "at": [at], "series": {"loss": [4.5]}}
+
+    with_store(None, use)
+
+
+def test_columns_align_and_what_was_not_seen_is_none() -> None:
+    async def use(store: Store) -> None:
+        await store.add_points(ON_THE_WEEK, {"loss": 1.0, "peers": 3.0})
+        await store.add_points(ON_THE_WEEK + 20, {"peers": 4.0})
+        await store.add_points(ON_THE_WEEK + 40, {"loss": 2.0})
+        series = await store.series("hour", ["loss", "peers", "aborted"], ON_THE_WEEK + 60)
+        assert len(series["at"]) == 3
+        assert series["series"] == {"loss": [1.0, None, 2.0], "peers": [3.0, 4.0, None], "aborted": [None] * 3}
+
+    with_store(None, use)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 3500), st.dictionaries(st.sampled_from(SERIES), st.floats(-1e12, 1e12), max_size=3)),
+        max_size=12,
+    )
+)
+def test_every_column_is_as_long_as_the_times_and_its_mean_lies_between_what_was_added(
+    points: list[tuple[float, dict[str, float]]],
+) -> None:
+    async def use(store: Store) -> None:
+        for seconds, values in points:
+            await store.add_points(ON_THE_WEEK + seconds, values)
+        series = await store.series("hour", SERIES, ON_THE_WEEK + 3500)
+        assert series["at"] == sorted(set(series["at"]))
+        for name, column in series["series"].items():
+            assert len(column) == len(series["at"])
+            added = [values[name] for _, values in points if name in values]
+            kept = [value for value in column if value is not None]
+            assert (not kept) == (not added)
+            slack = 1e-6 * (1.0 + max(map(abs, added), default=0.0))
+            assert all(min(added) - slack <= value <= max(added) + slack for value in kept)
+
+    with_store(None, use)
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "not yet there" / "history.db"
+    view = round_view(7)
+
+    async def write(store: Store) -> None:
+        await store.add_points(START, {"loss": 2.5})
+        await store.add_events([Event(START, "joined", "a", "Ada joined"), Event(START + 1, "left", "a", "Ada left")])
+        await store.add_rounds([view, round_view(6)])
+        await store.contribute([peer(trained_tokens=5)], START, 10.0)
+
+    async def read(store: Store) -> None:
+        assert (await store.series("hour", ["loss"], START + 60))["series"] == {"loss": [2.5]}
+        assert [event.kind for event in await store.events(0.0, 10)] == ["left", "joined"]
+        assert [event.kind for event in await store.events(START + 1, 10)] == ["left"]
+        assert len(await store.events(0.0, 1)) == 1
+        assert await store.rounds(1 << 62, 1) == [json.loads(json.dumps(asdict(view)))]
+        assert [each["round"] for each in await store.rounds(7, 9)] == [6]
+        assert await store.contribution("a") == Contribution("a", "a's laptop", 5, 8, 10.0, START, START)
+
+    with_store(path, write)
+    with_store(path, read)
+    assert [each.name for each in path.parent.iterdir()] == ["history.db"], "nothing else is left there"
+
+
+def test_a_round_of_which_more_is_known_replaces_what_was_kept() -> None:
+    async def use(store: Store) -> None:
+        await store.add_rounds([round_view(7)])
+        await store.add_rounds([replace(round_view(7), verified=True)])
+        assert [each["verified"] for each in await store.rounds(100, 10)] == [True]
+
+    with_store(None, use)
+
+
+def set_aside(path: Path, caplog: pytest.LogCaptureFixture) -> Path:
+    """Open a store over a file that cannot be used; where the file is now."""
+
+    async def use(store: Store) -> None:
+        assert await store.events(0.0, 10) == []
+        await store.add_events([Event(START, "joined", "b", "new")])
+
+    async def again(store: Store) -> None:
+        assert [event.text for event in await store.events(0.0, 10)] == ["new"]
+
+    with caplog.at_level(logging.WARNING):
+        with_store(path, use)
+    with_store(path, again)
+    aside = path.with_name(f"{path.name}.{int(START)}.aside")
+    assert aside.name in caplog.text
+    return aside
+
+
+def fill(path: Path, swarm: str = SWARM) -> None:
+    async def use(store: Store) -> None:
+        await store.add_events([Event(START, "joined", "a", "x" * 200)] * 200)
+
+    with_store(path, use, swarm)
+
+
+def test_garbage_is_set_aside_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history.db"
+    path.write_bytes(b"this is no database" * 1000)
+    assert set_aside(path, caplog).read_bytes() == b"this is no database" * 1000
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.3, 0.6, 0.95])
+def test_what_is_left_of_a_file_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, fraction: float) -> None:
+    path = tmp_path / "history.db"
+    fill(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(fraction * len(whole))])
+    assert set_aside(path, caplog).exists()
+
+
+def test_a_file_with_damaged_pages_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history.db"
+    fill(path)
+    damaged = bytearray(path.read_bytes())
+    damaged[4096:] = b"\xff" * (len(damaged) - 4096)
+    path.write_bytes(damaged)
+    assert set_aside(path, caplog).exists()
+
+
+def test_the_history_of_another_swarm_is_set_aside_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history.db"
+    fill(path, OTHER_SWARM)
+    aside = set_aside(path, caplog)
+
+    async def use(store: Store) -> None:
+        assert len(await store.events(0.0, 1000)) == 200
+
+    with_store(aside, use, OTHER_SWARM)
+
+
+@pytest.mark.parametrize("version", [0, 2, 99])
+def test_a_file_of_another_version_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture, version: int) -> None:
+    path = tmp_path / "history.db"
+    fill(path)
+    database = sqlite3.connect(path)
+    database.execute(f"PRAGMA user_version = {version}")
+    database.close()
+    set_aside(path, caplog)
+    assert f"version {version}" in caplog.text
+
+
+def test_another_programs_database_is_not_written_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "history.db"
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE bookmarks (url TEXT)")
+    database.commit()
+    database.close()
+    aside = sqlite3.connect(set_aside(path, caplog))
+    assert aside.execute("SELECT name FROM sqlite_master").fetchall() == [("bookmarks",)]
+    aside.close()
+
+
+def test_a_file_that_another_program_holds_is_left_where_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("CREATE TABLE theirs (x)")
+    holder.execute("BEGIN EXCLUSIVE")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.0))
+        with pytest.raises(ResourceError, match="locked"):
+            asyncio.run(Store.open(path, SWARM, START))
+    holder.close()
+    assert [each.name for each in tmp_path.iterdir()] == ["history.db"]
+
+
+def test_a_path_that_cannot_be_a_file_is_told_to_the_operator(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    for path in (tmp_path, tmp_path / "a file" / "history.db", tmp_path / ("x" * 300)):
+        with pytest.raises(ResourceError, match="choose a file that can be written"):
+            asyncio.run(Store.open(path, SWARM, START))
+    assert [each.name for each in tmp_path.iterdir()] == ["a file"]
+
+
+def test_a_file_that_cannot_be_opened_leaves_no_thread_that_answers_a_closed_loop(tmp_path: Path) -> None:
+    async def fail() -> None:
+        with pytest.raises(ResourceError):
+            await Store.open(tmp_path, SWARM, START)
+
+    died: list[object] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", died.append)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)  # So that the threads take turns as they do on a busy machine.
+        try:
+            for _ in range(100):
+                asyncio.run(fail())
+        finally:
+            sys.setswitchinterval(interval)
+    assert not died
+
+
+def test_a_store_that_fails_says_so_and_can_still_be_closed(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+
+    async def use(store: Store) -> None:
+        other = sqlite3.connect(path)
+        other.execute("DROP TABLE events")
+        other.commit()
+        other.close()
+        with pytest.raises(ResourceError, match="events"):
+            await store.add_events([Event(START, "joined", "a", "text")])
+        with pytest.raises(ResourceError, match="events"):
+            await store.events(0.0, 1)
+        await store.add_points(START, {"loss": 1.0})
+
+    with_store(path, use)
+
+
+def contributions(*told: tuple[float, int, int]) -> Contribution:
+    """What is kept after a peer told these (start, tokens, rounds), one after the other."""
+
+    async def use(store: Store) -> Contribution:
+        kept = [Contribution("a", "", 0, 0, 0.0, START, START)]
+        for started_at, tokens, rounds in told:
+            now = peer(started_at=started_at, trained_tokens=tokens, trained_rounds=rounds)
+            await store.contribute([now], START, 10.0)
+            kept += await store.leaders(1)
+            assert kept[-1].tokens >= kept[-2].tokens, "what was given is not taken back"
+        return kept[-1]
+
+    return with_store(None, use)
+
+
+@pytest.mark.parametrize(
+    ("told", "tokens"),
+    [
+        ([(1.0, 100, 1), (1.0, 150, 2), (1.0, 150, 2)], 150),
+        ([(1.0, 100, 1), (2.0, 0, 0), (2.0, 30, 1)], 130),
+        ([(1.0, 100, 1), (2.0, 200, 1)], 300),
+        ([(1.0, 100, 1), (1.0, 0, 0), (1.0, 100, 1), (1.0, 0, 0), (1.0, 110, 1)], 110),
+        ([(1.0, 2**63 - 1, 1), (2.0, 2**63 - 1, 1), (3.0, 2**63 - 1, 2)], MAX_CONTRIBUTED),
+    ],
+    ids=["grows", "restarts", "restarts and is ahead", "goes up and down", "claims more than there can be"],
+)
+def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], tokens: int) -> None:
+    kept = contributions(*told)
+    assert kept.tokens == tokens
+    assert type(kept.tokens) is int
+    assert kept.seconds == 10.0 * len(told)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
+def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
+    assert contributions(*told).tokens <= MAX_CONTRIBUTED
+
+
+def test_only_who_trains_contributes_and_only_training_counts_as_time() -> None:
+    async def use(store: Store) -> None:
+        peers = [peer("a"), peer("b", state="paused"), peer("c", role="bootstrap")]
+        await store.contribute(peers, START, 10.0)
+        await store.contribute(peers, START + 10.0, 10.0)
+        a, b = await store.contribution("a"), await store.contribution("b")
+        assert a is not None
+        assert b is not None
+        assert (a.seconds, a.first_seen, a.last_seen, b.seconds) == (20.0, START, START + 10.0, 0.0)
+        assert await store.contribution("c") is None
+
+    with_store(None, use)
+
+
+def test_who_gave_most_comes_first() -> None:
+    async def use(store: Store) -> None:
+        given_by = [("a", 1), ("c", 9), ("b", 9)]
+        await store.contribute([peer(name, trained_tokens=tokens) for name, tokens in given_by], START, 0.0)
+        assert [each.peer for each in await store.leaders(2)] == ["b", "c"]
+
+    with_store(None, use)
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_text_is_only_text(nasty: str) -> None:
+    async def use(store: Store) -> None:
+        await store.contribute([peer("a"), replace(peer("b"), peer=nasty, name=nasty)], START, 1.0)
+        await store.add_events([Event(START, nasty, nasty, nasty)])
+        found = await store.contribution(nasty)
+        assert found is not None
+        assert found.name == nasty
+        assert await store.events(0.0, 10) == [Event(START, nasty, nasty, nasty)]
+        assert await store.contribution("' OR 1=1 --") is None
+        assert (await store.series("hour", [nasty], START))["series"] == {nasty: []}
+        assert len(await store.leaders(10)) == 2
+
+    with_store(None, use)
+
+
+def test_long_text_is_cut() -> None:
+    async def use(store: Store) -> None:
+        await store.add_events([Event(START, "alert", "", "x" * 10_000)])
+        assert [len(event.text) for event in await store.events(0.0, 1)] == [MAX_EVENT_CHARS]
+
+    with_store(None, use)
+
+
+def test_pruning_keeps_the_newest_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, bound in [("MAX_EVENTS", 5), ("MAX_ROUNDS", 4), ("MAX_PEERS", 3)]:
+        monkeypatch.setattr(store_module, name, bound)
+
+    async def use(store: Store) -> None:
+        now = START + 30 * 86400
+        await store.add_points(START, {"loss": 1.0})
+        await store.add_points(now - 3 * 3600, {"loss": 2.0})
+        await store.add_points(now, {"loss": 3.0})
+        await store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(20))
+        await store.add_rounds(round_view(number) for number in range(20))
+        for number in range(20):
+            await store.contribute([peer(f"p{number:02}")], START + number, 1.0)
+        for _ in range(2):
+            await store.prune(now)
+            assert [event.text for event in await store.events(0.0, 99)] == ["19", "18", "17", "16", "15"]
+            assert [each["round"] for each in await store.rounds(99, 99)] == [19, 18, 17, 16]
+            assert [each.peer for each in await store.leaders(99)] == ["p17", "p18", "p19"]
+            kept = {window: (await store.series(window, ["loss"], now))["series"]["loss"] for window in WINDOWS}
+            assert kept == {"hour": [3.0], "day": [2.0, 3.0], "week": [2.0, 3.0]}
+        cursor = await store._database.execute("SELECT count(*) FROM points")
+        assert list(await cursor.fetchall()) == [(5,)], "three windows of now, and two of three hours ago"
+
+    with_store(None, use)
+
+
+def test_pruning_moves_what_was_written_into_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+
+    async def use(store: Store) -> None:
+        await store.add_events([Event(START, "joined", "a", "x" * 200)] * 200)
+        log = path.with_name("history.db-wal")
+        assert log.stat().st_size > 0
+        await store.prune(START)
+        assert log.stat().st_size == 0
+
+    with_store(path, use)

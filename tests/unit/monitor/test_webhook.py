@@ -1,0 +1,138 @@
+"""Alerts reach a real server on this machine; one that fails is asked again, but not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from p2ptrain.monitor import webhook as webhook_module
+from p2ptrain.monitor.store import Event
+from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
+
+BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
+
+
+class Server(ThreadingHTTPServer):
+    """Keeps what is posted, and answers with each of ``answers`` in turn, then with success.
+
+    Attributes:
+        answers: HTTP statuses, or raw bytes instead of an answer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.posted: list[tuple[str, Any]] = []
+        self.answers: list[int | bytes] = []
+        self.release = threading.Event()
+        self.release.set()
+
+    @property
+    def url(self) -> str:
+        """Where to post."""
+        return f"http://127.0.0.1:{self.server_address[1]}/hook"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.posted.append((self.headers["Content-Type"], json.loads(body)))
+        self.server.release.wait(30)
+        answer = self.server.answers.pop(0) if self.server.answers else 204
+        if isinstance(answer, bytes):
+            self.wfile.write(answer)
+            return
+        self.send_response(answer)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(webhook_module, "PAUSE_SECONDS", 0.0)
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.release.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_what_began_and_ended_together_is_one_post_for_people_and_programs(server: Server) -> None:
+    asyncio.run(Webhook(server.url, "tiny").send([BEGAN, ENDED]))
+    assert server.posted == [
+        (
+            "application/json",
+            {
+                "text": "tiny: Ada is \u2026 <b>\ntiny: over: Ada",
+                "swarm": "tiny",
+                "events": [
+                    {"at": 1.0, "kind": "alert", "peer": "a", "text": "Ada is \u2026 <b>"},
+                    {"at": 2.0, "kind": "cleared", "peer": "a", "text": "over: Ada"},
+                ],
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize("answer", [500, 404, b"SSH-2.0-OpenSSH\r\n", b"", b"HTTP/1.1 abc\r\n\r\n"])
+def test_a_server_that_fails_is_asked_again_until_it_takes_it(
+    server: Server, caplog: pytest.LogCaptureFixture, answer: int | bytes
+) -> None:
+    server.answers = [answer]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
+    assert len(server.posted) == 2
+    assert caplog.text.count("did not take an alert") == 1
+
+
+def test_attempts_are_bounded(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    server.answers = [503] * 100
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(Webhook(server.url, "tiny").send([BEGAN]))
+    assert len(server.posted) == caplog.text.count("did not take an alert") == ATTEMPTS
+
+
+def test_a_server_that_is_not_there_is_only_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(webhook_module, "PAUSE_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(Webhook(f"http://127.0.0.1:{port}/", "tiny").send([BEGAN]))
+    assert caplog.text.count("did not take an alert") == ATTEMPTS
+
+
+def test_what_comes_while_too_much_waits_is_dropped_and_logged(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        server.release.clear()
+        webhook = Webhook(server.url, "tiny")
+        async with asyncio.TaskGroup() as group:
+            for _ in range(MAX_WAITING):
+                group.create_task(webhook.send([BEGAN]))
+            await asyncio.sleep(0)
+            await webhook.send([BEGAN, ENDED])
+            assert "2 events are not sent" in caplog.text
+            server.release.set()
+        assert len(server.posted) == MAX_WAITING
+        await webhook.send([ENDED])
+        assert len(server.posted) == MAX_WAITING + 1, "there is room again"
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())

@@ -1,0 +1,51 @@
+"""What one peer tells Prometheus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.node.metrics_page import exposition
+
+LAST = RoundReport(6, True, "", 1.5, 3, 3, compute_seconds=4.0, matchmaking_seconds=0.5, transfer_seconds=1.0)
+RECORD = PeerRecord(
+    peer="QmPeer", name='says "hi"\\', version="0.1.0", protocol=1, role="trainer", state="training", device="cpu",
+    round=7, lineage=b"l" * 32, digest=b"d" * 32, lineage_tokens=5, round_tokens=1, loss=2.5, tokens_per_second=120.0,
+    bytes_sent=10, bytes_received=20, reachability="direct", addresses=(), started_at=1.7e9,
+    last_rounds=(LAST,), trained_tokens=1000,
+)  # fmt: skip
+
+
+def samples(record: PeerRecord) -> dict[str, float]:
+    """Values by name and labels."""
+    families = text_string_to_metric_families(exposition(record, (3, 1)).decode())
+    return {
+        " ".join([sample.name, *(f"{key}={value}" for key, value in sorted(sample.labels.items()) if key == "phase")]):
+        sample.value
+        for family in families
+        for sample in family.samples
+    }  # fmt: skip
+
+
+def test_a_peer_tells_of_its_rounds_traffic_and_loss() -> None:
+    found = samples(RECORD)
+    assert found["p2ptrain_peer_rounds_committed_total"] == 3
+    assert found["p2ptrain_peer_rounds_aborted_total"] == 1
+    assert found["p2ptrain_peer_tokens_total"] == 1000
+    assert found["p2ptrain_peer_sent_bytes_total"] == 10
+    assert found["p2ptrain_peer_loss"] == 2.5
+    assert found["p2ptrain_peer_round_phase_seconds phase=compute"] == 4.0
+
+
+def test_names_survive_whatever_is_in_them() -> None:
+    families = text_string_to_metric_families(exposition(RECORD, (0, 0)).decode())
+    labels = next(sample.labels for family in families for sample in family.samples if "version" in sample.labels)
+    assert labels["name"] == RECORD.name
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = samples(replace(RECORD, loss=None, last_rounds=()))
+    assert "p2ptrain_peer_loss" not in found
+    assert not [name for name in found if "phase" in name]
