@@ -104,14 +104,13 @@ class Conductor:
         """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one.
 
         A leader that nobody came to also gives way to one that is ``closing`` its rally, which has a quorum: which
-        leaders failed is what they see differently. But not to one that has just failed in a group.
+        leaders failed is what they see differently. But to none that has just failed in a group.
         """
         rally = self._rallies.get(key)
         if rally is None or rally.over:
             return False
         alone = rally.members.keys() <= {rally.slot_of(self._rpc.peer_id)}
-        trusted = not self._membership.is_suspect(peer)
-        if not self.goes_before(key, peer) and not (closing and alone and trusted):
+        if self._membership.is_suspect(peer) or not (self.goes_before(key, peer) or (closing and alone)):
             return False
         rally.answer_all({"kind": "redirect", "peer": peer})
         return True
