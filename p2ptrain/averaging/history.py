@@ -24,6 +24,8 @@ from p2ptrain.signing import Signer
 
 Means = list[Buffer]
 
+MAX_CERTIFICATES = 256
+"""How many certificates are kept; those of results that are gone are proof still, for who only looks on."""
 MAX_REPLY_BYTES = 4 << 20
 CALL_TIMEOUT_SECONDS = 12.0
 
@@ -44,7 +46,8 @@ class Result:
 class History:
     """Keeps results, serves them, and fetches those of others.
 
-    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept.
+    Bounded by ``max_rounds`` and ``max_bytes``; the newest result is always kept. Certificates are small: the last
+    `MAX_CERTIFICATES` are kept, whatever became of their results.
 
     Attributes:
         find_attempt: Finds a complete but uncertified attempt by body hash; set by the averager.
@@ -69,6 +72,7 @@ class History:
         self._spec = spec
         self._max_bytes = max_bytes
         self._results: OrderedDict[bytes, Result] = OrderedDict()
+        self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
         self.codec_of: Callable[[int], Codec] = lambda round_: codec
         self.max_rounds = spec.history_rounds
@@ -79,6 +83,9 @@ class History:
         """Keep a result that this peer applied; the attempt that gave it need not keep the means any more."""
         body = result.certificate.body
         self._results[body.lineage] = result
+        self._certificates[body.lineage] = result.certificate
+        if len(self._certificates) > max(MAX_CERTIFICATES, self.max_rounds):
+            self._certificates.popitem(last=False)
         if (attempt := self.find_attempt(body.body_hash)) is not None:
             attempt.means = []
         while len(self._results) > 1 and (len(self._results) > self.max_rounds or self._num_bytes() > self._max_bytes):
@@ -90,21 +97,26 @@ class History:
     def clear(self) -> None:
         """Forget everything: this peer moved to another lineage."""
         self._results.clear()
+        self._certificates.clear()
 
     def chain(self, lineage: bytes) -> list[Certificate]:
-        """The certificates that lead from ``lineage`` to the newest kept; empty when there is no unbroken chain."""
+        """The certificates of the results that lead from ``lineage`` to the newest; empty when one of them is gone."""
+        return self.proofs(lineage) if lineage in self._results else []
+
+    def proofs(self, lineage: bytes) -> list[Certificate]:
+        """The certificates that lead from ``lineage`` to the newest, whether their results are here still or not."""
         certificates = []
-        while (result := self._results.get(lineage)) is not None:
-            certificates.append(result.certificate)
-            lineage = result.certificate.body.next_lineage
+        while (certificate := self._certificates.get(lineage)) is not None:
+            certificates.append(certificate)
+            lineage = certificate.body.next_lineage
         return certificates
 
     async def _serve_after(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        lineage = request.get("lineage")
-        if type(lineage) is not bytes:
+        lineage, proofs = request.get("lineage"), request.get("proofs", False)
+        if type(lineage) is not bytes or type(proofs) is not bool:
             raise IntegrityError("malformed request for history")
         encoded: list[bytes] = []
-        for certificate in self.chain(lineage):
+        for certificate in self.proofs(lineage) if proofs else self.chain(lineage):
             encoded.append(certificate.to_bytes())
             if sum(map(len, encoded)) > MAX_REPLY_BYTES // 2:
                 break
@@ -125,14 +137,19 @@ class History:
                 await channel.send_bytes(mean)
         await channel.send({"done": True})
 
-    async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
+    async def certificates_after(self, peer: str, lineage: bytes, *, proofs: bool = False) -> list[Certificate]:
         """Ask a peer for the chain of certificates from ``lineage`` on; verified; empty when it has none.
+
+        Args:
+            peer: Whom.
+            lineage: Where the chain begins.
+            proofs: Whether certificates will do whose results it does not hold any more.
 
         Raises:
             PeerError, DeadlineError: It failed.
             ProtocolError: It sent certificates that do not verify or do not connect.
         """
-        return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer)
+        return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer, proofs=proofs)
 
     async def fetch_means(self, peer: str, body: Body, num_values: int, timeout_seconds: float) -> Means:
         """Fetch the encoded means of a result from a peer, checked against the body's hashes.
@@ -221,11 +238,12 @@ class History:
                 raise ProtocolError(peer, f"sent a result that is refused: {error}") from error
 
 
-async def fetch_certificates(rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer) -> list[Certificate]:
+async def fetch_certificates(
+    rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer, *, proofs: bool = False
+) -> list[Certificate]:
     """Ask a peer for the chain of certificates from ``lineage`` on; see `History.certificates_after`."""
-    reply = await rpc.call(
-        peer, "history.after", {"lineage": lineage}, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
-    )
+    request = {"lineage": lineage, "proofs": proofs}
+    reply = await rpc.call(peer, "history.after", request, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
     raw = reply.get("certificates")
     if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
         raise ProtocolError(peer, "sent a malformed history")

@@ -223,7 +223,8 @@ class Lender:
             head = Head.from_dict(reply.get("head"))
             if self.head is not None and (head.lineage == self.head.lineage or not head.outranks(self.head)):
                 return
-            chain = await self._history.certificates_after(source, self._losses_of) if self._losses_of else []
+            known = self._losses_of
+            chain = await self._history.certificates_after(source, known, proofs=True) if known else []
         except (PeerError, DeadlineError, IntegrityError) as error:
             if not isinstance(error, PeerRefusedError):
                 self._membership.suspect(source, str(error))

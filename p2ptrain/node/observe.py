@@ -99,14 +99,16 @@ class Observer:
         return [(record, expires_at - LIFETIME_SECONDS) for record, _, expires_at in records]
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
-        """The results that a peer holds which follow on a lineage, oldest first; verified.
+        """The certificates that a peer holds which follow on a lineage, oldest first; verified.
 
         Raises:
             PeerError, DeadlineError: It failed.
             ProtocolError: It sent certificates that do not verify or do not connect.
         """
         assert self._peer is not None
-        return await fetch_certificates(self._peer.rpc, peer, lineage, self._peer.swarm, self._peer.identity)
+        return await fetch_certificates(
+            self._peer.rpc, peer, lineage, self._peer.swarm, self._peer.identity, proofs=True
+        )
 
     async def peers(self) -> list[PeerRecord]:
         """The records of all peers now, ordered by peer id.

@@ -59,8 +59,7 @@ def monitoring(link: str, database: Path, log: Path) -> Iterator[Page]:
 
 def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
-        # Rounds of two seconds: of faster ones the certificates may be forgotten before a record tells of them.
-        first, _ = swarm.start_all("first", "second", step_seconds=0.5)
+        first, _ = swarm.start_all("first", "second")
         first.wait_for_commit(members=2)
         with monitoring(first.link, tmp_path / "history.sqlite", tmp_path / "monitor.log") as page:
             assert page.names() == {"first", "second"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from p2ptrain.averaging.certificate import Certificate, vote
-from p2ptrain.averaging.history import History, Result
+from p2ptrain.averaging.history import MAX_CERTIFICATES, History, Result
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import PeerRefusedError, ProtocolError
@@ -77,6 +77,23 @@ def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_refused
     simulate(main, seed=6)
 
 
+def test_old_certificates_are_forgotten_one_by_one() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            roster, result = await certify(swarm)
+            history = roster[0].history
+            results = [result]
+            for _ in range(MAX_CERTIFICATES + 1):
+                results.append(following(results[-1], swarm))
+            for each in results:
+                history.add(each)
+            lineages = [each.certificate.body.lineage for each in results]
+            assert history.proofs(lineages[1]) == []
+            assert len(history.proofs(lineages[2])) == MAX_CERTIFICATES
+
+    simulate(main, seed=6)
+
+
 def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
@@ -91,12 +108,18 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
                 history.add(each)
             assert history.chain(results[1].certificate.body.lineage) == []
             assert len(history.chain(results[2].certificate.body.lineage)) == 2
+            assert history.proofs(results[0].certificate.body.lineage) == [each.certificate for each in results]
+            start, peer = results[0].certificate.body.lineage, member.rpc.peer_id
+            asker = roster[0].history
+            assert await asker.certificates_after(peer, start) == []
+            assert len(await asker.certificates_after(peer, start, proofs=True)) == 4
             tiny = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(8), 1)
             for each in results:
                 tiny.add(each)
             assert len(tiny.chain(results[3].certificate.body.lineage)) == 1
             tiny.clear()
             assert tiny.chain(results[3].certificate.body.lineage) == []
+            assert tiny.proofs(results[0].certificate.body.lineage) == []
 
     simulate(main, seed=2)
 
