@@ -7,14 +7,17 @@ Those with other private peers begin at a relay; they are opened anew now and th
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.libp2p import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import Scope, scope
+from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.node.probing import CONTACT_SECONDS
 from p2ptrain.node.punching import HolePunching
@@ -22,6 +25,8 @@ from p2ptrain.node.punching import HolePunching
 logger = logging.getLogger(__name__)
 
 MAX_CONTACTS = 64
+MAX_KNOWN_ADDRESSES = 64
+KNOWN_FILE = "known_peers.json"
 CONTACT_PAUSE_SECONDS = 20.0
 """How long a peer that did not answer is left alone."""
 
@@ -90,3 +95,26 @@ def dialable(addresses: Sequence[str]) -> list[str]:
         if scope(address) is not Scope.LOOPBACK:
             found.append(address)
     return found
+
+
+def known_addresses(run_dir: Path) -> list[str]:
+    """Addresses of peers met in earlier runs, so that a swarm can be joined while its bootstrap is down."""
+    try:
+        values = json.loads((run_dir / KNOWN_FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return [value for value in values if isinstance(value, str)][:MAX_KNOWN_ADDRESSES]
+
+
+def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
+    """Keep the addresses of these peers, if there are any, for the next start."""
+    addresses = [address for record in records for address in record.addresses[:2]]
+    if not addresses:
+        return
+    path = run_dir / KNOWN_FILE
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("cannot remember peers in %s: %s", path, error)

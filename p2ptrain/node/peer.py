@@ -6,7 +6,6 @@ Everything that is started here is ended by `Peer.close`, in the opposite order,
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -32,8 +31,9 @@ from p2ptrain.network.libp2p_directory import Libp2pDirectory
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
-from p2ptrain.node.contacts import dialable
+from p2ptrain.node.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.presence import Presence
+from p2ptrain.node.progress import JobBook
 from p2ptrain.node.reach import Reach
 from p2ptrain.node.relaying import relay_settings
 from p2ptrain.runtime import Runtime
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
-MAX_KNOWN_ADDRESSES = 64
 CLOCK_WARNING_SECONDS = 5.0
 EMPTY_HASH = bytes(32)
 
@@ -95,6 +94,7 @@ class Peer:
         signed: The swarm's manifest.
         transport, directory, rpc, reach, presence, membership: Its parts.
         status: What its record says; `presence.changed` publishes it.
+        jobs: What it does that takes long.
         synchronizer: When it trains.
         lender: When it lends its bandwidth.
     """
@@ -104,6 +104,7 @@ class Peer:
         self.options = options
         self.runtime = runtime
         self.status = Status(started_at=runtime.now())
+        self.jobs = JobBook(asyncio.get_running_loop())
         self.synchronizer: Synchronizer | None = None
         self.lender: Lender | None = None
         self.signed: SignedManifest
@@ -166,7 +167,7 @@ class Peer:
         assert link is not None or signed is not None
         digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
         own = f"/p2p/{self.identity.peer_id}"
-        known = [*(link.addresses if link is not None else ()), *self._known_addresses()]
+        known = [*(link.addresses if link is not None else ()), *known_addresses(self.options.run_dir)]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         settings = replace(relay_settings(self.options.network), bootstrap=addresses)
         self.transport = await Libp2pTransport.start(self.identity, settings)
@@ -291,27 +292,9 @@ class Peer:
             "that this machine can reach it, or ask the organizer for a new link"
         )
 
-    def _known_addresses(self) -> list[str]:
-        """Addresses of peers met in earlier runs, so that a swarm can be joined while its bootstrap is down."""
-        path = self.options.run_dir / "known_peers.json"
-        try:
-            values = json.loads(path.read_text())
-        except (OSError, ValueError):
-            return []
-        return [value for value in values if isinstance(value, str)][:MAX_KNOWN_ADDRESSES]
-
     def remember_peers(self) -> None:
         """Keep the addresses of the peers that are there now for the next start."""
-        addresses = [address for record in self.membership.records() for address in record.addresses[:2]]
-        if not addresses:
-            return
-        path = self.options.run_dir / "known_peers.json"
-        temporary = path.with_suffix(".tmp")
-        try:
-            temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
-            temporary.replace(path)
-        except OSError as error:
-            logger.warning("cannot remember peers in %s: %s", path, error)
+        remember_addresses(self.options.run_dir, self.membership.records())
 
     @property
     def link(self) -> SwarmLink:
@@ -331,6 +314,7 @@ class Peer:
         self.synchronizer = Synchronizer(
             self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state,
             vector_codec(self.manifest.averaging, state.layout), self.membership, self.options.upload_bandwidth,
+            self.jobs,
         )  # fmt: skip
         self._stack.push_async_callback(self.synchronizer.close)
         self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
@@ -368,7 +352,12 @@ class Peer:
         name = self.manifest.averaging.codec
         if name not in codec_names():
             raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
-        warming = asyncio.create_task(asyncio.to_thread(warm_up), name="warm-up")
+
+        def warm() -> None:
+            with self.jobs("preparing the codecs", ""):
+                warm_up()
+
+        warming = asyncio.create_task(asyncio.to_thread(warm), name="warm-up")
         self._stack.callback(warming.cancel)
 
     def set_state(self, state: str) -> None:

@@ -38,7 +38,7 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
     device = _choose_device(config)
     module, corpus = await loop.run_in_executor(None, _load, peer, config, run_dir, device)
     optimizer, state = await peer.runtime.compute(_make_state, peer, module)
-    checkpoint = await peer.runtime.compute(load_newest_valid, run_dir / "checkpoints", peer.swarm)
+    checkpoint = await peer.runtime.compute(load_newest_valid, run_dir / "checkpoints", peer.swarm, peer.jobs)
     if checkpoint is not None:
         await peer.runtime.compute(_restore, state, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
@@ -80,8 +80,10 @@ def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -
         raise ResourceError(
             f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"
         )
-    corpus = load_corpus(manifest.data, manifest.model.context, manifest.model.vocabulary, run_dir.parent / "data")
-    return build_model(manifest.model).to(device), corpus
+    model, cache = manifest.model, run_dir.parent / "data"
+    corpus = load_corpus(manifest.data, model.context, model.vocabulary, cache, peer.jobs)
+    with peer.jobs("building the model", ""):
+        return build_model(model).to(device), corpus
 
 
 def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:
@@ -124,7 +126,7 @@ def _assemble(
         module, optimizer, sync, manifest, corpus, peer.identity.peer_id, peer.swarm,
         MetricsWriter(run_dir / "metrics.jsonl"),
         CheckpointPolicy(run_dir / "checkpoints", config.checkpoints.every_rounds, config.checkpoints.keep_last),
-        max_rounds=min(limits, default=0),
+        max_rounds=min(limits, default=0), jobs=peer.jobs,
     )  # fmt: skip
     if checkpoint is not None:
         trainer.restore(checkpoint)

@@ -20,7 +20,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.head import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.training.digest import NamedTensors, merkle_tree
 from p2ptrain.training.tensor_file import hash_file, write_tensors
 
@@ -171,38 +172,57 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     return found
 
 
-def verify_checkpoint(path: Path) -> CheckpointInfo:
+def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
     """Check every byte of a checkpoint.
+
+    Args:
+        path: Its folder.
+        jobs: Told how far that is.
 
     Raises:
         CheckpointError: Something is missing or changed; names the file and what to do.
     """
     info, files = _read_info(path)
-    for name, described in files.items():
-        _check_file(path / name, described)
+    checked = 0
+    with jobs(f"checking {path.name}") as advance:
+
+        def on_bytes(count: int) -> None:
+            nonlocal checked
+            checked += count
+            advance(checked, info.num_bytes)
+
+        for name, described in files.items():
+            _check_file(path / name, described, on_bytes)
     return info
 
 
-def load_checkpoint(path: Path) -> LoadedCheckpoint:
+def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
     """Verify a checkpoint and read it.
+
+    Args:
+        path: Its folder.
+        jobs: Told how far that is.
 
     Raises:
         CheckpointError: Something is missing or changed, or the shared state has not the digest that its head names.
     """
-    info = verify_checkpoint(path)
-    shared = _read_tensors(path / SHARED_FILE)
-    local = dict(_read_tensors(path / LOCAL_FILE))
-    if merkle_tree(shared).root != info.head.digest:
+    info = verify_checkpoint(path, jobs)
+    with jobs(f"reading {path.name}", ""):
+        shared = _read_tensors(path / SHARED_FILE)
+        local = dict(_read_tensors(path / LOCAL_FILE))
+        is_right = merkle_tree(shared).root == info.head.digest
+    if not is_right:
         raise CheckpointError(f"{path / SHARED_FILE} has not the digest of its round: {_ADVICE}")
     return LoadedCheckpoint(path, info.head, info.swarm, shared, local, info.extra)
 
 
-def load_newest_valid(directory: Path, swarm: bytes) -> LoadedCheckpoint | None:
+def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
     """Read the newest checkpoint that is whole, and clean up after a crash; None when there is no checkpoint.
 
     Args:
         directory: Holds the checkpoints.
         swarm: The manifest's digest, 32 bytes.
+        jobs: Told how far that is.
 
     Raises:
         CheckpointError: There are checkpoints, and none is whole.
@@ -216,7 +236,7 @@ def load_newest_valid(directory: Path, swarm: bytes) -> LoadedCheckpoint | None:
             if _read_info(path)[0].swarm != swarm:
                 foreign += 1
                 continue
-            return load_checkpoint(path)
+            return load_checkpoint(path, jobs)
         except CheckpointError as error:
             logger.warning("skipped a checkpoint: %s", error)
     if foreign:
@@ -289,9 +309,9 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
         raise CheckpointError(f"{file} is damaged ({error}): {_ADVICE}") from error
 
 
-def _check_file(file: Path, described: dict[str, Any]) -> None:
+def _check_file(file: Path, described: dict[str, Any], on_bytes: Callable[[int], None]) -> None:
     try:
-        found = hash_file(file)
+        found = hash_file(file, on_bytes)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
     if found.num_bytes != described["bytes"]:

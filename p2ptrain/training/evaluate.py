@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from p2ptrain.jobs import Advance
 from p2ptrain.training.data import permute
 
 LossFunction = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -56,6 +57,7 @@ def held_out_loss(
     batch_size: int = 16,
     loss_function: LossFunction = language_model_loss,
     max_seconds: float | None = None,
+    advance: Advance = lambda done, total: None,
 ) -> Evaluation:
     """Measure the model on a fixed subset of held-out text.
 
@@ -70,6 +72,7 @@ def held_out_loss(
         batch_size: Windows per forward pass.
         loss_function: How the loss of a batch is computed; the default suits causal language models.
         max_seconds: Stop after the first batch that ends later than this; None reads all windows.
+        advance: Told how many windows are read, and of how many.
 
     Raises:
         ValueError: The text is shorter than one window.
@@ -91,6 +94,7 @@ def held_out_loss(
                 batch = torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
                 total += float(loss_function(model, batch)) * len(rows)
                 read += len(rows)
+                advance(read, count)
                 if deadline is not None and time.monotonic() >= deadline:
                     break
     finally:

@@ -31,6 +31,7 @@ from p2ptrain.errors import (
     ResourceError,
     TemporaryError,
 )
+from p2ptrain.jobs import Advance, Jobs
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -84,6 +85,7 @@ class Follower:
         move: Callable[[Head], None],
         drop_stale: bool,
         late_decay: float,
+        jobs: Jobs,
     ) -> None:
         """
         Args:
@@ -100,6 +102,7 @@ class Follower:
             drop_stale: Whether work is dropped, not carried, when the state is replaced by one that no known
                 certificates lead to.
             late_decay: What is kept of work for each round that it missed.
+            jobs: Told how far a catch-up is.
         """
         self._rpc = rpc
         self._runtime = runtime
@@ -113,6 +116,7 @@ class Follower:
         self._move = move
         self._drop_stale = drop_stale
         self._late_decay = late_decay
+        self._jobs = jobs
         self._failed_healings = 0
         self._asked: dict[str, asyncio.Task[None]] = {}
         self.resyncs = 0
@@ -217,7 +221,8 @@ class Follower:
             except FAILURES_TO_FOLLOW as error:
                 logger.info("could not download from peer %s: %s", source[-8:], error)
         try:
-            await self._replay(holder, chain, work)
+            with self._jobs("replaying missed rounds", "rounds") as advance:
+                await self._replay(holder, chain, work, advance)
         except FAILURES_TO_FOLLOW as error:
             if holder == source and not isinstance(error, PeerRefusedError):
                 raise
@@ -227,10 +232,11 @@ class Follower:
                 self._membership.mistrust(holder)
             await self._download(source, work, keep_work=True, chain=chain)
 
-    async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None) -> None:
+    async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None, advance: Advance) -> None:
         if work is not None and work.tokens > 0:
             self._averager.matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
-        for certificate in chain:
+        for number, certificate in enumerate(chain):
+            advance(number, len(chain))
             body = certificate.body
             head = self._state.head
             if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
@@ -334,14 +340,11 @@ class Follower:
         if not heals and not head.outranks(self._state.head):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
         others = [r.peer for r in self._membership.records() if r.digest == head.digest and r.peer != source]
-        downloaded = await download_state(
-            self._rpc,
-            self._runtime,
-            [source, *others[:3]],
-            head,
-            self._state.layout.fingerprint,
-            DOWNLOAD_TIMEOUT_SECONDS,
-        )
+        with self._jobs("downloading the state") as advance:
+            downloaded = await download_state(
+                self._rpc, self._runtime, [source, *others[:3]], head, self._state.layout.fingerprint,
+                DOWNLOAD_TIMEOUT_SECONDS, advance=advance,
+            )  # fmt: skip
         missed = between(chain, self._state.head.lineage, head.lineage)
         if missed is None and chain:  # The source has moved on since.
             later = await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)

@@ -17,6 +17,7 @@ class PartialDownload:
         leaves: Hashes of its chunks.
         tensors: Where its bytes go.
         done: For each chunk, 1 once it is verified and in place.
+        bytes_done: In chunks that are; ``num_bytes``: of the whole state, 0 before a first source was heard.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,8 @@ class PartialDownload:
         self.leaves: list[bytes] = []
         self.tensors: list[tuple[str, Tensor]] = []
         self.done = bytearray()
+        self.bytes_done = 0
+        self.num_bytes = 0
         self._chunks: ChunkedBytes | None = None
 
     @property
@@ -41,6 +44,7 @@ class PartialDownload:
             raise ResourceError(f"no memory for a state of {needed} MiB: close other programs") from error
         self.digest, self.specs, self.leaves, self.tensors = digest, specs, leaves, tensors
         self.done = bytearray(len(leaves))
+        self.bytes_done, self.num_bytes = 0, sum(spec.num_bytes for spec in specs)
         self._chunks = ChunkedBytes(tensors)
 
     def chunk_bytes(self, index: int) -> int:
@@ -57,4 +61,5 @@ class PartialDownload:
             return False
         self._chunks.write(index, data)
         self.done[index] = 1
+        self.bytes_done += len(data)
         return True

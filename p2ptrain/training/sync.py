@@ -26,6 +26,7 @@ from p2ptrain.averaging.matchmaking import BehindError, MismatchError, NoGroupEr
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import TemporaryError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records import RoundReport
 from p2ptrain.network.rpc import Rpc
@@ -64,6 +65,7 @@ class Synchronizer:
         trained_tokens: Of this peer's work, tokens that count in committed rounds.
         trained_rounds: In how many.
         reports: The last rounds, newest last.
+        rested_since: When the last synchronisation ended, by the event loop's clock; None before the first.
         last_round: Contribute to no round from this one on; 0 for no end.
         is_paused: Whether the last synchronisation found the swarm below its minimum of peers.
         on_change: Called after every change of head.
@@ -80,6 +82,7 @@ class Synchronizer:
         codec: Codec,
         membership: Membership,
         bandwidth: int = 0,
+        jobs: Jobs = untold,
     ) -> None:
         """
         Args:
@@ -92,6 +95,7 @@ class Synchronizer:
             codec: How contributions travel: `vector_codec` of the manifest, for the whole vector.
             membership: Who is there.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
+            jobs: Told how far a catch-up is.
         """
         self.state = state
         self._rpc = rpc
@@ -116,6 +120,7 @@ class Synchronizer:
         self._follower = Follower(
             rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._move,
             drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
+            jobs=jobs,
         )  # fmt: skip
         if self._spec.auxiliaries:
             serve_layout(rpc, state.layout)
@@ -124,7 +129,7 @@ class Synchronizer:
         self.rounds_aborted = 0
         self.trained_tokens = 0
         self.trained_rounds = 0
-        self._rested_since: float | None = None
+        self.rested_since: float | None = None
         self.last_round = 0
         self.is_paused = False
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
@@ -197,13 +202,13 @@ class Synchronizer:
     async def synchronize(self, work: Work) -> RoundResult:
         """Contribute ``work`` to the round in progress and apply its result; catch up first if the swarm is ahead."""
         started = asyncio.get_running_loop().time()
-        computed = 0.0 if self._rested_since is None else started - self._rested_since
+        computed = 0.0 if self.rested_since is None else started - self.rested_since
         try:
             result = await self._synchronize(work)
         except TemporaryError as error:
             result = RoundResult(False, self.head.round, str(error), paused=self._below_minimum(error))
-        self._rested_since = asyncio.get_running_loop().time()
-        seconds = self._rested_since - started
+        self.rested_since = asyncio.get_running_loop().time()
+        seconds = self.rested_since - started
         result = replace(result, seconds=seconds)
         self.is_paused = result.paused
         if result.committed:

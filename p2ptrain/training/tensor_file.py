@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,13 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> FileHash
     return FileHash(digest.hexdigest(), 8 + len(text) + end)
 
 
-def hash_file(path: Path) -> FileHash:
-    """Hash a file piece by piece; raises `OSError` when it cannot be read."""
+def hash_file(path: Path, on_bytes: Callable[[int], None] = lambda count: None) -> FileHash:
+    """Hash a file piece by piece; raises `OSError` when it cannot be read.
+
+    Args:
+        path: The file.
+        on_bytes: Told the size of each piece.
+    """
     digest = hashlib.sha256()
     num_bytes = 0
     buffer = memoryview(bytearray(PIECE_BYTES))
@@ -87,6 +92,7 @@ def hash_file(path: Path) -> FileHash:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             num_bytes += count
+            on_bytes(count)
     return FileHash(digest.hexdigest(), num_bytes)
 
 

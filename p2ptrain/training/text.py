@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from p2ptrain.errors import ConfigError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import DataSpec
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,9 @@ class Corpus:
     vocabulary: int
 
 
-def load_corpus(spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None) -> Corpus:
+def load_corpus(
+    spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None, jobs: Jobs = untold
+) -> Corpus:
     """Read, encode and split the text that ``spec`` names, or take it from the cache.
 
     Args:
@@ -83,6 +86,7 @@ def load_corpus(spec: DataSpec, context: int, vocabulary: int, cache: Path | Non
         context: The model's sequence length in tokens; the text must fill some windows of it.
         vocabulary: The model's number of tokens.
         cache: A folder for encoded corpora, created as needed; several processes may share it. None: no cache.
+        jobs: Told how far that is.
 
     Raises:
         ConfigError: The source or tokenizer is missing, cannot be read, is empty or too short, or does not fit the
@@ -97,7 +101,7 @@ def load_corpus(spec: DataSpec, context: int, vocabulary: int, cache: Path | Non
     entry = None if cache is None else cache / _cache_key(spec)
     corpus = None if entry is None else _read_cache(entry)
     if corpus is None:
-        corpus = _build(spec, encode, tokenizer_vocabulary)
+        corpus = _build(spec, encode, tokenizer_vocabulary, jobs)
         if entry is not None:
             corpus = _write_cache(entry, corpus)
     for name, part, windows in (("training", corpus.train, _MIN_WINDOWS), ("held-out", corpus.held_out, 1)):
@@ -259,15 +263,30 @@ def _smallest_dtype(vocabulary: int) -> type[np.unsignedinteger[Any]]:
     return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
 
 
-def _build(spec: DataSpec, encode: Encoder, vocabulary: int) -> Corpus:
-    documents = list(read_documents(spec.source))
+def _build(spec: DataSpec, encode: Encoder, vocabulary: int, jobs: Jobs) -> Corpus:
+    with jobs("reading the text") as advance:
+        documents, num_bytes = [], 0
+        for document in read_documents(spec.source):
+            documents.append(document)
+            num_bytes += len(document.content)
+            advance(num_bytes, 0)
     if not documents:
         raise ConfigError(f"data.source {spec.source!r} holds no text: give a file or folder with UTF-8 text")
     dtype = _smallest_dtype(vocabulary)
-    parts = [
-        np.concatenate([np.empty(0, dtype), *(encode(document.content) for document in part)])
-        for part in split_documents(documents, spec.held_out_fraction, spec.seed)
-    ]
+    encoded_bytes = 0
+    with jobs("turning the text into tokens") as advance:
+
+        def encoded(document: Document) -> Tokens:
+            nonlocal encoded_bytes
+            encoded_bytes += len(document.content)
+            tokens = encode(document.content)
+            advance(encoded_bytes, num_bytes)
+            return tokens
+
+        parts = [
+            np.concatenate([np.empty(0, dtype), *map(encoded, part)])
+            for part in split_documents(documents, spec.held_out_fraction, spec.seed)
+        ]
     return Corpus(parts[0], parts[1], _fingerprint(parts[0], parts[1], vocabulary), vocabulary)
 
 

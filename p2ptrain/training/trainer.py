@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
 from p2ptrain.training.checkpoint import LoadedCheckpoint, save_checkpoint
 from p2ptrain.training.data import Sampler
@@ -75,6 +76,7 @@ class Trainer:
         checkpoints: CheckpointPolicy,
         max_rounds: int = 0,
         evaluate: bool = True,
+        jobs: Jobs = untold,
     ) -> None:
         """
         Args:
@@ -89,6 +91,7 @@ class Trainer:
             checkpoints: Where and how often to save.
             max_rounds: Stop when the swarm has reached this round; 0 for never.
             evaluate: Whether to measure held-out loss at the beginning and the end.
+            jobs: Told how far that is.
         """
         self.progress = Progress()
         self.optimizer = optimizer
@@ -104,6 +107,7 @@ class Trainer:
         self._checkpoints = checkpoints
         synchronizer.last_round = max_rounds
         self._evaluate = evaluate
+        self._jobs = jobs
         self._device = next(module.parameters()).device
         self._stop = threading.Event()
         self._steps = 0
@@ -230,7 +234,8 @@ class Trainer:
         except P2PTrainError as error:
             logger.info("the last local steps were not contributed: %s", error)
         self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
-        self._save()
+        with self._jobs("saving a checkpoint", ""):
+            self._save()
         if self._evaluate:
             self.progress.held_out_loss_after = self._held_out()
 
@@ -239,7 +244,10 @@ class Trainer:
         return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
 
     def _held_out(self) -> float:
-        evaluation = held_out_loss(self._module, self._corpus.held_out, self._context, max_seconds=EVALUATION_SECONDS)
+        with self._jobs("measuring the held-out loss", "windows") as advance:
+            evaluation = held_out_loss(
+                self._module, self._corpus.held_out, self._context, max_seconds=EVALUATION_SECONDS, advance=advance
+            )
         self._write_held_out(evaluation)
         return evaluation.loss
 

@@ -36,6 +36,7 @@ from p2ptrain.errors import (
     TemporaryError,
 )
 from p2ptrain.hashing import HASH_BYTES
+from p2ptrain.jobs import Advance
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
@@ -126,6 +127,7 @@ async def download_state(
     timeout_seconds: float,
     resume: PartialDownload | None = None,
     times: TransferTimes | None = None,
+    advance: Advance = lambda done, total: None,
 ) -> DownloadedState:
     """Download the state that ``expect`` names from ``sources``, in parallel.
 
@@ -138,6 +140,7 @@ async def download_state(
         timeout_seconds: Deadline of it all.
         resume: Filled as chunks arrive, also when this raises; a state begun earlier is completed, not begun anew.
         times: Deadlines within.
+        advance: Told how many bytes of it are verified, and of how many.
 
     Raises:
         IncompatibleError: No source is left, and one holds the state of another model.
@@ -153,7 +156,7 @@ async def download_state(
     peers = [peer for peer in dict.fromkeys(sources) if peer != rpc.peer_id]
     if not peers:
         raise PeerLostError("?", "no other peer holds the state: wait for one, or start from a checkpoint")
-    download = _Download(rpc, runtime, expect, layout_fingerprint, partial, times or TransferTimes(), peers)
+    download = _Download(rpc, runtime, expect, layout_fingerprint, partial, times or TransferTimes(), peers, advance)
     await download.run(timeout_seconds)
     return DownloadedState(expect, partial.tensors, dict(download.bytes_from), download.fault_texts())
 
@@ -170,6 +173,7 @@ class _Download:
         partial: PartialDownload,
         times: TransferTimes,
         sources: list[PeerId],
+        advance: Advance,
     ) -> None:
         self._rpc = rpc
         self._runtime = runtime
@@ -177,6 +181,7 @@ class _Download:
         self._layout = layout
         self._partial = partial
         self._times = times
+        self._advance = advance
         self._pool = ChunkPool(sources)
         self._faults: dict[PeerId, P2PTrainError | None] = dict.fromkeys(sources)
         self._changed = asyncio.Event()
@@ -337,5 +342,6 @@ class _Download:
             raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
         self.bytes_from[source] += len(data)
         self._pool.settle(source, index)
+        self._advance(self._partial.bytes_done, self._partial.num_bytes)
         if self._is_complete():
             self._notify()

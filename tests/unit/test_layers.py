@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"codecs"}),
     frozenset({"models"}),
     frozenset({"kernels"}),
-    frozenset({"buffers", "errors", "config", "manifest", "hashing", "runtime", "signing", "_version"}),
+    frozenset({"buffers", "errors", "config", "manifest", "hashing", "jobs", "runtime", "signing", "_version"}),
 )
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 

@@ -1,0 +1,163 @@
+"""What a peer is doing now, for whoever shows it on a terminal: plain values, taken at one moment."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import statistics
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from p2ptrain.jobs import Advance
+from p2ptrain.manifest import Manifest
+from p2ptrain.network.records import PeerRecord, RoundReport
+
+if TYPE_CHECKING:
+    from p2ptrain.node.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS = 1.0
+"""Jobs that take less are not worth a log line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A long job that is going on.
+
+    Attributes:
+        name: What is being done, for people.
+        unit: What ``done`` and ``total`` count; empty where nothing is counted.
+        total: 0 where it is not known.
+        seconds: Since it began.
+    """
+
+    name: str
+    unit: str
+    done: int
+    total: int
+    seconds: float
+
+
+class _Running:
+    def __init__(self, name: str, unit: str) -> None:
+        self.name, self.unit = name, unit
+        self.began = time.monotonic()
+        self.done = self.total = 0
+        self.is_told = False
+
+    def advance(self, done: int, total: int) -> None:
+        self.done, self.total = done, total
+
+
+class JobBook:
+    """The long jobs of one peer; implements `p2ptrain.jobs.Jobs`. Those that last go to the log, too: begin and end."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """
+        Args:
+            loop: For the log line of a job that turns out to be long.
+        """
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._running: list[_Running] = []
+
+    @contextmanager
+    def __call__(self, name: str, unit: str = "bytes") -> Iterator[Advance]:
+        """See `Jobs.__call__`; from any thread."""
+        job = _Running(name, unit)
+        with self._lock:
+            self._running.append(job)
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            self._loop.call_soon_threadsafe(self._loop.call_later, SILENT_SECONDS, self._tell, job)
+        try:
+            yield job.advance
+        finally:
+            with self._lock:
+                self._running.remove(job)
+                is_told = job.is_told
+            if is_told:
+                logger.info("%s took %.1f s", job.name, time.monotonic() - job.began)
+
+    def _tell(self, job: _Running) -> None:
+        with self._lock:
+            job.is_told = job in self._running
+        if job.is_told:
+            logger.info("%s …", job.name)
+
+    def running(self) -> tuple[Job, ...]:
+        """Those that are going on, the oldest first."""
+        now = time.monotonic()
+        with self._lock:
+            return tuple(Job(job.name, job.unit, job.done, job.total, now - job.began) for job in self._running)
+
+
+@dataclass(frozen=True)
+class PeerProgress:
+    """One peer at one moment.
+
+    Attributes:
+        record: What it publishes; with the counters as of now.
+        phase: What its averaging is doing: ``idle``, ``matchmaking``, ``scatter``, ``reduce``, ``gather``, ``commit``.
+        seconds_to_round: Until it will average next, by how long it took of late; None when that cannot be told.
+        round_goal: Tokens with which its work on a round is done, see `round_goal`.
+        committed, aborted: Rounds.
+        jobs: Long jobs that are going on.
+        is_leaving: Whether it was asked to end.
+    """
+
+    record: PeerRecord
+    phase: str
+    seconds_to_round: float | None
+    round_goal: int
+    committed: int
+    aborted: int
+    jobs: tuple[Job, ...]
+    is_leaving: bool
+
+
+def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
+    """How far a peer is; call it on the peer's event loop."""
+    sync = peer.synchronizer
+    phase, seconds = "idle", None
+    if sync is not None:
+        phase = sync.phase
+        seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())
+    return PeerProgress(
+        record=peer.describe(),
+        phase=phase,
+        seconds_to_round=seconds,
+        round_goal=round_goal(peer.manifest),
+        committed=sync.rounds_committed if sync is not None else 0,
+        aborted=sync.rounds_aborted if sync is not None else 0,
+        jobs=peer.jobs.running(),
+        is_leaving=is_leaving,
+    )
+
+
+def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None, now: float) -> float | None:
+    """When a peer that computes will average next, going by its last rounds; None before it has done one.
+
+    Args:
+        reports: Its last rounds.
+        rested_since: When the last one ended.
+        now: By the same clock.
+    """
+    computed = [report.compute_seconds for report in reports if report.compute_seconds > 0]
+    if rested_since is None or not computed:
+        return None
+    return max(0.0, rested_since + statistics.median(computed) - now)
+
+
+def round_goal(manifest: Manifest) -> int:
+    """Tokens with which a round is due: the swarm's together with ``every = 1``, else each peer's; 0 if unknown."""
+    training = manifest.training
+    if manifest.model.family == "custom" or training.fragments > 1:
+        return 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
+    samples = training.global_batch if training.every == 1 else training.every * training.local_batch
+    return samples * manifest.model.context
