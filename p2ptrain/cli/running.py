@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
+    from p2ptrain.cli.peer_view import PeerView
     from p2ptrain.config import PeerConfig
     from p2ptrain.manifest import SignedManifest
 
@@ -29,6 +30,8 @@ def run_configured_peer(
 ) -> int:
     """Run a peer until it ends; its link is written to ``link.txt`` in its run directory and printed.
 
+    On a terminal there is a live view of it below its log.
+
     Args:
         config: The peer's configuration.
         signed: The manifest, if it is known already.
@@ -41,14 +44,31 @@ def run_configured_peer(
     from p2ptrain.cli.manifests import LINK_FILE, write_atomically
     from p2ptrain.node.run import run_peer
 
+    view: PeerView | None = None
+
     def on_ready(link: str) -> None:
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, f"{link}\n".encode())
         # A link with two addresses holds an ampersand.
-        print(f"{announce}{shlex.quote(link)}\n" if announce else link, flush=True)
+        text = f"{announce}{shlex.quote(link)}\n" if announce else link
+        if view is not None and sys.stdout.isatty():
+            view.screen.say(text)
+        else:
+            print(text, flush=True)
 
-    return run_async(run_peer(config, signed_manifest=signed, on_ready=on_ready))
+    async def run() -> int:
+        nonlocal view
+        if sys.stderr.isatty():
+            from p2ptrain.cli.peer_view import view_for
+
+            view = view_for(config.name or "this peer", config.log.format)
+        if view is None:
+            return await run_peer(config, signed_manifest=signed, on_ready=on_ready)
+        async with view:
+            return await run_peer(config, signed_manifest=signed, on_start=view.follow, on_ready=on_ready)
+
+    return run_async(run())
 
 
 def confirm(question: str, *, assume_yes: bool) -> bool:

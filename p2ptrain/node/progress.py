@@ -8,7 +8,7 @@ import logging
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -105,7 +105,7 @@ class PeerProgress:
         record: What it publishes; with the counters as of now.
         phase: What its averaging is doing: ``idle``, ``matchmaking``, ``scatter``, ``reduce``, ``gather``, ``commit``.
         seconds_to_round: Until it will average next, by how long it took of late; None when that cannot be told.
-        round_goal: Tokens with which its work on a round is done, see `round_goal`.
+        in_round: Tokens for the round in progress, and how many it takes: see `tokens_in_round`.
         committed, aborted: Rounds.
         jobs: Long jobs that are going on.
         is_leaving: Whether it was asked to end.
@@ -114,7 +114,7 @@ class PeerProgress:
     record: PeerRecord
     phase: str
     seconds_to_round: float | None
-    round_goal: int
+    in_round: tuple[int, int]
     committed: int
     aborted: int
     jobs: tuple[Job, ...]
@@ -128,11 +128,13 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
     if sync is not None:
         phase = sync.phase
         seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())
+    record, goal = peer.describe(), round_goal(peer.manifest)
+    counted = [record, *peer.membership.records()] if goal.is_shared else [record]
     return PeerProgress(
-        record=peer.describe(),
+        record=record,
         phase=phase,
         seconds_to_round=seconds,
-        round_goal=round_goal(peer.manifest),
+        in_round=tokens_in_round(counted, record.round, goal),
         committed=sync.rounds_committed if sync is not None else 0,
         aborted=sync.rounds_aborted if sync is not None else 0,
         jobs=peer.jobs.running(),
@@ -154,10 +156,39 @@ def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None,
     return max(0.0, rested_since + statistics.median(computed) - now)
 
 
-def round_goal(manifest: Manifest) -> int:
-    """Tokens with which a round is due: the swarm's together with ``every = 1``, else each peer's; 0 if unknown."""
-    training = manifest.training
+@dataclass(frozen=True)
+class RoundGoal:
+    """Tokens with which a round is due.
+
+    Attributes:
+        tokens: 0 where that cannot be told.
+        is_shared: Whether it is that of all peers together, not of each.
+    """
+
+    tokens: int
+    is_shared: bool
+
+
+def round_goal(manifest: Manifest) -> RoundGoal:
+    """What a swarm agreed on: a global batch with ``every = 1``, else each peer's inner steps."""
+    training, is_shared = manifest.training, manifest.training.every == 1
+    samples = training.global_batch if is_shared else training.every * training.local_batch
     if manifest.model.family == "custom" or training.fragments > 1:
-        return 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
-    samples = training.global_batch if training.every == 1 else training.every * training.local_batch
-    return samples * manifest.model.context
+        samples = 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
+    return RoundGoal(samples * manifest.model.context, is_shared)
+
+
+def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal) -> tuple[int, int]:
+    """Tokens that peers have for a round, and how many it takes; 0 where that is not known.
+
+    Args:
+        records: Of the peers to be counted.
+        number: The round.
+        goal: Of the swarm.
+    """
+    here = [each for each in records if (each.role, each.state, each.round) == ("trainer", "training", number)]
+    if goal.is_shared:
+        return sum(each.round_tokens for each in here), goal.tokens if here else 0
+    # Nobody's surplus makes up for what another peer still has to do.
+    most = goal.tokens or 1 << 63
+    return sum(min(each.round_tokens, most) for each in here), goal.tokens * len(here)

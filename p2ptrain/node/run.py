@@ -58,6 +58,7 @@ async def run_peer(
     config: PeerConfig,
     *,
     signed_manifest: SignedManifest | None = None,
+    on_start: Callable[[Peer, StopSignals], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Run a peer until it is done or told to stop.
@@ -65,6 +66,7 @@ async def run_peer(
     Args:
         config: Its role file.
         signed_manifest: The manifest, where it is known already; otherwise from the config's file or the link's peers.
+        on_start: Called with the peer once it has met its swarm, and with what tells it to stop.
         on_ready: Called with the swarm link once the peer can be reached.
 
     Returns:
@@ -92,6 +94,8 @@ async def run_peer(
         try:
             peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
             _keep_manifest(peer.signed, run_dir / SIGNED_FILE)
+            if on_start is not None:
+                on_start(peer, signals)
             async with _metrics(peer, config.metrics.port):
                 if on_ready is not None:
                     on_ready(str(peer.link))

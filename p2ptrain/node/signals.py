@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -18,11 +19,13 @@ class StopSignals:
     Attributes:
         requested: Set when it was asked for.
         reason: Why.
+        before_exit: Called right before the process ends at once; to leave a terminal as it was.
     """
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()
         self.reason = ""
+        self.before_exit: Callable[[], None] = lambda: None
 
     def install(self) -> None:
         """Take over both signals on the running loop."""
@@ -38,6 +41,7 @@ class StopSignals:
     def _on_signal(self, number: int) -> None:
         if self.requested.is_set() and self.reason == "signal":
             logger.warning("stopping at once")
+            self.before_exit()
             os._exit(FORCED_EXIT_CODE)
         logger.info("draining: the step in progress is finished; signal again to stop at once")
         self.reason = "signal"

@@ -1,0 +1,137 @@
+"""What ``join``, ``peer`` and ``seed`` show on a terminal while they run: the peer below, its log above."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from p2ptrain.cli.lines import job_line, line, peer_lines
+from p2ptrain.cli.looking import OwnView, watch_over
+from p2ptrain.cli.screen import Screen
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.monitor.views import Snapshot
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.progress import Job, PeerProgress, progress_of
+
+logger = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 0.5
+LOOK_SECONDS = 2.0
+LOOK_SHARE = 50
+"""Looking at the swarm takes less than a fiftieth of the time, however large the swarm is."""
+RATE_SECONDS = 10.0
+FOOTER = "Ctrl-C leaves, twice at once"
+
+
+class Leaving(Protocol):
+    """Knows whether a peer was asked to end: `p2ptrain.node.signals.StopSignals`."""
+
+    requested: asyncio.Event
+    before_exit: Callable[[], None]
+
+
+class ByteRates:
+    """Bytes per second over the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, int, int]] = deque()
+
+    def update(self, now: float, sent: int, received: int) -> tuple[float, float]:
+        """Learn the totals of now; what was sent and received per second since the oldest ones known."""
+        self._points.append((now, sent, received))
+        while len(self._points) > 2 and now - self._points[1][0] >= RATE_SECONDS:
+            self._points.popleft()
+        then, sent_before, received_before = self._points[0]
+        seconds = max(now - then, 1e-9)
+        return max(0, sent - sent_before) / seconds, max(0, received - received_before) / seconds
+
+
+class PeerView:
+    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager."""
+
+    def __init__(self, name: str, screen: Screen) -> None:
+        """
+        Args:
+            name: The peer's, for people.
+            screen: Where.
+        """
+        self.screen = screen
+        self._name = name
+        self._began = time.monotonic()
+        self._peer: Peer | None = None
+        self._leaving: Leaving | None = None
+        self._last: PeerProgress | None = None
+        self._snapshot: Snapshot | None = None
+        self._rates = ByteRates()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def follow(self, peer: Peer, leaving: Leaving) -> None:
+        """Show this peer from now on; call it on the event loop."""
+        self._peer, self._leaving = peer, leaving
+        leaving.before_exit = self.screen.leave
+        self._tasks.append(asyncio.create_task(self._look(peer), name="look"))
+
+    async def __aenter__(self) -> PeerView:
+        self.screen.__enter__()
+        self._tasks.append(asyncio.create_task(self._refresh(), name="view"))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.draw(is_over=True)
+        self.screen.__exit__(kind, error, trace)
+        for result in results:
+            if isinstance(result, Exception):
+                logger.warning("the live view ended early: %s", result)
+
+    async def _refresh(self) -> None:
+        while True:
+            self.draw()
+            await asyncio.sleep(REFRESH_SECONDS)
+
+    async def _look(self, peer: Peer) -> None:
+        """Keep judging how the swarm is doing, as the status page would."""
+        async with watch_over(OwnView(peer), peer, peer.link) as watch:
+            while True:
+                started = time.monotonic()
+                try:
+                    self._snapshot = await watch.look()
+                except P2PTrainError as error:
+                    logger.debug("a look at the swarm failed: %s", error)
+                await asyncio.sleep(max(LOOK_SECONDS, LOOK_SHARE * (time.monotonic() - started)))
+
+    def draw(self, is_over: bool = False) -> None:
+        """Draw what is known now."""
+        width, seconds = self.screen.width, time.monotonic() - self._began
+        if self._peer is None:
+            job = Job("meeting the swarm", "", 0, 0, seconds)
+            self.screen.draw([] if is_over else [job_line(job, width), line("", ["Ctrl-C ends it"], width)])
+            return
+        assert self._leaving is not None
+        if not is_over or self._last is None:
+            self._last = progress_of(self._peer, self._leaving.requested.is_set())
+        record = self._last.record
+        rates = self._rates.update(seconds, record.bytes_sent, record.bytes_received)
+        lines = peer_lines(self._last, seconds, rates, self._peer.manifest.name, self._snapshot, width)
+        footer = line(
+            "", ["" if is_over else "Ctrl-C once more ends it at once" if self._last.is_leaving else FOOTER], width
+        )
+        footer.stylize("dim")
+        self.screen.draw([*lines, footer] if footer else lines)
+
+
+def view_for(name: str, log_format: str) -> PeerView | None:
+    """A view on standard error; None where only log lines belong there."""
+    if log_format == "json" or not Screen.can_draw(sys.stderr):
+        return None
+    return PeerView(name, Screen(sys.stderr))
