@@ -13,6 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2ptrain.cli.bars import bars
 from p2ptrain.errors import CheckpointError, ConfigError, ManifestError, UsageError
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)
     if arguments.action == "export":
-        loaded = load_checkpoint(paths[-1])
+        loaded = load_checkpoint(paths[-1], bars)
         _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output)
     elif arguments.action == "verify":
         for path in paths:
-            info = verify_checkpoint(path)
+            info = verify_checkpoint(path, bars)
             print(f"{info.path.name}: intact, round {info.head.round}, digest {info.head.digest.hex()}")
     else:
         _list(paths)
@@ -82,7 +83,7 @@ def _list(paths: list[Path]) -> None:
 
     for path in paths:
         try:
-            info: CheckpointInfo = verify_checkpoint(path)
+            info: CheckpointInfo = verify_checkpoint(path, bars)
         except CheckpointError as error:
             print(f"{path.name}  damaged: {error}")
             continue
@@ -133,5 +134,6 @@ def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path) -> N
     if vector.shape != (layout.num_values,):
         raise IncompatibleError(f"{checkpoint.path} holds another model than its manifest names: give --manifest")
     layout.write(vector, model)
-    export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
+    with bars(f"writing {output}", ""):
+        export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
     print(f"wrote {output}: round {checkpoint.head.round}, digest {checkpoint.head.digest.hex()[:8]}")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from p2ptrain.cli.table import human_time, printable
+from p2ptrain.cli.table import clipped, human_time, printable
 from p2ptrain.monitor.formats import human_bytes, human_count, human_seconds
 from p2ptrain.monitor.views import Headline, Snapshot, StageView
 from p2ptrain.network.records import PeerRecord, RoundReport
@@ -27,14 +26,9 @@ HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stopped": 
 STATES = {
     "starting": "getting ready", "serving": "serving: answers newcomers", "syncing": "taking on the swarm's state",
     "training": "training", "paused": "paused", "lending": "lending bandwidth", "draining": "leaving",
+    "ended": "has left the swarm",
 }  # fmt: skip
 Part = str | Text
-
-
-def clipped(text: str, width: int) -> str:
-    """Text from a stranger in at most ``width`` columns of a terminal, with an ellipsis where some is left out."""
-    text = printable(text)
-    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[: max(0, width)]
 
 
 def line(label: str, parts: Iterable[Part], width: int) -> Text:
@@ -193,7 +187,7 @@ def peer_lines(
         width: Characters in a line.
     """
     record = progress.record
-    lines = [title_line([clipped(record.name, max(8, width // 3)), f"in {swarm}", human_time(seconds)], width)]
+    lines = [title_line([f"{clipped(record.name, max(8, width // 3))} in {swarm}", human_time(seconds)], width)]
     lines.append(line("now", _doing(progress, width), width))
     if record.role == "trainer":
         lines.append(line("learning", [

@@ -20,25 +20,27 @@ from p2ptrain.cli.table import (
     human_time,
     most_tokens,
     peer_row,
-    peer_table,
     present_state,
     rounds_line,
-    with_footer,
 )
 from p2ptrain.errors import TemporaryError
 from p2ptrain.monitor.rate import TokenRate
 
 if TYPE_CHECKING:
-    from rich.live import Live
+    from rich.text import Text
 
+    from p2ptrain.cli.screen import Screen
     from p2ptrain.cli.supervise import Child
+    from p2ptrain.monitor.views import Snapshot
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.network.records import PeerRecord
+    from p2ptrain.node.observe import Observer
 
 _REFRESH_SECONDS = 1.0
 _METRICS_TAIL_BYTES = 64 * 1024
 _STATE = COLUMNS.index("state")
 _DRAINING = "draining: trainers finish their step and save their state"
+_FOOTER = "Ctrl-C ends it in good order, twice at once"
 
 
 def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
@@ -69,7 +71,8 @@ class View:
     def __init__(self, stream: TextIO, goal: Goal) -> None:
         self._stream = stream
         self._goal = goal
-        self._live: Live | None = None
+        self._screen: Screen | None = None
+        self._swarm: list[Text] = []
         self._started = time.monotonic()
         self._draining = False
         self._shown_rounds = 0
@@ -82,30 +85,29 @@ class View:
 
     def __enter__(self) -> View:
         if self._stream.isatty():
-            from rich.console import Console
-            from rich.live import Live
+            from p2ptrain.cli.screen import Screen
 
-            self._live = Live(console=Console(file=self._stream), auto_refresh=False)
-            self._live.start()
+            if Screen.can_draw(self._stream):
+                self._screen = Screen(self._stream).__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._live is not None:
-            self._live.stop()
+        if self._screen is not None:
+            self._screen.__exit__(kind, error, trace)
 
     def say(self, text: str) -> None:
         """Print a line, above the live table if there is one."""
-        if self._live is not None:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._screen is not None:
+            self._screen.say(text)
         else:
             print(text, file=self._stream, flush=True)
 
     def drain(self, trainers: list[Child]) -> None:
         """From now on trainers that still run are on their way out."""
         self._draining = True
-        if self._live is None and any(child.exit_code is None for child in trainers):
+        if self._screen is None and any(child.exit_code is None for child in trainers):
             self.say(_DRAINING)
 
     async def follow(self, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
@@ -114,7 +116,7 @@ class View:
         The time that is shown counts from here.
         """
         self._started = time.monotonic()
-        if self._live is None:
+        if self._screen is None:
             self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
         self.show([], trainers)
         # It takes seconds, in which signals have to be answered.
@@ -122,6 +124,8 @@ class View:
         from p2ptrain.node.observe import Observer
 
         async with Observer(link, run_dir) as observer:
+            if self._screen is not None:
+                await self._draw_swarm(observer, link, run_dir, trainers)
             while True:
                 try:
                     records = await observer.peers()
@@ -131,8 +135,38 @@ class View:
                     self.say(f"no news: {error}")
                 await asyncio.sleep(_REFRESH_SECONDS)
 
-    def show(self, records: list[PeerRecord], trainers: list[Child]) -> None:
-        """Show these records, and say once of each trainer that it has ended."""
+    async def _draw_swarm(self, observer: Observer, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
+        """Keep drawing the swarm until cancelled, with what the status page says of it."""
+        from p2ptrain.cli.looking import Remembering, watch_over
+        from p2ptrain.node.progress import round_goal, tokens_in_round
+
+        source, goal = Remembering(observer), round_goal(observer.manifest)
+        async with watch_over(source, observer, link) as watch:
+            while True:
+                try:
+                    snapshot = await watch.look()
+                    self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
+                    in_round = tokens_in_round(source.records, snapshot.headline.round, goal)
+                    self.show(source.records, trainers, snapshot, in_round)
+                except TemporaryError as error:
+                    self.say(f"no news: {error}")
+                await asyncio.sleep(_REFRESH_SECONDS)
+
+    def show(
+        self,
+        records: list[PeerRecord],
+        trainers: list[Child],
+        snapshot: Snapshot | None = None,
+        in_round: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Show these records, and say once of each trainer that it has ended.
+
+        Args:
+            records: Of all peers.
+            trainers: Processes.
+            snapshot: What the status page would show of the swarm; None where that has not changed.
+            in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
+        """
         if (tokens := most_tokens(records)) is not None:
             self._rate.update(time.monotonic(), tokens)
         for child in trainers:
@@ -145,14 +179,32 @@ class View:
         new = committed_rounds(records, self._shown_rounds)
         if new:
             self._shown_rounds = new[-1].round + 1
-        if self._live is not None:
-            title = "  ".join(filter(None, ["p2ptrain up", self._progress(), self._state]))
-            table = peer_table(self._table_rows(records, trainers), self._live.console.width, title)
+        if self._screen is not None:
             over = all(child.exit_code is not None for child in trainers)
-            footer = "" if over else _DRAINING if self._draining else "Ctrl-C ends it in good order, twice at once"
-            self._live.update(with_footer(table, footer), refresh=True)
+            footer = "" if over else _DRAINING if self._draining else _FOOTER
+            self._draw(self._screen, self._table_rows(records, trainers), snapshot, in_round, footer)
         elif new:
             self.say(f"{self._elapsed()}  {rounds_line(new, records, self._state)}")
+
+    def _draw(
+        self,
+        screen: Screen,
+        rows: list[tuple[str, ...]],
+        snapshot: Snapshot | None,
+        in_round: tuple[int, int],
+        footer: str,
+    ) -> None:
+        from rich.text import Text
+
+        from p2ptrain.cli.lines import swarm_lines, title_line
+        from p2ptrain.cli.table import table_lines
+
+        if snapshot is not None:
+            self._swarm = [*swarm_lines(snapshot, in_round, screen.width), Text()]
+        held_out = f"held-out {self._held_out:.2f}" if self._held_out is not None else ""
+        lines = [title_line(["p2ptrain up", self._progress(), held_out], screen.width), *self._swarm]
+        room = max(2, screen.height - len(lines) - 3)
+        screen.draw([*lines, *table_lines(rows, screen.width, room)], footer)
 
     def _elapsed(self) -> str:
         return human_time(time.monotonic() - self._started)

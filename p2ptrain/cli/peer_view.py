@@ -8,10 +8,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 from typing import Protocol
 
-from p2ptrain.cli.lines import job_line, line, peer_lines
+from p2ptrain.cli.lines import job_line, peer_lines
 from p2ptrain.cli.looking import OwnView, watch_over
 from p2ptrain.cli.screen import Screen
 from p2ptrain.errors import P2PTrainError
@@ -26,7 +27,7 @@ LOOK_SECONDS = 2.0
 LOOK_SHARE = 50
 """Looking at the swarm takes less than a fiftieth of the time, however large the swarm is."""
 RATE_SECONDS = 10.0
-FOOTER = "Ctrl-C leaves, twice at once"
+FOOTER, LAST_FOOTER = "Ctrl-C leaves, twice at once", "Ctrl-C ends it at once"
 
 
 class Leaving(Protocol):
@@ -115,19 +116,17 @@ class PeerView:
         width, seconds = self.screen.width, time.monotonic() - self._began
         if self._peer is None:
             job = Job("meeting the swarm", "", 0, 0, seconds)
-            self.screen.draw([] if is_over else [job_line(job, width), line("", ["Ctrl-C ends it"], width)])
+            self.screen.draw([] if is_over else [job_line(job, width)], "" if is_over else "Ctrl-C ends it")
             return
         assert self._leaving is not None
         if not is_over or self._last is None:
             self._last = progress_of(self._peer, self._leaving.requested.is_set())
         record = self._last.record
         rates = self._rates.update(seconds, record.bytes_sent, record.bytes_received)
+        if is_over:
+            self._last = replace(self._last, jobs=(), is_leaving=False, record=replace(record, state="ended"))
         lines = peer_lines(self._last, seconds, rates, self._peer.manifest.name, self._snapshot, width)
-        footer = line(
-            "", ["" if is_over else "Ctrl-C once more ends it at once" if self._last.is_leaving else FOOTER], width
-        )
-        footer.stylize("dim")
-        self.screen.draw([*lines, footer] if footer else lines)
+        self.screen.draw(lines, "" if is_over else LAST_FOOTER if self._last.is_leaving else FOOTER)
 
 
 def view_for(name: str, log_format: str) -> PeerView | None:

@@ -23,15 +23,17 @@ class Screen:
     The cursor is never hidden and no other screen is used, so that a process that is killed leaves nothing to mend.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, is_transient: bool = False) -> None:
         """
         Args:
             stream: For which `can_draw` is true.
+            is_transient: Whether to clear what was last drawn at the end.
         """
         self._stream = stream
         self._console = _console(stream)
         self._live = Live(
-            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False,
+            transient=is_transient,
         )  # fmt: skip
         self._drawn: tuple[int, list[str]] = (0, [])
         self._handlers: list[logging.Handler] = []
@@ -74,13 +76,15 @@ class Screen:
             self._handlers = []
         self._live.stop()
 
-    def draw(self, lines: Sequence[Text]) -> None:
+    def draw(self, lines: Sequence[Text], footer: str = "") -> None:
         """Show these lines in place of those before; what is too much for the terminal is cut off.
 
-        The last line should be short: a terminal writes ``^C`` behind it. Behind a full line that would begin a new
-        one, and the next lines would be drawn in the wrong place.
+        Args:
+            lines: Made for `width`.
+            footer: The last line, which should be short: a terminal writes ``^C`` behind it. Behind a full line that
+                would begin a new one, and the next lines would be drawn in the wrong place.
         """
-        shown = list(lines)[: self.height]
+        shown = [*lines[: self.height - bool(footer)], *([Text(footer, "dim")] if footer else [])]
         drawn = (self.width, [line.markup for line in shown])
         if drawn == self._drawn or not _is_in_foreground(self._stream):
             return

@@ -1,6 +1,7 @@
 """``p2ptrain status LINK``
 
 Show the peers of a swarm: what they do, which round they are in, how fast they are and whether their state agrees.
+With --watch also whether the swarm is healthy, who covers the model, how far the round in progress is, and traffic.
 It reads the swarm's directory only, and takes no part.
 """
 
@@ -10,15 +11,11 @@ import argparse
 import json
 import shutil
 import sys
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.network.records import PeerRecord
-    from p2ptrain.node.observe import Observer
-
-_WATCH_SECONDS = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--watch", action="store_true", help="keep showing it until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="keep showing it, with its health, until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -46,32 +43,12 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
 
     with tempfile.TemporaryDirectory(prefix="p2ptrain-status-") as folder:
         async with Observer(link, Path(folder)) as observer:
-            name = observer.manifest.name
-            if not watch:
-                print(_rendered(await observer.peers(), name, link, as_json=as_json))
-                return
-            await _watch(observer, name)
+            if watch:
+                from p2ptrain.cli.swarm_view import watch_swarm
 
-
-async def _watch(observer: Observer, name: str) -> None:
-    """Keep showing a swarm: one table that changes on a terminal, one after the other elsewhere."""
-    import asyncio
-
-    from rich.console import Console
-    from rich.live import Live
-
-    from p2ptrain.cli.table import peer_row, peer_table, plain_table, with_footer
-
-    console = Console(file=sys.stdout)
-    with Live(console=console, auto_refresh=False) if sys.stdout.isatty() else nullcontext() as live:
-        while True:
-            rows = [peer_row(record) for record in await observer.peers()]
-            if live is not None:
-                table = peer_table(rows, console.width, _title(name, len(rows)))
-                live.update(with_footer(table, "Ctrl-C ends this"), refresh=True)
+                await watch_swarm(observer, link)
             else:
-                print(f"{_title(name, len(rows))}\n{plain_table(rows)}\n", flush=True)
-            await asyncio.sleep(_WATCH_SECONDS)
+                print(_rendered(await observer.peers(), observer.manifest.name, link, as_json=as_json))
 
 
 def _title(name: str, peers: int) -> str:

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from p2ptrain.monitor.formats import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
+    from rich.text import Text
 
     from p2ptrain.network.records import PeerRecord, RoundReport
 
-COLUMNS = ("peer", "state", "round", "tokens/s", "loss", "group", "sent", "received", "reached", "digest")
-_RIGHT = {"round", "tokens/s", "loss", "group", "sent", "received"}
-_LEAVE_OUT_FIRST = ("reached", "received", "group", "sent", "digest", "tokens/s")
+COLUMNS = (
+    "peer", "state", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
+)  # fmt: skip
+_RIGHT = {"round", "tokens/s", "loss", "given", "group", "sent", "received"}
+_LEAVE_OUT_FIRST = ("given", "reached", "received", "group", "sent", "digest", "tokens/s")
 _MAX_NAME_CHARS = 24
 
 
@@ -30,6 +31,7 @@ def peer_row(record: PeerRecord) -> tuple[str, ...]:
         str(record.round) if trains else "",
         human_count(record.tokens_per_second) if record.tokens_per_second > 0 else "",
         f"{record.loss:.3f}" if record.loss is not None else "",
+        human_count(record.trained_tokens) if record.trained_tokens else "",
         str(last.members) if last is not None else "",
         human_bytes(record.bytes_sent),
         human_bytes(record.bytes_received),
@@ -38,75 +40,57 @@ def peer_row(record: PeerRecord) -> tuple[str, ...]:
     )
 
 
-def peer_table(rows: Iterable[Sequence[str]], width: int, title: str = "") -> Table:
-    """A rich table of rows made by `peer_row`, with the columns that `width` characters have room for."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = fit_columns(list(rows), width)
-    table = Table(
-        title=Text(title, no_wrap=True, overflow="ellipsis") if title else None,
-        title_justify="left",
-        title_style="bold",
-        header_style="bold",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column in shown[0]:
-        table.add_column(column, justify="right" if column in _RIGHT else "left", no_wrap=True)
-    for row in shown[1:]:
-        # Names and states come from strangers: as Text they cannot carry markup.
-        table.add_row(*map(Text, row))
-    return table
-
-
-def with_footer(table: Table, footer: str) -> Group:
-    """A table and a line below it, which is short or empty.
-
-    What a terminal shows of Ctrl-C (``^C``) goes behind it. Behind a full line it would start a new one, and the next
-    table would be drawn in the wrong place.
-    """
-    from rich.console import Group
-    from rich.text import Text
-
-    return Group(table, Text(footer, style="dim", no_wrap=True, overflow="crop"))
-
-
 def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
     """The header and rows made by `peer_row`, made to fit in lines of ``width`` characters.
 
     Long names are cut, and columns are left out, those first that say least, until the rest fits with two characters
     between columns. What is left of a line of fewer than 40 characters may still be too long.
     """
+    from rich.cells import cell_len
+
     lines = [COLUMNS, *(tuple(printable(cell) for cell in row) for row in rows)]
-    lines = [(_shorten(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
+    lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
     kept = list(range(len(COLUMNS)))
     for name in _LEAVE_OUT_FIRST:
-        if sum(max(len(line[index]) for line in lines) + 2 for index in kept) - 2 <= width:
+        if sum(max(cell_len(line[index]) for line in lines) + 2 for index in kept) - 2 <= width:
             break
         kept.remove(COLUMNS.index(name))
     return [tuple(line[index] for index in kept) for line in lines]
 
 
-def _shorten(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def clipped(text: str, width: int) -> str:
+    """Text from a stranger in at most ``width`` columns of a terminal, with an ellipsis where some is left out."""
+    from rich.cells import cell_len, set_cell_size
+
+    text = printable(text)
+    return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)).rstrip() + "…"[: max(0, width)]
 
 
 def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
     """Rows made by `peer_row` as aligned text without colours or lines; ``width`` None keeps all columns."""
+    from rich.cells import cell_len
+
     rows = list(rows)
     lines = fit_columns(rows, width) if width is not None else [COLUMNS, *(tuple(map(printable, row)) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if name in _RIGHT else cell.ljust(width)
-            for cell, width, name in zip(line, widths, lines[0], strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+
+    def padded(cell: str, width: int, name: str) -> str:
+        space = " " * (width - cell_len(cell))
+        return space + cell if name in _RIGHT else cell + space
+
+    return "\n".join("  ".join(map(padded, line, widths, lines[0])).rstrip() for line in lines)
+
+
+def table_lines(rows: Sequence[Sequence[str]], width: int, most: int) -> list[Text]:
+    """The same for a terminal: a header, a rule, at most ``most`` lines of rows, and how many there are more."""
+    from rich.text import Text
+
+    shown = rows if len(rows) <= most else rows[: max(0, most - 1)]
+    header, *body = plain_table(shown, width).split("\n")
+    lines = [Text(header, "bold"), Text("─" * min(width, max(map(len, (header, *body)))), "dim"), *map(Text, body)]
+    if len(shown) < len(rows):
+        lines.append(Text(f"and {len(rows) - len(shown)} more", "dim"))
+    return lines
 
 
 def printable(text: str) -> str:
