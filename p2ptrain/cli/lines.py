@@ -20,6 +20,7 @@ from p2ptrain.node.progress import Job, PeerProgress
 LABEL_CHARS = 9
 MAX_BAR_CHARS = 24
 MAX_REASONS = 3
+MAX_REASON_LINES = 2
 MAX_STAGES = 8
 MAX_CELLS = 32
 HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stopped": "bold red", "empty": "bold"}
@@ -97,9 +98,9 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
     """Why it is not healthy, the worst first."""
     lines = []
     for reason in headline.reasons[:most]:
-        wrapped = textwrap.wrap(printable(reason), max(10, width - 4)) or [""]
-        lines += [Text(f"{'  ' if index else '! '}{clipped(text, width - 2)}", "yellow")
-                  for index, text in enumerate(wrapped)]  # fmt: skip
+        wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
+        for index, text in enumerate(wrapped):
+            lines.append(Text(f"{'  ' if index else '! '}{clipped(text, width - 2)}", "yellow"))
     if len(headline.reasons) > most:
         lines.append(Text(f"  and {len(headline.reasons) - most} more", "yellow"))
     return lines
@@ -227,7 +228,7 @@ def _doing(progress: PeerProgress, width: int) -> list[Part]:
     if progress.phase != "idle":
         return [*parts, "averaging"]
     waits = progress.seconds_to_round
-    soon = [] if waits is None else [f"next in {human_seconds(waits)}" if waits > 0 else "next is due"]
+    soon = [] if waits is None else [f"next in {human_seconds(waits)}" if waits > 0 else "next soon"]
     counts = _round_parts(progress.in_round, width)
     return [*parts, *counts[:2], *soon, *counts[2:]]
 

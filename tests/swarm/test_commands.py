@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
@@ -124,12 +125,22 @@ def test_a_bootstrap_peer_is_serving(seeded: Seeded) -> None:
     assert states[own_id] == "serving"  # a peer that ended without a word may still be listed
 
 
-def test_watching_without_a_terminal_prints_one_table_after_the_other(tmp_path: Path, seeded: Seeded) -> None:
+def test_watching_without_a_terminal_prints_a_block_for_each_change(tmp_path: Path, seeded: Seeded) -> None:
+    text = f'role = "bootstrap"\nlink = "{seeded.link}"\nrun_dir = "peer"\nname = "second"\n'
+    text += f'[network]\nlisten = ["{LOOPBACK}"]\n'
     log = tmp_path / "watch.log"
     with nothing_left_behind(), background_command(log, "status", seeded.link, "--watch") as watch:
-        wait_until(lambda: log.read_text().count("serving") >= 2, PATIENCE_SECONDS)
+        wait_until(lambda: "serving" in log.read_text(), PATIENCE_SECONDS)
+        assert "Empty: Nobody trains in this swarm yet" in log.read_text()
+        with background_command(tmp_path / "peer.log", "peer", role_file(tmp_path, text)) as peer:
+            wait_until(lambda: re.search("second +serving", log.read_text()) is not None, PATIENCE_SECONDS)
+            peer.send_signal(signal.SIGINT)
+            assert peer.wait(30) == 0
         watch.send_signal(signal.SIGINT)
         assert watch.wait(30) == 130
+    blocks = [block.partition("\n")[2] for block in log.read_text().split("\n\n")]
+    blocks = [re.sub("traffic.*|[0-9.]+ [kM]?B", "", block) for block in blocks]
+    assert all(one != other for one, other in pairwise(blocks))
     assert "\x1b" not in log.read_text()
     assert "Traceback" not in log.read_text()
 

@@ -1,0 +1,130 @@
+"""What commands draw on a real terminal, how they leave it, and that none of that reaches a pipe."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import wait_until
+from tests.support.processes import background_command, nothing_left_behind, run_command
+from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.terminals import CTRL_C, TerminalCommand
+
+pytestmark = pytest.mark.timeout(300)
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TINY = (
+    "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",
+    "--set", "model.intermediate=64", "--set", "model.context=32",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """A swarm of a tiny model whose bootstrap peer runs."""
+
+    directory: Path
+    link: str
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
+    folder = tmp_path_factory.mktemp("seeded")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 2000)
+    directory = folder / "swarm"
+    assert run_command("init", directory, "--set", f"data.source=path:{text}", *TINY).returncode == 0
+    with nothing_left_behind(), background_command(directory / "seed.log", "seed", directory, "--listen", LOOPBACK):
+        link_file = directory / "bootstrap" / "link.txt"
+        wait_until(link_file.exists, PATIENCE_SECONDS)
+        yield Seeded(directory, link_file.read_text().strip())
+
+
+def joining(seeded: Seeded, run_dir: Path) -> list[str | Path]:
+    machine = ["--device", "cpu", "--threads", "1", "--listen", LOOPBACK, "--name", "maple"]
+    return ["join", seeded.link, "--yes", "--run-dir", run_dir, *machine]
+
+
+def role_file(seeded: Seeded, directory: Path) -> Path:
+    path = directory / "peer.toml"
+    path.write_text(
+        f'role = "trainer"\nlink = "{seeded.link}"\nrun_dir = "peer"\nname = "birch"\n'
+        f'[network]\nlisten = ["{LOOPBACK}"]\n[resources]\ndevice = "cpu"\nthreads = 1\n'
+    )
+    return path
+
+
+def test_join_draws_drains_on_ctrl_c_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seeded) -> None:
+    run_dir = tmp_path / "peer"
+    with nothing_left_behind(), TerminalCommand(*joining(seeded, run_dir)) as join:
+        join.wait_for("── maple in my-swarm  0:")
+        join.wait_for("contributed")  # A log line, above.
+        join.wait_for("tokens in ")
+        for text in (
+            "traffic  ",
+            "now      training",
+            "learning loss",
+            "swarm    ",
+            "1 replica",
+            "Ctrl-C leaves, twice at once",
+        ):
+            join.wait_for(text)
+        join.press(CTRL_C)
+        join.wait_for("draining")
+        assert join.wait() == 0
+        join.wait_for("has left the swarm")
+        assert join.is_as_before()
+        assert "Traceback" not in join.text
+    assert json.loads((run_dir / "summary.json").read_text())["exit_reason"] == "signal"
+
+
+def test_a_second_ctrl_c_ends_a_peer_at_once_and_leaves_the_terminal_as_it_was(tmp_path: Path, seeded: Seeded) -> None:
+    with nothing_left_behind(), TerminalCommand("peer", role_file(seeded, tmp_path), columns=40) as peer:
+        peer.wait_for("now      training")
+        peer.press(CTRL_C)
+        peer.wait_for("draining")
+        peer.press(CTRL_C)
+        assert peer.wait() in (0, 130)  # The drain of a tiny model may be over before the second one comes.
+        wait_until(peer.is_as_before, PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("how", ["pipe", "dumb terminal", "JSON log"])
+def test_where_nothing_can_be_drawn_there_are_log_lines_alone(tmp_path: Path, seeded: Seeded, how: str) -> None:
+    arguments = joining(seeded, tmp_path / "peer")
+    with nothing_left_behind():
+        if how == "pipe":
+            log = tmp_path / "join.log"
+            with background_command(log, *arguments) as join:
+                wait_until(lambda: "contributed" in log.read_text() or join.poll() is not None, PATIENCE_SECONDS)
+                join.send_signal(signal.SIGINT)
+                assert join.wait(PATIENCE_SECONDS) == 0
+            written = log.read_text()
+        else:
+            environment = {"TERM": "dumb"} if how == "dumb terminal" else {}
+            log_format = ["--log-format", "json"] if how == "JSON log" else []
+            with TerminalCommand(*arguments, *log_format, environment=environment) as terminal:
+                terminal.wait_for("contributed")
+                terminal.press(CTRL_C)
+                assert terminal.wait() == 0
+                terminal.wait_for("draining")
+                written = terminal.raw
+    assert "contributed" in written
+    assert "\x1b" not in written
+    assert "Ctrl-C" not in written
+
+
+def test_watching_on_a_terminal_says_how_healthy_the_swarm_is_without_colours_if_asked(seeded: Seeded) -> None:
+    arguments = ("status", seeded.link, "--watch")
+    with nothing_left_behind(), TerminalCommand(*arguments, environment={"NO_COLOR": "1"}) as watch:
+        watch.wait_for("Empty: Nobody trains in this swarm yet")
+        watch.wait_for("Ctrl-C ends this")
+        watch.press(CTRL_C)
+        assert watch.wait() == 130
+        assert watch.is_as_before()
+        assert "\x1b[3" not in watch.raw
+        assert "Traceback" not in watch.text

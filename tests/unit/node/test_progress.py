@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
+from p2ptrain.node.progress import JobBook, RoundGoal, round_goal, seconds_to_round, tokens_in_round
+from tests.unit.cli.test_table import COMMITTED, TRAINER
+
+
+def test_jobs_are_known_while_they_go_on_from_any_thread() -> None:
+    async def main() -> None:
+        book = JobBook(asyncio.get_running_loop())
+        began, end = threading.Event(), threading.Event()
+
+        def work() -> None:
+            with book("reading the text") as advance:
+                advance(3, 10)
+                began.set()
+                end.wait(10)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert began.wait(10)
+        with book("building the model", ""):
+            assert [(job.name, job.done, job.total) for job in book.running()] == [
+                ("reading the text", 3, 10), ("building the model", 0, 0),
+            ]  # fmt: skip
+        end.set()
+        thread.join()
+        assert book.running() == ()
+
+    asyncio.run(main())
+
+
+def test_only_jobs_that_last_are_logged_and_each_twice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        caplog.set_level(logging.INFO)
+        monkeypatch.setattr("p2ptrain.node.progress.SILENT_SECONDS", 0.05)
+        book = JobBook(asyncio.get_running_loop())
+        with book("a short job"):
+            pass
+        with book("a long job") as advance:
+            async with asyncio.timeout(10):
+                while not caplog.messages:
+                    advance(1, 2)
+                    await asyncio.sleep(0.01)
+        assert [message.split(" took ")[0] for message in caplog.messages] == ["a long job …", "a long job"]
+
+    asyncio.run(main())
+
+
+def test_a_job_that_fails_is_over() -> None:
+    async def main() -> None:
+        book = JobBook(asyncio.get_running_loop())
+        with pytest.raises(ValueError, match="broken"), book("downloading the state"):
+            raise ValueError("broken")
+        assert book.running() == ()
+
+    asyncio.run(main())
+
+
+def test_the_next_round_is_told_from_the_last_ones() -> None:
+    reports = [replace(COMMITTED, compute_seconds=seconds) for seconds in (9.0, 10.0, 30.0)]
+    assert seconds_to_round(reports, 100.0, 104.0) == 6.0
+    assert seconds_to_round(reports, 100.0, 200.0) == 0.0
+    assert seconds_to_round([], 100.0, 104.0) is None
+    assert seconds_to_round(reports, None, 104.0) is None
+
+
+def test_a_round_is_due_at_the_swarms_or_at_each_peers_own_number_of_tokens() -> None:
+    model = ModelSpec(context=128)
+    shared = round_goal(Manifest(name="x", model=model, training=TrainingSpec(every=1, global_batch=10)))
+    own = round_goal(Manifest(name="x", model=model, training=TrainingSpec(every=4, local_batch=2)))
+    assert (shared, own) == (RoundGoal(1280, True), RoundGoal(1024, False))
+    records = [replace(TRAINER, round_tokens=700), replace(TRAINER, round_tokens=2000),
+               replace(TRAINER, round=9), replace(TRAINER, state="syncing", round_tokens=500)]  # fmt: skip
+    assert tokens_in_round(records, 5, shared) == (2700, 1280)
+    assert tokens_in_round(records, 5, own) == (700 + 1024, 2048)
+    assert tokens_in_round(records, 6, own) == (0, 0)
+    assert tokens_in_round(records, 5, RoundGoal(0, False)) == (2700, 0)
