@@ -69,9 +69,9 @@ def bar(done: float, total: float, width: int, pulse: float = 0.0) -> Text:
     if total <= 0:
         size = max(2, length // 4)
         at = int(pulse * 4) % (length - size + 1)
-        return Text("─" * at, "dim").append("━" * size, "cyan").append("─" * (length - size - at), "dim")
+        return Text().append("─" * at, "dim").append("━" * size, "cyan").append("─" * (length - size - at), "dim")
     filled = int(length * min(1.0, max(0.0, done / total)))
-    return Text("━" * filled, "green").append("─" * (length - filled), "dim")
+    return Text().append("━" * filled, "green").append("─" * (length - filled), "dim")
 
 
 def percent(done: float, total: float) -> str:
@@ -89,9 +89,8 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 def health(headline: Headline) -> Text:
     """Whether a swarm is healthy, with the words of the status page."""
-    return Text(headline.health.capitalize(), HEALTH_STYLES[headline.health]).append(
-        f": {printable(headline.summary)}", "not bold"
-    )
+    word = Text().append(headline.health.capitalize(), HEALTH_STYLES[headline.health])
+    return word.append(f": {printable(headline.summary)}")
 
 
 def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Text]:

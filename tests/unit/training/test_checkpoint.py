@@ -33,6 +33,7 @@ from p2ptrain.training.checkpoint import (
     verify_checkpoint,
 )
 from p2ptrain.training.digest import merkle_tree
+from tests.support.jobs import ToldJobs
 
 SWARM = b"s" * 32
 
@@ -449,3 +450,17 @@ def test_a_crash_before_any_file_operation_leaves_only_whole_checkpoints(tmp_pat
     assert newest_round == len(outcomes)
     # Crashes after the rename left old ones behind; the save that got through deleted them.
     assert _verify_all(tmp_path) == 2
+
+
+def test_checking_and_reading_are_told_as_jobs(tmp_path: Path) -> None:
+    path, jobs = _save(tmp_path), ToldJobs()
+    load_checkpoint(path, jobs)
+    checked = jobs.told[f"checking {path.name}"]
+    size = sum((path / name).stat().st_size for name in ("shared.safetensors", "local.safetensors"))
+    assert checked == sorted(checked)
+    assert checked[-1] == (size, size)
+    assert f"reading {path.name}" in jobs.told
+    (path / "local.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        verify_checkpoint(path, jobs)
+    assert jobs.running == []

@@ -52,6 +52,18 @@ def test_three_sources_share_the_work() -> None:
     with_sources(3, check)
 
 
+def test_a_download_tells_how_far_it_is() -> None:
+    told: list[tuple[int, int]] = []
+
+    async def check(swarm: Sources) -> None:
+        downloaded = await swarm.download(advance=lambda done, total: told.append((done, total)))
+        size = sum(tensor.nbytes for _, tensor in downloaded.tensors)
+        assert told == sorted(told)
+        assert told[-1] == (size, size)
+
+    with_sources(2, check)
+
+
 def test_what_was_downloaded_becomes_the_state() -> None:
     async def check(swarm: Sources) -> None:
         downloaded = await swarm.download()
