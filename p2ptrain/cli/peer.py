@@ -2,6 +2,7 @@
 
 Run one peer from a role file, a TOML file such as those in the folder 'peers'. SIGTERM or Ctrl-C drains it: the step
 in progress is finished, state is saved and the others are told. A second one ends it at once.
+On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
 """
 
 from __future__ import annotations
