@@ -82,7 +82,7 @@ class Status:
     state: str = "starting"
     loss: float | None = None
     tokens_per_second: float = 0.0
-    round_tokens: int = 0
+    round_tokens: Callable[[], int] = lambda: 0
     note: str = ""
     started_at: float = field(default=0.0)
 
@@ -383,7 +383,7 @@ class Peer:
             lineage=sync.head.lineage if sync else EMPTY_HASH,
             digest=sync.head.digest if sync else EMPTY_HASH,
             lineage_tokens=sync.head.tokens if sync else 0,
-            round_tokens=status.round_tokens,
+            round_tokens=status.round_tokens(),
             loss=status.loss,
             tokens_per_second=status.tokens_per_second,
             bytes_sent=self.rpc.bytes_sent,

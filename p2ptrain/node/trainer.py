@@ -130,12 +130,13 @@ def _assemble(
     )  # fmt: skip
     if checkpoint is not None:
         trainer.restore(checkpoint)
+    peer.status.round_tokens = lambda: optimizer.tokens_in_round
     loop = asyncio.get_running_loop()
 
     def publish() -> None:
         progress = trainer.progress
         peer.status.loss, peer.status.tokens_per_second = progress.loss, progress.tokens_per_second
-        peer.status.note, peer.status.round_tokens = progress.note, optimizer.tokens_in_round
+        peer.status.note = progress.note
         paused = progress.note != "" and sync.is_paused
         if (peer.status.state == "paused") != paused:
             peer.set_state("paused" if paused else "training")
