@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.monitor.serve import bootstraps, swarm_view
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Source, Watch
-from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.node.observe import Observer
-from p2ptrain.node.peer import Peer
+if TYPE_CHECKING:
+    from p2ptrain.averaging.certificate import Certificate
+    from p2ptrain.monitor.watch import Source, Watch
+    from p2ptrain.network.link import SwarmLink
+    from p2ptrain.network.records import PeerRecord
+    from p2ptrain.node.observe import Observer
+    from p2ptrain.node.peer import Peer
 
 
 class Remembering:
@@ -89,6 +89,10 @@ async def watch_over(source: Source, manifest: Observer | Peer, link: SwarmLink)
         manifest: Who knows what the swarm agreed on.
         link: The swarm's.
     """
+    from p2ptrain.monitor.serve import bootstraps, swarm_view
+    from p2ptrain.monitor.store import Store
+    from p2ptrain.monitor.watch import Watch
+
     # What it would log is on the screen.
     logging.getLogger("p2ptrain.monitor.watch").setLevel(logging.ERROR)
     swarm = swarm_view(manifest.signed, link)

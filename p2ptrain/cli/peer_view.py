@@ -10,15 +10,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain.cli.lines import job_line, peer_lines
 from p2ptrain.cli.looking import OwnView, watch_over
 from p2ptrain.cli.screen import Screen
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.monitor.views import Snapshot
-from p2ptrain.node.peer import Peer
 from p2ptrain.node.progress import Job, PeerProgress, progress_of
+
+if TYPE_CHECKING:
+    from p2ptrain.node.peer import Peer
 
 logger = logging.getLogger(__name__)
 

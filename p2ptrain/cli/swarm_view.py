@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -19,8 +20,10 @@ from p2ptrain.monitor.formats import utc
 from p2ptrain.monitor.views import Snapshot
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records import PeerRecord
-from p2ptrain.node.observe import Observer
 from p2ptrain.node.progress import round_goal, tokens_in_round
+
+if TYPE_CHECKING:
+    from p2ptrain.node.observe import Observer
 
 WATCH_SECONDS = 2.0
 ASTRAY = "astray"
