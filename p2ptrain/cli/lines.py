@@ -147,7 +147,8 @@ def stage_line(stage: StageView, num_stages: int, width: int) -> Text:
     first, end = stage.blocks
     num_hosts = len(stage.hosts)
     cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
-    cells = Text(cell * min(end - first, MAX_CELLS, max(4, width // 5)), "" + ("green" if num_hosts > 1 else "yellow"))
+    length = min(end - first, MAX_CELLS, max(4, width // 5))
+    cells = Text(cell * length, "green" if num_hosts > 1 else "yellow")
     blocks = counted(end - first, "block") if num_stages == 1 else f"blocks {first}-{end - 1}"
     return line("model" if num_stages == 1 else f"stage {stage.number}", [
         cells, counted(num_hosts, "replica"), f"{len(stage.syncing)} on the way" if stage.syncing else "",
