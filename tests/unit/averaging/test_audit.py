@@ -154,7 +154,7 @@ def evidence_of_a_flip() -> tuple[bytes, Rules]:
 EVIDENCE, EVIDENCE_RULES = evidence_of_a_flip()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, 8 * len(EVIDENCE) - 1))
 def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
     changed = bytearray(EVIDENCE)
@@ -168,7 +168,7 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
     assert msgpack.unpackb(bytes(changed)) == msgpack.unpackb(EVIDENCE)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=200))
 def test_garbage_convicts_nobody(data: bytes) -> None:
     with pytest.raises(IntegrityError):

@@ -20,7 +20,7 @@ def head(round_: int, present: int) -> Head:
     return Head(round_, LINEAGE, 0, 0, b"d" * 32, present=present)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     present=st.integers(0, 400), group_size=st.integers(2, 64), round_=st.integers(0, 1000), peer=st.text(max_size=9)
 )

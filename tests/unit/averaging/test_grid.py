@@ -292,7 +292,6 @@ def test_the_chance_of_an_overfull_cell_is_the_binomial_tail(n: int, num_cells: 
     assert grid.cell_overflow(n, num_cells, size) == pytest.approx(float(tail), rel=1e-12, abs=1e-30)
 
 
-@settings(deadline=None)
 @given(swarm_sizes, group_sizes, st.sampled_from([1e-6, 1e-3, grid.MIXING_TAIL]))
 def test_there_are_just_enough_cells(n: int, size: int, tail: float) -> None:
     cells = grid.cells_for(n, size, tail)
@@ -311,7 +310,6 @@ def test_the_share_that_is_left_out_is_that_of_those_beyond_the_size_of_a_group(
     assert grid.left_out(n, num_cells, size) == pytest.approx(float(beyond), rel=1e-12, abs=1e-30)
 
 
-@settings(deadline=None)
 @given(swarm_sizes, group_sizes)
 def test_a_tree_has_just_enough_cells(n: int, size: int) -> None:
     cells = grid.tree_cells(n, size)

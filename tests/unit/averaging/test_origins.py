@@ -69,7 +69,7 @@ class Handed:
         self.source.check(self.low, spans, shown, self.part, self.codec)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(sorted(CODECS)),
     st.lists(st.integers(0, SIZE), max_size=5),
@@ -84,7 +84,7 @@ def test_what_an_honest_delegate_hands_in_passes_wherever_shares_are_cut(
     Handed(CODECS[name], cuts, low, min(low + length, SIZE), slow).check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_a_change_is_found_where_it_is_looked_for_and_only_there(data: st.DataObject) -> None:
     handed = Handed(get_codec("int8"), [20_000, 70_000], CHUNK_VALUES // 2, SIZE)
@@ -100,7 +100,7 @@ def test_a_change_is_found_where_it_is_looked_for_and_only_there(data: st.DataOb
         handed.check([span for span in handed.spans if holds_it(span)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_nothing_but_the_group_s_own_chunks_is_believed(data: st.DataObject) -> None:
     handed = Handed(get_codec("int4"), [20_000], 0, CHUNK_VALUES)
@@ -110,7 +110,7 @@ def test_nothing_but_the_group_s_own_chunks_is_believed(data: st.DataObject) -> 
         handed.check(shown=bytes(shown))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.one_of(st.binary(max_size=100), st.lists(st.lists(st.binary(max_size=9), max_size=3)).map(msgpack.packb)))
 def test_garbage_is_not_believed(garbage: bytes) -> None:
     handed = Handed(get_codec("int8"), [], 0, SIZE)

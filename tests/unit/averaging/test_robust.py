@@ -40,7 +40,7 @@ def rows(parts: Tensor) -> list[Tensor]:
     return [row.clone() for row in parts]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_parts=st.integers(1, 40), seed=seeds, data=st.data())
 def test_any_rows_of_the_sorted_parts_can_be_selected(num_parts: int, seed: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, num_parts - 1))
@@ -50,7 +50,7 @@ def test_any_rows_of_the_sorted_parts_can_be_selected(num_parts: int, seed: int,
     assert torch.equal(torch.stack(selected), parts.sort(0).values[first:stop])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_parts=st.integers(1, 17), seed=seeds)
 def test_median_is_the_middle_of_each_coordinate(num_parts: int, seed: int) -> None:
     parts = draw(num_parts, 50, seed)
@@ -58,7 +58,7 @@ def test_median_is_the_middle_of_each_coordinate(num_parts: int, seed: int) -> N
     torch.testing.assert_close(median(rows(parts)), expected, rtol=1e-6, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_parts=st.integers(1, 17), fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]), seed=seeds)
 def test_trimmed_is_the_mean_of_what_is_between_the_ends(num_parts: int, fraction: float, seed: int) -> None:
     parts = draw(num_parts, 50, seed)
@@ -68,7 +68,7 @@ def test_trimmed_is_the_mean_of_what_is_between_the_ends(num_parts: int, fractio
     torch.testing.assert_close(trimmed(rows(parts), fraction), expected, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_parts=st.integers(1, 17), ratio=st.sampled_from([0.5, 1.0, 3.0]), iterations=st.integers(0, 4), seed=seeds)
 def test_centered_clip_is_the_papers_iteration(num_parts: int, ratio: float, iterations: int, seed: int) -> None:
     parts = draw(num_parts, 300, seed)
@@ -84,7 +84,7 @@ def test_centered_clip_is_the_papers_iteration(num_parts: int, ratio: float, ite
 
 
 @every_rule
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(num_parts=st.integers(1, 17), seed=seeds)
 def test_equal_parts_give_themselves_exactly(spec: AveragingSpec, num_parts: int, seed: int) -> None:
     part = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 1e-3
@@ -92,7 +92,7 @@ def test_equal_parts_give_themselves_exactly(spec: AveragingSpec, num_parts: int
 
 
 @every_rule
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(order=st.permutations(range(9)), seed=seeds)
 def test_the_order_of_parts_does_not_matter(spec: AveragingSpec, order: list[int], seed: int) -> None:
     parts = draw(9, 300, seed)
@@ -110,7 +110,7 @@ def test_no_result_is_negative_zero(spec: AveragingSpec) -> None:
         assert not bool(torch.signbit(combine(spec, rows(torch.stack(parts)))).any())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     num_honest=st.integers(2, 9),
     data=st.data(),

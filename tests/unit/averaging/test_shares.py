@@ -61,7 +61,7 @@ def test_members_without_bandwidth_own_nothing(num_values: int, bandwidths: list
         assert bandwidth > 0 or start == stop
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(0.5, 100.0)), min_size=3, max_size=10).filter(any))
 def test_no_split_is_faster_than_the_linear_programs(bandwidths: list[float]) -> None:
     n = len(bandwidths)

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, get_codec
@@ -47,7 +47,6 @@ def test_halves_round_to_even(codec: Codec) -> None:
     assert round_trip(codec, vector).tolist() == [10.0, 10.0, 12.0, 12.0, 10.0 + levels]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-MAX_PEAK, MAX_PEAK, width=32), min_size=1, max_size=20),
     st.integers(0, 600),

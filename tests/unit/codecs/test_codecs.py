@@ -70,7 +70,7 @@ def test_the_largest_is_no_number_if_a_value_is_none(name: str, kind: type) -> N
 
 
 @every_codec
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_pieces_cut_at_blocks_concatenate_to_the_whole(codec: Codec, data: st.DataObject) -> None:
     num_values = data.draw(st.integers(1, 3000))
@@ -177,7 +177,6 @@ def test_another_length_is_refused(codec: Codec, change: int) -> None:
 
 
 @every_codec
-@settings(deadline=None)
 @given(data=st.data())
 def test_bytes_that_validate_decode_to_finite_numbers(codec: Codec, data: st.DataObject) -> None:
     num_values = data.draw(st.integers(0, 40))

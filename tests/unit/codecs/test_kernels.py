@@ -105,7 +105,7 @@ def encoded_or_refusal(codec: KernelCodec, vector: torch.Tensor) -> bytes | str:
 
 
 @every_encoder
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_kernels_encode_the_same_bytes_and_refuse_the_same_values(
     name: str, kernels: Mapping[str, Kernel], data: st.DataObject
@@ -136,7 +136,7 @@ def received(codec: KernelCodec, generator: np.random.Generator, num_values: int
 
 
 @every_codec
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     fraction=st.floats(0, 1),
     seed=st.integers(0, 2**32),

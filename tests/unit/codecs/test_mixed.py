@@ -46,7 +46,7 @@ def test_one_codec_for_all_stays_as_it_is() -> None:
 sizes = st.lists(st.one_of(st.integers(0, 20), st.integers(1, 9000)), min_size=1, max_size=8).filter(any)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=sizes, name=st.sampled_from(["int8", "int4", "topk"]), data=st.data())
 def test_parts_cut_at_blocks_concatenate_to_the_whole(sizes: list[int], name: str, data: st.DataObject) -> None:
     codec = by_size(get_codec(name), FP16, sizes, 20)
@@ -74,7 +74,7 @@ def test_parts_cut_at_blocks_concatenate_to_the_whole(sizes: list[int], name: st
     assert torch.equal(total, summed)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(sizes=sizes, data=st.data())
 def test_a_part_of_a_part_is_a_part_of_the_whole(sizes: list[int], data: st.DataObject) -> None:
     codec = by_size(INT8, FP16, sizes, 20)

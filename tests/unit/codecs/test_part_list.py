@@ -71,7 +71,7 @@ def shares(draw: st.DrawFn) -> tuple[list[float], int, int]:
     return weights, draw(st.integers(1, 2 * CHUNK + 100)), draw(st.integers(0, 1 << 20))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shares())
 def test_everybody_decodes_the_mean_of_sparseloco_bit_for_bit(share: tuple[list[float], int, int]) -> None:
     weights, size, seed = share

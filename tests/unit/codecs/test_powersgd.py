@@ -69,7 +69,7 @@ def test_the_error_is_near_that_of_the_best_matrix_of_the_rank() -> None:
     assert best < relative_error(((left * spectrum) @ right.T).flatten()) < 1.03 * best
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(MIN_TILE, TILE + 5000),
     st.integers(0, 9),

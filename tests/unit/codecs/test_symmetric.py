@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import Codec, CodecError, get_codec
@@ -69,7 +69,6 @@ def test_halves_round_to_even() -> None:
     assert struct.unpack("<f7b", INT8.encode(vector)) == (1.0, 127, 0, 2, 2, 0, -2, -2)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-MAX_PEAK, MAX_PEAK, width=32), min_size=1, max_size=20),
     st.integers(0, 600),

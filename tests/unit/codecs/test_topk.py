@@ -88,7 +88,7 @@ def test_a_chunk_takes_84_bytes_195_times_fewer_than_fp32() -> None:
     assert TOPK.encoded_bytes(10 * CHUNK + 1) == 840 + 4 + 3
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(chunks)
 @example([0.0] * 70)
 @example([1.0] * 4096)
@@ -107,7 +107,7 @@ def test_the_largest_magnitudes_are_kept_and_the_first_of_equals(values: list[fl
                 assert decoded[index] != 0
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(chunks)
 @example([2.0**-100])
 @example([math.nextafter(2.0**-100, 0)])

@@ -66,7 +66,7 @@ def test_initial_weights_are_centred_with_the_intended_spread() -> None:
     assert bool((weights["model.norm.weight"] == 1).all())
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     layers=st.integers(1, 3),
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -113,7 +113,7 @@ def test_export_loads_with_equal_logits_and_tokenizer(tmp_path: Path, tied: bool
     assert loaded.config.eos_token_id == loaded.generation_config.eos_token_id == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text())
 def test_byte_tokenizer_gives_the_bytes_of_any_text_and_back(text: str) -> None:
     tokens = TOKENIZER.encode(text)

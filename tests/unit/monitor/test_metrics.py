@@ -66,7 +66,7 @@ def test_what_is_not_known_has_no_sample() -> None:
     assert sum(sample.value for sample in families["p2ptrain_health"].samples) == 1.0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20))
 def test_any_name_survives_as_a_label(name: str) -> None:
     samples = scraped(snapshot_of([trainer("a", name=name)]))["p2ptrain_peer_sent_bytes"].samples

@@ -134,7 +134,7 @@ RECORDS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
 def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(records: list[PeerRecord], now: float) -> None:
     received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]

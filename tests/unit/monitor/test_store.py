@@ -78,7 +78,7 @@ def test_columns_align_and_what_was_not_seen_is_none() -> None:
     with_store(None, use)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(
     st.lists(
         st.tuples(st.floats(0, 3500), st.dictionaries(st.sampled_from(SERIES), st.floats(-1e12, 1e12), max_size=3)),
@@ -308,7 +308,7 @@ def test_contributions_add_up_over_restarts(told: list[tuple[float, int, int]], 
     assert kept.seconds == 10.0 * len(told)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([1.0, 2.0]), st.integers(0, 2**63 - 1), st.integers(0, 9)), min_size=1))
 def test_contributions_never_fall(told: list[tuple[float, int, int]]) -> None:
     assert contributions(*told).tokens <= MAX_CONTRIBUTED

@@ -18,7 +18,7 @@ def sampler(num_windows: int, context: int = 3, seed: int = 1) -> Sampler:
     return Sampler(np.arange(num_windows * context + 1, dtype=np.uint32), context, seed)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(size=st.integers(1, 700), seed=st.integers(0, 1 << 62), data_pass=st.integers(0, 5))
 def test_each_pass_reads_every_window_once(size: int, seed: int, data_pass: int) -> None:
     source = sampler(size, seed=seed)
@@ -42,7 +42,7 @@ def test_passes_and_seeds_differ_in_order() -> None:
     assert all(count < 10 for count in matches)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(num_members=st.integers(1, 7), seed=st.integers(0, 1 << 30))
 def test_members_read_nothing_twice_within_a_pass_whatever_their_speed(num_members: int, seed: int) -> None:
     chance = random.Random(seed)

@@ -46,7 +46,7 @@ def test_golden_digest() -> None:
     assert tree.root == blake3(b"p2ptrain state 1" + blake3(description).digest() + inner).digest()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 700_000 * 4 + 4 + 7 * 11 * 4 - 1), st.integers(0, 7))
 def test_every_bit_counts(at: int, bit: int) -> None:
     tensors = _sample()
@@ -97,7 +97,7 @@ def test_hashing_does_not_copy_and_refuses_what_it_would_have_to() -> None:
         byte_view(torch.zeros(4, 4).t()[1:])
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 400_000), min_size=1, max_size=6))
 def test_chunks_cover_all_bytes_in_order_and_write_what_they_read(sizes: list[int]) -> None:
     source = [(str(i), torch.full((size,), float(i + 1))) for i, size in enumerate(sizes)]

@@ -33,7 +33,7 @@ def _model(num_blocks: int = 5, width: int = 4) -> nn.Module:
     return module
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 9))
 def test_every_value_is_in_exactly_one_fragment(num_blocks: int, count: int) -> None:
     layout = Layout.from_module(_model(num_blocks))

@@ -48,7 +48,7 @@ def test_golden_bits_of_nesterov() -> None:
     assert digest.hexdigest() == "39c1bbd232db9cb66cf6422fa304bef31fb84930a72f2c8e25c7ee835ce24994"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.floats(0.01, 2.0), st.floats(0.0, 0.99), st.integers(1, 30), st.integers(0, 1000))
 def test_nesterov_rounds_every_operation_to_fp32(rate: float, momentum: float, size: int, seed: int) -> None:
     layout = _layout(size)
@@ -91,7 +91,7 @@ def test_golden_bits_of_adam() -> None:
     assert digest.hexdigest() == "f7914bb797f3c4a68dd061def0d3cc29d0b731ce3dadf5779b54d469eae53483"
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.floats(1e-4, 1.0), st.floats(0.0, 0.99), st.floats(0.0, 0.999), st.floats(1e-8, 1.0), st.integers(1, 30),
     st.integers(0, 1000),

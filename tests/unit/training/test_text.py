@@ -58,7 +58,7 @@ def test_tokens_are_bytes_with_an_end_mark_after_each_document(tmp_path: Path) -
 documents = st.lists(st.binary(min_size=1, max_size=400), min_size=1, max_size=120)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(contents=documents, fraction=st.sampled_from([0.02, 0.1, 0.3]), seed=st.integers(0, 9))
 def test_split_keeps_everything_once_and_is_pure(contents: list[bytes], fraction: float, seed: int) -> None:
     given_documents = [Document(f"{index}", content) for index, content in enumerate(contents)]
