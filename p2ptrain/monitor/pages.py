@@ -85,6 +85,16 @@ class Pages:
         contribution = await self._store.contribution(peer.peer)
         return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
 
+    async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
+        """A page about a peer that was in the swarm once; None where the past knows nothing of it."""
+        contribution = await self._store.contribution(peer)
+        events = await self._store.events_of(peer, EVENTS)
+        if contribution is None and not events:
+            return None
+        name = contribution.name if contribution else peer[-8:]
+        values = {"peer": peer, "name": name, "contribution": contribution, "events": events}
+        return _html(self._rendered("departed.html", snapshot=snapshot, **values))
+
     def _rendered(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(**values)
 

@@ -26,7 +26,8 @@ class _Entry:
     round: int
     at: float
     reports: dict[str, RoundReport] = field(default_factory=dict)
-    aborted: set[str] = field(default_factory=set)
+    broken: dict[str, tuple[RoundReport, ...]] = field(default_factory=dict)
+    """By peer: its attempts that broke, as many as it told of at once."""
     body: Body | None = None
     is_known: bool = False
     """Whether it was told that this round is committed."""
@@ -81,10 +82,14 @@ class RoundBook:
         horizon = max([usual_round, *(number + 1 for number in certified)])
         committed, skipped = [], False
         ended = at
+        broken: dict[int, list[RoundReport]] = {}
+        for report in record.last_rounds:
+            if not report.committed:
+                broken.setdefault(report.round, []).append(report)
         for report in reversed(record.last_rounds):
             if report.round > horizon - report.committed:
                 skipped = True  # It is learnt when the others are there, too.
-            elif self._learn_report(record.peer, report, ended):
+            elif self._learn_report(record.peer, report, broken.get(report.round, ()), ended):
                 committed.append(report.round)
             ended = max(0.0, ended - report.seconds - report.compute_seconds)
         if not skipped:
@@ -100,7 +105,7 @@ class RoundBook:
         self._told.clear()
         self._first = min(self._first or 0, usual_round)
 
-    def _learn_report(self, peer: str, report: RoundReport, at: float) -> bool:
+    def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
         entry = self._entries.get(report.round)
         if entry is None:
             newest = max(self._entries, default=report.round)
@@ -110,13 +115,13 @@ class RoundBook:
         known = entry.reports.get(peer)
         if known == report or (known is None and len(entry.reports) >= MAX_REPORTS_PER_ROUND):
             return False
-        had_aborted = bool(entry.aborted)
+        had_aborted = bool(entry.broken)
         entry.view = None
         if known is None or report.committed or not known.committed:
             entry.reports[peer] = report
-        if not report.committed:
-            entry.aborted.add(peer)
-        self.aborted += self._counts(entry) and not had_aborted and bool(entry.aborted)
+        if len(broken) > len(entry.broken.get(peer, ())):
+            entry.broken[peer] = tuple(broken)
+        self.aborted += self._counts(entry) and not had_aborted and bool(entry.broken)
         return self._note_commit(entry, at)
 
     def certify(self, body: Body, at: float) -> bool:
@@ -164,6 +169,7 @@ class RoundBook:
         done = [report for report in reports if report.committed] or reports
         digests = Counter(report.digest.hex() for report in done if report.committed and report.digest != EMPTY)
         members, contributors = _usual_size(done)
+        reasons = Counter(report.reason for attempts in entry.broken.values() for report in attempts)
         entry.view = RoundView(
             round=entry.round,
             committed=_is_committed(entry),
@@ -181,6 +187,9 @@ class RoundBook:
             agrees=len(digests) == 1 if digests.total() > 1 else None,
             digests=tuple(digests.most_common(4)),
             absences=tuple(self._absences(entry)),
+            broken_tries=statistics.median_high(map(len, entry.broken.values())) if entry.broken else 0,
+            broken_peers=len(entry.broken),
+            broken_reason=min(reasons, key=lambda reason: (-reasons[reason], reason), default=""),
         )
         return entry.view
 

@@ -12,7 +12,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ from p2ptrain.monitor.views import PeerView, RoundView
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+
+_SINCE_ADDED = {field.name: field.default for field in fields(RoundView) if field.default is not MISSING}
+"""What rounds that were kept by an older version do not say."""
 
 
 class Resolution(NamedTuple):
@@ -42,6 +45,8 @@ SERIES = (
     "loss", "tokens_per_second", "peers", "training", "compute_seconds", "matchmaking_seconds", "transfer_seconds",
     "aborted", "sent_per_second", "received_per_second",
 )  # fmt: skip
+COUNTED = ("aborted",)
+"""Series of how often something happened: what falls into one step is added up; of all others the mean is kept."""
 MAX_EVENTS = 5_000
 MAX_ROUNDS = 2_000
 MAX_PEERS = 20_000
@@ -179,7 +184,7 @@ class Store:
                 raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
 
     async def add_points(self, at: float, values: Mapping[str, float]) -> None:
-        """Add one value of each series, at every resolution: of the values of one step, the mean is kept."""
+        """Add one value of each series, at every resolution; of those in `COUNTED`, how many more there are."""
         rows = [
             (series, window.step, int(at) // window.step * window.step, value)
             for series, value in values.items()
@@ -194,8 +199,8 @@ class Store:
             await self._database.commit()
 
     async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
-        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, None where
-        nothing was seen.
+        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, or sums of
+        what is `COUNTED`; None where nothing was seen.
 
         Args:
             window: One of `WINDOWS`.
@@ -208,15 +213,15 @@ class Store:
         marks = ",".join("?" * len(wanted))
         async with self._exclusively():
             cursor = await self._database.execute(
-                f"SELECT series, at, total / count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
+                f"SELECT series, at, total, count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
                 (*wanted, step, since),
             )
             rows = await cursor.fetchall()
         times = sorted({row[1] for row in rows})
         place = {at: index for index, at in enumerate(times)}
         columns: dict[str, list[float | None]] = {name: [None] * len(times) for name in wanted}
-        for name, at, value in rows:
-            columns[name][place[at]] = value
+        for name, at, total, count in rows:
+            columns[name][place[at]] = total if name in COUNTED else total / count
         return {"step": step, "at": times, "series": columns}
 
     async def add_events(self, events: Iterable[Event]) -> None:
@@ -236,6 +241,14 @@ class Store:
             )
             return [Event(*row) for row in await cursor.fetchall()]
 
+    async def events_of(self, peer: str, limit: int) -> list[Event]:
+        """The newest events of one peer, newest first."""
+        async with self._exclusively():
+            cursor = await self._database.execute(
+                "SELECT at, kind, peer, text FROM events WHERE peer = ? ORDER BY id DESC LIMIT ?", (peer, limit)
+            )
+            return [Event(*row) for row in await cursor.fetchall()]
+
     async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
         """Keep rounds, or what is known of them by now."""
         rows = [(view.round, json.dumps(asdict(view), separators=(",", ":"))) for view in rounds]
@@ -251,7 +264,7 @@ class Store:
             cursor = await self._database.execute(
                 "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
             )
-            return [json.loads(row[0]) for row in await cursor.fetchall()]
+            return [{**_SINCE_ADDED, **json.loads(row[0])} for row in await cursor.fetchall()]
 
     async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
         """Bring what peers contributed up to date.

@@ -110,6 +110,8 @@ class RoundView:
         agrees: Whether all who applied it report one state digest; None when fewer than two do.
         digests: State digests in hexadecimal, each with the number of peers that report it.
         absences: Peers that missed it, at most 20.
+        broken_tries: Attempts of a peer that broke, the median over those with any; ``broken_peers``: how many these
+            are; ``broken_reason``: what most of them say.
     """
 
     round: int
@@ -128,6 +130,9 @@ class RoundView:
     agrees: bool | None
     digests: tuple[tuple[str, int], ...]
     absences: tuple[Absence, ...]
+    broken_tries: int = 0
+    broken_peers: int = 0
+    broken_reason: str = ""
 
 
 @dataclass(frozen=True)

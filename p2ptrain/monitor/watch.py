@@ -30,6 +30,8 @@ PRUNE_SECONDS = 300.0
 TREND_SECONDS = 600.0
 """The loss of the last ten minutes is compared with that of the ten before."""
 MIN_TREND_POINTS = 20
+LAST_WORDS_SECONDS = 2.0
+"""How long the end waits for alerts that are on their way to somebody."""
 MAX_UNKNOWN = 2
 """Peers that do not know a lineage, one after the other, before it is given up."""
 
@@ -113,6 +115,8 @@ class Watch:
                     logger.warning("a look at the swarm failed: %s", error)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
+            if self._telling:
+                await asyncio.wait(self._telling, timeout=LAST_WORDS_SECONDS)
             tasks = [*self._telling, *([self._fetching] if self._fetching else [])]
             for task in tasks:
                 task.cancel()

@@ -47,6 +47,7 @@ TABLE_COLUMNS = (
     "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens", "trained_rounds",
     "hours", "last_seen", "agrees",
 )  # fmt: skip
+NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
     "content-security-policy": (
@@ -153,7 +154,12 @@ class _Web:
         return await self._pages.index(self._now_snapshot(), request.query_params)
 
     async def _peer_page(self, request: Request) -> Response:
-        return await self._pages.peer(self._now_snapshot(), self._find(request.path_params["peer"]))
+        snapshot, wanted = self._now_snapshot(), request.path_params["peer"]
+        peer = next((peer for peer in snapshot.peers if peer.peer == wanted), None)
+        page = await (self._pages.peer(snapshot, peer) if peer else self._pages.departed(snapshot, wanted))
+        if page is None:
+            raise HTTPException(404, NO_SUCH_PEER)
+        return page
 
     # --- JSON -----------------------------------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ class _Web:
         for peer in self._now_snapshot().peers:
             if peer.peer == wanted:
                 return peer
-        raise HTTPException(404, "no such peer is in the swarm now")
+        raise HTTPException(404, NO_SUCH_PEER)
 
     async def _peer(self, request: Request) -> Response:
         peer = self._find(request.path_params["peer"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import http.client
 import json
 import logging
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from p2ptrain.monitor.store import Event
@@ -52,7 +54,7 @@ class Webhook:
             if attempt:
                 await asyncio.sleep(PAUSE_SECONDS)
             try:
-                await asyncio.to_thread(self._post_once, body)
+                await _in_daemon_thread(lambda: self._post_once(body))
                 return
             except (OSError, http.client.HTTPException, ValueError) as error:  # All that urllib raises.
                 logger.warning("the webhook did not take an alert: %s", error)
@@ -64,3 +66,21 @@ class Webhook:
         request = urllib.request.Request(self._url, body, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
             answer.read(1024)
+
+
+async def _in_daemon_thread(work: Callable[[], None]) -> None:
+    """Do what may block in a thread that the end of the process does not wait for, as it would for an executor's."""
+    done: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            work()
+        except Exception as error:  # Whatever it is, who waits gets it.
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    # Running, it cannot be cancelled: who stops waiting leaves it to its own timeout.
+    done.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="webhook", daemon=True).start()
+    await asyncio.wrap_future(done)

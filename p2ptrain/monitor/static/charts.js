@@ -23,7 +23,7 @@ const CHARTS = [
   },
   {
     title: "Rounds with a broken attempt", unit: number, fromZero: true,
-    bars: true, counted: true, whole: true, least: 2,
+    bars: true, whole: true, least: 2,
     lines: [["aborted", "rounds", "--bad"]],
   },
   {
@@ -32,7 +32,6 @@ const CHARTS = [
   },
 ];
 const REFRESH_MILLISECONDS = { hour: 10_000, day: 60_000, week: 300_000 };
-const POINT_SECONDS = 10; // The server counts so often, and keeps means.
 const SECONDS = { hour: 3600, day: 86400, week: 7 * 86400 };
 
 export function startCharts() {
@@ -103,8 +102,7 @@ function draw({ data, charts, window: span }) {
   if (!enough) return;
   for (const chart of charts) {
     chart.made?.destroy();
-    const scale = chart.counted ? data.step / POINT_SECONDS : 1;
-    const columns = chart.lines.map(([name]) => data.series[name].map((value) => (value === null ? null : scale * value)));
+    const columns = chart.lines.map(([name]) => data.series[name]);
     chart.made = makePlot(chart, data, columns, (index) => showValues(chart, columns, index));
     showValues(chart, columns, null);
     chart.plot.setAttribute("aria-label", summary(chart, columns, span));

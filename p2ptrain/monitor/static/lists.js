@@ -2,7 +2,6 @@
 
 import { byId, el, fetchJson, peerLink, show } from "./dom.js";
 import { count, duration, iso, utc } from "./formats.js";
-import { nameOf } from "./peers.js";
 
 const EVERY_MILLISECONDS = 30_000;
 
@@ -27,10 +26,7 @@ function showLeaders(leaders) {
   byId("leader-table").tBodies[0].replaceChildren(...leaders.map((each, index) => el(
     "tr", {},
     el("td", { class: "num" }, index + 1),
-    el(
-      "th", { scope: "row" },
-      nameOf(each.peer) ? peerLink(each.peer, each.name) : el("span", { class: "name", title: each.name }, each.name),
-    ),
+    el("th", { scope: "row" }, peerLink(each.peer, each.name)),
     el("td", { class: "num" }, count(each.tokens)),
     el("td", { class: "num" }, each.rounds),
     el("td", { class: "num" }, duration(each.seconds)),

@@ -1,7 +1,7 @@
 // The last rounds: how long each took and on what, who took part, who missed it and why.
 
 import { byId, el, peerLink, setText, show, svg } from "./dom.js";
-import { ago, count, duration, iso, orDash, utc } from "./formats.js";
+import { ago, count, duration, iso, orDash, plural, utc } from "./formats.js";
 
 const rowsByRound = new Map(); // round -> {key, row}; rows stay while nothing changes, and so do opened details.
 
@@ -42,7 +42,18 @@ function roundRow(view, most) {
   );
 }
 
-function outcome({ committed, verified }) {
+function outcome(view) {
+  return el("span", {}, outcomeWord(view), brokenTries(view));
+}
+
+function brokenTries({ committed, broken_tries, broken_peers, broken_reason }) {
+  if (!committed || broken_tries === 0) return null;
+  const words = ` after ${plural(broken_tries, "broken try", "broken tries")}`;
+  const title = `${plural(broken_peers, "peer", "peers")}: ${broken_reason || "no reason given"}`;
+  return el("span", { class: "warn", title }, words);
+}
+
+function outcomeWord({ committed, verified }) {
   if (!committed) return el("span", { class: "bad" }, "aborted");
   if (!verified) return el("span", { title: "As peers report" }, "committed");
   return el("span", { class: "good", title: "This monitor holds a certificate signed by a majority" }, "certified");

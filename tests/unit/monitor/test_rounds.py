@@ -112,6 +112,25 @@ def test_who_failed_and_then_succeeded_took_part() -> None:
     assert view_of(book, 7).absences == ()
 
 
+def test_what_broke_before_a_round_succeeded_is_told() -> None:
+    book = a_book()
+    tell(book, "a", aborted(7, "no quorum"), aborted(7, "no quorum", seconds=3.0), report(7))
+    tell(book, "b", report(7))
+    tell(book, "c", aborted(7, "too few peers"))
+    tell(book, "c", aborted(7, "too few peers"), aborted(7, "no quorum", seconds=3.0), report(7))
+    view = view_of(book, 7)
+    assert view.committed
+    assert (view.broken_tries, view.broken_peers, view.broken_reason) == (2, 2, "no quorum")
+    assert (book.committed, book.aborted) == (1, 1)
+
+
+def test_what_broke_is_told_no_less_once_records_are_past_it() -> None:
+    book = a_book()
+    tell(book, "a", aborted(7), report(7))
+    tell(book, "a", report(7), report(8), usual=9)
+    assert (view_of(book, 7).broken_tries, view_of(book, 8).broken_tries) == (1, 0)
+
+
 def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
     book = a_book(first=8)
     assert tell(book, "a", report(6), report(7)) == []

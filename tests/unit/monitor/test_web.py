@@ -5,89 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from starlette.responses import PlainTextResponse
-from starlette.types import ASGIApp
 
 from p2ptrain.monitor import web
 from p2ptrain.monitor.openapi import document
-from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import PeerView
-from p2ptrain.monitor.watch import Watch
-from p2ptrain.monitor.web import HEADERS, STALE_SECONDS, TABLE_COLUMNS, make_app
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.monitor.web import HEADERS, STALE_SECONDS
 from tests.support.schemas import misfits
-from tests.support.stream_reader import Reader
-from tests.support.watched import START, SWARM, FakeSource, aborted, chain, report, trainer
+from tests.support.site import Site, served
+from tests.support.watched import START, aborted, chain, report, trainer
 
 ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
 EVIL = trainer("e", name="</script><script>alert(1)</script>", note="<img src=x onerror=alert(1)>")
 PATHS = [path for path in document()["paths"] if path != "/api/v1/stream"]
-
-
-class NoPages:
-    """In place of the pages, which have tests of their own."""
-
-    def __init__(self, store: Store) -> None:
-        pass
-
-    async def index(self, *_: object) -> PlainTextResponse:
-        return PlainTextResponse("index")
-
-    async def peer(self, *_: object) -> PlainTextResponse:
-        return PlainTextResponse("peer")
-
-
-@pytest.fixture(autouse=True)
-def _without_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "file.css").write_text("body {}")
-    monkeypatch.setattr(web, "STATIC", tmp_path)
-    monkeypatch.setattr(web, "Pages", NoPages)
-
-
-@dataclass
-class Site:
-    """A page over a made-up swarm."""
-
-    app: ASGIApp
-    client: httpx.AsyncClient
-    watch: Watch
-    source: FakeSource
-    store: Store
-
-    async def get(self, path: str, **asked: object) -> httpx.Response:
-        return await self.client.get(path, params={name: str(value) for name, value in asked.items()})
-
-    async def json(self, path: str, **asked: object) -> Any:
-        response = await self.get(f"/api/v1{path}", **asked)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-
-def served(scenario: Callable[[Site], Awaitable[None]], *records: PeerRecord, looks: int = 1) -> None:
-    """Run a scenario with a page over these peers, after so many looks."""
-
-    async def main() -> None:
-        source, store = FakeSource(*records), await Store.open(None, SWARM.digest, START)
-        watch = Watch(source, SWARM, store, bootstraps=["gone"])
-        app = make_app(watch, store, source.now)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        try:
-            async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
-                for _ in range(looks):
-                    await watch.look()
-                    source.time += 2.0
-                await scenario(Site(app, client, watch, source, store))
-        finally:
-            await store.close()
-
-    asyncio.run(main())
 
 
 def schema_of(path: str, status: str = "200") -> dict[str, Any]:
@@ -184,6 +115,20 @@ def test_who_is_not_there_is_not_found() -> None:
     served(scenario, ADA)
 
 
+def test_who_has_left_has_a_page_of_what_is_remembered() -> None:
+    async def scenario(site: Site) -> None:
+        assert "gave" in (await site.get("/peers/a")).text
+        site.source.records = [BOB]
+        await site.watch.look()
+        page = await site.get("/peers/a")
+        assert page.status_code == 200
+        for words in ("It is not in the swarm now", "Ada", "500 tokens in 8 rounds", "Ada left", "Seen last"):
+            assert words in page.text, words
+        assert (await site.get("/api/v1/peers/a")).status_code == 404
+
+    served(scenario, ADA, BOB)
+
+
 def test_before_the_first_look_there_is_nothing_to_show() -> None:
     async def scenario(site: Site) -> None:
         for path in PATHS:
@@ -205,7 +150,7 @@ def test_every_answer_has_the_headers_that_protect_who_reads_it() -> None:
         site.store.leaders = broken  # type: ignore[method-assign, assignment]
         statuses = set()
         for path in (
-            "/", "/peers/a", "/healthz", "/metrics", "/static/file.css", "/static/missing", "/missing",
+            "/", "/peers/a", "/healthz", "/metrics", "/static/style.css", "/static/missing", "/missing",
             "/api/v1/missing", "/api/v1/peers?limit=x", "/api/v1/leaders", *(path.format(peer="a") for path in PATHS),
         ):  # fmt: skip
             response = await site.client.get(path)
@@ -245,7 +190,7 @@ def test_history_that_cannot_be_read_is_said_so() -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 def test_nothing_can_be_written(method: str) -> None:
     async def scenario(site: Site) -> None:
-        for path in ("/", "/metrics", "/healthz", "/static/file.css", "/api/v1/stream", *PATHS):
+        for path in ("/", "/metrics", "/healthz", "/static/style.css", "/api/v1/stream", *PATHS):
             response = await site.client.request(method, path.format(peer="a"))
             assert response.status_code == 405, path
             if not path.startswith("/static"):
@@ -301,121 +246,12 @@ def test_what_a_peer_calls_itself_is_never_markup() -> None:
     served(scenario, ADA, BOB)
 
 
-def test_peers_are_searched_sorted_and_paged() -> None:
-    async def scenario(site: Site) -> None:
-        async def names(**asked: object) -> list[str]:
-            return [peer["name"] for peer in (await site.json("/peers", **asked))["peers"]]
-
-        assert await names() == ["Ada", "bob", "cat"]
-        assert await names(sort="-name") == ["cat", "bob", "Ada"]
-        assert await names(sort="loss") == ["bob", "cat", "Ada"], "what is missing comes first"
-        assert await names(search="BO") == ["bob"]
-        assert await names(limit=1, offset=1) == ["bob"]
-        assert await names(limit=0) == []
-        assert await names(offset=9) == []
-        assert (await site.json("/peers", search="b", limit=0))["total"] == 1
-        for column in fields(PeerView):
-            assert len(await names(sort=f"-{column.name}")) == 3, column.name
-
-    served(scenario, ADA, BOB, replace(ADA, peer="c", name="cat", loss=1.0))
-
-
-def test_the_table_has_a_cell_for_each_column() -> None:
-    async def scenario(site: Site) -> None:
-        table = await site.json("/peers/table")
-        assert table["columns"] == list(TABLE_COLUMNS)
-        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
-        assert [(row["peer"], row["loss"]) for row in rows] == [("a", 2.5), ("b", None)]
-
-    served(scenario, ADA, BOB)
-
-
-def test_rounds_go_on_in_the_past_without_a_gap_or_a_repetition() -> None:
-    async def scenario(site: Site) -> None:
-        for first in range(0, 80, 8):
-            told = tuple(report(first + index) for index in range(8))
-            site.source.records = [trainer("a", round=first + 8, last_rounds=told)]
-            site.source.time += 10.0
-            await site.watch.look()
-        numbers: list[int] = []
-        while page := (await site.json("/rounds", limit=30, before=numbers[-1] if numbers else 1 << 62))["rounds"]:
-            numbers += [view["round"] for view in page]
-        assert numbers == list(range(79, -1, -1))
-
-    served(scenario)
-
-
-def test_events_and_leaders_are_limited() -> None:
-    async def scenario(site: Site) -> None:
-        await site.store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(9))
-        assert [event["text"] for event in (await site.json("/events", limit=2))["events"]] == ["8", "7"]
-        assert [event["text"] for event in (await site.json("/events", since=START + 8))["events"]] == ["8"]
-        assert [each["peer"] for each in (await site.json("/leaders", limit=1))["leaders"]] == ["a"]
-
-    served(scenario, ADA, BOB)
-
-
-def test_series_have_all_columns_or_those_that_are_asked_for() -> None:
-    async def scenario(site: Site) -> None:
-        assert len((await site.json("/series"))["series"]) == 10
-        asked = await site.json("/series", window="day", names="loss,,peers")
-        assert asked == {"step": 120, "at": asked["at"], "series": {"loss": [2.5], "peers": [2.0]}}
-
-    served(scenario, ADA, BOB)
-
-
 def test_large_answers_are_compressed_and_small_ones_are_not() -> None:
     async def scenario(site: Site) -> None:
         assert (await site.get("/api/v1/peers/table")).headers["content-encoding"] == "gzip"
         assert "content-encoding" not in (await site.get("/healthz")).headers
 
     served(scenario, *(trainer(f"p{number}") for number in range(100)))
-
-
-def test_the_stream_tells_of_each_look_until_the_reader_goes() -> None:
-    async def scenario(site: Site) -> None:
-        reader = Reader(site.app)
-        start = await reader.next()
-        headers = dict(start["headers"])
-        assert start["status"] == 200
-        assert headers[b"content-type"].startswith(b"text/event-stream")
-        assert b"content-encoding" not in headers, "compressed, it would wait for more"
-        assert (await reader.snapshot())["headline"]["training"] == 2
-        site.source.records = [ADA]
-        await site.watch.look()
-        assert (await reader.snapshot())["headline"]["training"] == 1
-        await reader.leave()
-
-    served(scenario, ADA, BOB)
-
-
-def test_a_quiet_stream_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "HEARTBEAT_SECONDS", 0.0)
-
-    async def scenario(site: Site) -> None:
-        reader = Reader(site.app)
-        told = [(await reader.next()).get("body", b"") for _ in range(10)]
-        assert any(body.startswith(b":") for body in told)
-        await reader.leave()
-
-    served(scenario, ADA)
-
-
-def test_no_more_than_so_many_streams_and_room_again_when_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web, "MAX_STREAMS", 2)
-
-    async def scenario(site: Site) -> None:
-        readers = [Reader(site.app) for _ in range(2)]
-        for reader in readers:
-            await reader.snapshot()
-        assert (await site.get("/api/v1/stream")).status_code == 503
-        await readers[0].leave()
-        last = Reader(site.app)
-        await last.snapshot()
-        await last.leave()
-        await readers[1].leave()
-
-    served(scenario, ADA)
 
 
 def test_answers_are_made_once_for_all_who_ask_between_two_looks() -> None:

@@ -7,15 +7,20 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor import webhook as webhook_module
-from p2ptrain.monitor.store import Event
-from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
+from p2ptrain.monitor.alert_book import HOLD_SECONDS
+from p2ptrain.monitor.store import Event, Store
+from p2ptrain.monitor.watch import Watch, watching
+from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, TIMEOUT_SECONDS, Webhook
+from tests.support.watched import START, SWARM, FakeSource
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
 
@@ -136,3 +141,41 @@ def test_what_comes_while_too_much_waits_is_dropped_and_logged(
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
+
+
+def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    monkeypatch.setattr(watch_module, "LAST_WORDS_SECONDS", 0.2)
+    server.release.clear()
+
+    async def main() -> float:
+        store = await Store.open(None, SWARM.digest, START)
+        source = FakeSource()
+        watch = Watch(source, SWARM, store, bootstraps=["gone"], notify=Webhook(server.url, "tiny").send)
+        try:
+            async with watching(watch):
+                async with asyncio.timeout(30):
+                    while not server.posted:
+                        source.time += HOLD_SECONDS
+                        await watch.look()
+            return time.monotonic()
+        finally:
+            await store.close()
+
+    stopped = asyncio.run(main())
+    assert time.monotonic() - stopped < TIMEOUT_SECONDS / 2, "neither the watch nor the loop waits for the thread"
+
+
+def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
+    async def main() -> None:
+        store = await Store.open(None, SWARM.digest, START)
+        source = FakeSource()
+        watch = Watch(source, SWARM, store, bootstraps=["gone"], notify=Webhook(server.url, "tiny").send)
+        try:
+            async with watching(watch):
+                source.time += HOLD_SECONDS
+                await watch.look()
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+    assert len(server.posted) == 1

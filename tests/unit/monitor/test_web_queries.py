@@ -1,0 +1,76 @@
+"""What can be asked of the JSON API: searched, sorted, paged, limited, and of columns."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+from p2ptrain.monitor.store import Event
+from p2ptrain.monitor.views import PeerView
+from p2ptrain.monitor.web import TABLE_COLUMNS
+from tests.support.site import Site, served
+from tests.support.watched import START, report, trainer
+
+ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
+
+
+def test_peers_are_searched_sorted_and_paged() -> None:
+    async def scenario(site: Site) -> None:
+        async def names(**asked: object) -> list[str]:
+            return [peer["name"] for peer in (await site.json("/peers", **asked))["peers"]]
+
+        assert await names() == ["Ada", "bob", "cat"]
+        assert await names(sort="-name") == ["cat", "bob", "Ada"]
+        assert await names(sort="loss") == ["bob", "cat", "Ada"], "what is missing comes first"
+        assert await names(search="BO") == ["bob"]
+        assert await names(limit=1, offset=1) == ["bob"]
+        assert await names(limit=0) == []
+        assert await names(offset=9) == []
+        assert (await site.json("/peers", search="b", limit=0))["total"] == 1
+        for column in fields(PeerView):
+            assert len(await names(sort=f"-{column.name}")) == 3, column.name
+
+    served(scenario, ADA, BOB, replace(ADA, peer="c", name="cat", loss=1.0))
+
+
+def test_the_table_has_a_cell_for_each_column() -> None:
+    async def scenario(site: Site) -> None:
+        table = await site.json("/peers/table")
+        assert table["columns"] == list(TABLE_COLUMNS)
+        rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+        assert [(row["peer"], row["loss"]) for row in rows] == [("a", 2.5), ("b", None)]
+
+    served(scenario, ADA, BOB)
+
+
+def test_rounds_go_on_in_the_past_without_a_gap_or_a_repetition() -> None:
+    async def scenario(site: Site) -> None:
+        for first in range(0, 80, 8):
+            told = tuple(report(first + index) for index in range(8))
+            site.source.records = [trainer("a", round=first + 8, last_rounds=told)]
+            site.source.time += 10.0
+            await site.watch.look()
+        numbers: list[int] = []
+        while page := (await site.json("/rounds", limit=30, before=numbers[-1] if numbers else 1 << 62))["rounds"]:
+            numbers += [view["round"] for view in page]
+        assert numbers == list(range(79, -1, -1))
+
+    served(scenario)
+
+
+def test_events_and_leaders_are_limited() -> None:
+    async def scenario(site: Site) -> None:
+        await site.store.add_events(Event(START + number, "joined", "a", str(number)) for number in range(9))
+        assert [event["text"] for event in (await site.json("/events", limit=2))["events"]] == ["8", "7"]
+        assert [event["text"] for event in (await site.json("/events", since=START + 8))["events"]] == ["8"]
+        assert [each["peer"] for each in (await site.json("/leaders", limit=1))["leaders"]] == ["a"]
+
+    served(scenario, ADA, BOB)
+
+
+def test_series_have_all_columns_or_those_that_are_asked_for() -> None:
+    async def scenario(site: Site) -> None:
+        assert len((await site.json("/series"))["series"]) == 10
+        asked = await site.json("/series", window="day", names="loss,,peers")
+        assert asked == {"step": 120, "at": asked["at"], "series": {"loss": [2.5], "peers": [2.0]}}
+
+    served(scenario, ADA, BOB)
