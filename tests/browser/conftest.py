@@ -1,0 +1,29 @@
+"""A browser for all tests here, and a folder for pictures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+from tests.support.visits import CHROMIUM, HOW_TO_GET_ONE, launch
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip(HOW_TO_GET_ONE)
+    with sync_playwright() as playwright:
+        browser = launch(playwright)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: the folder in ``P2PTRAIN_SCREENSHOTS``, or one that pytest keeps for a while."""
+    asked = os.environ.get("P2PTRAIN_SCREENSHOTS")
+    return Path(asked) if asked else tmp_path_factory.mktemp("screenshots")

@@ -1,0 +1,156 @@
+"""What people see: no serious barrier to anybody, nothing cut off on a phone, all of it within the keyboard's reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser
+
+from p2ptrain.monitor.store import Event, Store
+from tests.support.made_up_swarm import MadeUpSwarm, fill
+from tests.support.visits import DESKTOP, PHONE, Visit, screenshot, visiting
+from tests.support.watched import trainer, views_of
+from tests.support.web_thread import ServedPage, served_page
+
+pytestmark = pytest.mark.timeout(240)
+
+SIZES = {"desktop": DESKTOP, "phone": PHONE}
+SERIOUS = ("serious", "critical")
+GONE = "12D3KooWGone"
+
+
+@dataclass(frozen=True)
+class Sites:
+    """A swarm with trouble of every kind, and one without anybody."""
+
+    busy: ServedPage
+    empty: ServedPage
+
+    def paths(self) -> dict[str, tuple[ServedPage, str]]:
+        """Every kind of page, by name."""
+        peers = self.busy.snapshot().peers
+        kinds = {
+            "trainer": next(peer for peer in peers if peer.state == "training"),
+            "astray": next(peer for peer in peers if peer.agrees is False),
+            "bootstrap": next(peer for peer in peers if peer.role == "bootstrap"),
+        }
+        return {
+            "home": (self.busy, "/"),
+            "search": (self.busy, "/?search=train&page=1"),
+            "search-nothing": (self.busy, "/?search=nobody-of-this-name"),
+            "empty": (self.empty, "/"),
+            **{f"peer-{kind}": (self.busy, f"/peers/{quote(peer.peer, safe='')}") for kind, peer in kinds.items()},
+            "departed": (self.busy, f"/peers/{GONE}"),
+        }
+
+
+@pytest.fixture(scope="module")
+def sites() -> Iterator[Sites]:
+    swarm = MadeUpSwarm(24, num_astray=1)
+    nobody = MadeUpSwarm(0)
+
+    async def prepare(store: Store) -> None:
+        await fill(store, swarm)
+        await store.contribute(views_of(trainer(GONE, name="gone-1")), swarm.now() - 3600, 600.0)
+        await store.add_events([Event(swarm.now() - 3500, "left", GONE, "gone-1 left")])
+
+    with (
+        served_page(swarm, swarm.swarm, bootstraps=["nobody"], prepare=prepare, first_looks=3) as busy,
+        served_page(nobody, nobody.swarm) as empty,
+    ):
+        yield Sites(busy, empty)
+
+
+def settle(visit: Visit, path: str) -> None:
+    """Open a page, and wait until its scripts are done with the first drawing."""
+    visit.open(path)
+    if path.startswith("/peers/"):
+        return
+    visit.wait_until_live()
+    visit.page.locator("#peer-table thead button").first.wait_for(state="attached")
+    visit.page.locator("#chart-grid:not([hidden]) canvas, #charts-state:not([hidden])").first.wait_for()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_nobody_meets_a_serious_barrier_and_nothing_sticks_out(
+    browser: Browser, sites: Sites, pictures: Path, size: str, colours: str
+) -> None:
+    for name, (site, path) in sites.paths().items():
+        with visiting(browser, site.url, is_dark=colours == "dark", size=SIZES[size]) as visit:
+            settle(visit, path)
+            visit.assert_no_sideways_scrolling()
+            screenshot(visit.page, pictures / f"{name}-{size}-{colours}.png")
+            for details in visit.page.locator("summary").all()[:3]:
+                details.click()
+            found = Axe().run(visit.page)
+            barriers = [each for each in found.response["violations"] if each["impact"] in SERIOUS]
+            assert not barriers, f"{name}: {found.generate_report()}"
+            visit.assert_no_sideways_scrolling()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_without_scripts_the_page_is_whole_and_as_free_of_barriers(
+    browser: Browser, sites: Sites, pictures: Path, size: str
+) -> None:
+    for name, (site, path) in sites.paths().items():
+        with visiting(browser, site.url, size=SIZES[size], with_scripts=False) as visit:
+            visit.open(path)
+            visit.assert_no_sideways_scrolling()
+            screenshot(visit.page, pictures / f"{name}-{size}-without-scripts.png")
+    with visiting(browser, sites.busy.url, size=SIZES[size], with_scripts=False) as visit:
+        visit.open("/")
+        snapshot = sites.busy.snapshot()
+        assert visit.names() == {peer.name for peer in snapshot.peers}
+        rounds = visit.page.locator("#round-table tbody th").all_inner_texts()
+        assert rounds == [str(view.round) for view in snapshot.rounds[: len(rounds)]]
+        assert len(rounds) >= 5
+        assert visit.page.locator("#command").inner_text() == snapshot.swarm.command
+        assert visit.page.locator("#leader-table tbody tr").count() > 5
+        assert visit.page.locator("#event-list li").count() > 3
+        assert not visit.page.locator("button[data-copy]").first.is_visible(), "it would do nothing"
+        visit.page.locator("#search-text").fill(snapshot.peers[3].name)
+        visit.page.locator("#search button").click()
+        visit.page.wait_for_url("**search=**")
+        assert snapshot.peers[3].name in visit.names()
+        assert len(visit.names()) < len(snapshot.peers)
+
+
+CONTROLS = """() => [...document.querySelectorAll('a[href], button, input, select, summary, [tabindex="0"]')]
+    .filter((each) => each.checkVisibility({ visibilityProperty: true }))"""
+NOTE_FOCUS = """() => {
+    const here = document.activeElement, style = getComputedStyle(here), box = here.getBoundingClientRect();
+    window.reached ??= new Set();
+    const seen = window.reached.has(here);
+    window.reached.add(here);
+    const isMarked = style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 1;
+    const isInView = box.bottom > 0 && box.top < innerHeight && box.right > 0 && box.left < innerWidth;
+    return { tag: here.tagName, text: here.outerHTML.slice(0, 200), seen, isMarked, isInView };
+}"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", ["home", "peer-trainer", "departed", "search-nothing"])
+def test_everything_is_within_the_keyboards_reach_and_shows_where_one_is(
+    browser: Browser, sites: Sites, size: str, kind: str
+) -> None:
+    site, path = sites.paths()[kind]
+    with visiting(browser, site.url, size=SIZES[size]) as visit:
+        settle(visit, path)
+        number = len(visit.page.evaluate(f"({CONTROLS})().map(String)"))
+        for _ in range(number + 20):
+            visit.page.keyboard.press("Tab")
+            here = visit.page.evaluate(NOTE_FOCUS)
+            if here["tag"] == "BODY" or here["seen"]:
+                break
+            assert here["isMarked"], f"nothing shows that the focus is at {here['text']}"
+            assert here["isInView"], f"the focus is out of sight at {here['text']}"
+        missed = visit.page.evaluate(
+            f"({CONTROLS})().filter((each) => !window.reached.has(each)).map((each) => each.outerHTML.slice(0, 200))"
+        )
+        assert missed == []

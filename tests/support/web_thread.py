@@ -1,0 +1,125 @@
+"""The status page over made-up peers, served from a thread: a browser drives the main one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.views import Snapshot, SwarmView
+from p2ptrain.monitor.watch import Source, Watch, watching
+from p2ptrain.monitor.web import make_app
+from p2ptrain.network.http_server import listen, serving, url_of
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 60.0
+
+
+class ServedPage:
+    """A page and what it is made of; all of it lives on another thread's event loop.
+
+    Attributes:
+        url: Where it is, with a slash at the end.
+    """
+
+    def __init__(self, url: str, watch: Watch, store: Store, loop: asyncio.AbstractEventLoop) -> None:
+        self.url = url
+        self._watch = watch
+        self._store = store
+        self._loop = loop
+
+    def do(self, work: Callable[[Watch, Store], Awaitable[T]]) -> T:
+        """Do something there, and wait for it."""
+
+        async def run() -> T:
+            return await work(self._watch, self._store)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_SECONDS)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Let everybody see this snapshot."""
+
+        async def change(watch: Watch, _: Store) -> None:
+            watch.snapshot = snapshot
+            async with watch._changed:
+                watch._changed.notify_all()
+
+        self.do(change)
+
+    def snapshot(self) -> Snapshot:
+        """What is shown."""
+        snapshot = self._watch.snapshot
+        assert snapshot is not None
+        return snapshot
+
+
+@contextlib.contextmanager
+def served_page(
+    source: Source,
+    swarm: SwarmView,
+    *,
+    bootstraps: Sequence[str] = (),
+    prepare: Callable[[Store], Awaitable[None]] | None = None,
+    first_looks: int = 1,
+    is_live: bool = False,
+) -> Iterator[ServedPage]:
+    """Serve a page on loopback while the body runs.
+
+    Args:
+        source: Where records come from.
+        swarm: What it agreed on.
+        bootstraps: Ids of the peers that the link names.
+        prepare: Fills the history.
+        first_looks: At the source, before anybody sees the page.
+        is_live: Whether to go on looking; else the page shows what it has until `ServedPage.show`.
+    """
+    ready: list[ServedPage] = []
+    failed: list[BaseException] = []
+    began = threading.Event()
+    ended = asyncio.Event()
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        store = await Store.open(None, swarm.digest, source.now())
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(store.close)
+            if prepare is not None:
+                await prepare(store)
+            watch = Watch(source, swarm, store, bootstraps=bootstraps)
+            for _ in range(first_looks):
+                await watch.look()
+                await asyncio.sleep(0)  # Lets the certificates be fetched.
+            if is_live:
+                await stack.enter_async_context(watching(watch))
+            listener = listen("127.0.0.1", 0, "port")
+            url = url_of(listener)
+            await stack.enter_async_context(serving(make_app(watch, store, source.now), listener))
+            ready.append(ServedPage(url, watch, store, loop))
+            began.set()
+            await ended.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(main())
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            began.set()
+
+    thread = threading.Thread(target=run, name="page", daemon=True)
+    thread.start()
+    try:
+        assert began.wait(PATIENCE_SECONDS), "the page did not come up"
+        if failed:
+            raise failed[0]
+        yield ready[0]
+    finally:
+        if ready:
+            with contextlib.suppress(RuntimeError):  # Its loop may have ended on its own.
+                ready[0]._loop.call_soon_threadsafe(ended.set)
+        thread.join(PATIENCE_SECONDS)
+    if failed:
+        raise failed[0]
