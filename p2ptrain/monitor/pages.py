@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from functools import cache
 from itertools import groupby
@@ -59,7 +60,8 @@ class Pages:
         pages = max(1, -(-len(peers) // PLAIN_ROWS))
         text = asked.get("page", "1")
         page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
-        text_of_page = self._rendered(
+        text_of_page = await asyncio.to_thread(  # It takes as long as some hundred answers of the API.
+            self._rendered,
             "index.html",
             snapshot=snapshot,
             peers=peers[(page - 1) * PLAIN_ROWS : page * PLAIN_ROWS],

@@ -137,22 +137,21 @@ class Watch:
         trainers = [each.record for each in self._sightings.values() if each.record.role == "trainer"]
         if records is not None:
             self._follow(trainers)
-        snapshot = build_snapshot(
-            Observation(
-                swarm=self._swarm,
-                sightings=list(self._sightings.values()),
-                rates=self._rates,
-                rounds=self._book.views(),
-                groups=self._book.groups([record.peer for record in trainers]),
-                tokens_per_second=self._rate.tokens_per_second,
-                committed=self._book.committed,
-                aborted=self._book.aborted,
-                rejected=self._source.rejected,
-                directory_answers=records is not None,
-                facts=self._facts(trainers, records is not None, now),
-            ),
-            now,
+        observation = Observation(
+            swarm=self._swarm,
+            sightings=list(self._sightings.values()),
+            rates=self._rates,
+            rounds=self._book.views(),
+            groups=self._book.groups([record.peer for record in trainers]),
+            tokens_per_second=self._rate.tokens_per_second,
+            committed=self._book.committed,
+            aborted=self._book.aborted,
+            rejected=self._source.rejected,
+            directory_answers=records is not None,
+            facts=self._facts(trainers, records is not None, now),
         )
+        # Of thousands of peers it takes a while, in which viewers are answered.
+        snapshot = await asyncio.to_thread(build_snapshot, observation, now)
         alarms = self._alerts.update(snapshot.alerts, now)
         self._tell(alarms)
         self.snapshot = snapshot

@@ -10,11 +10,13 @@ import argparse
 import asyncio
 import hashlib
 import math
+import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import base58
-import uvicorn
 
 from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.certificate import Body, Certificate
@@ -25,6 +27,7 @@ from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
+from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport
 from tests.support.signers import NamedSigner
@@ -336,15 +339,19 @@ def _every(step: float, start: float, end: float) -> Iterator[float]:
         start += step
 
 
-async def _serve(swarm: MadeUpSwarm, port: int) -> None:
-    store = await Store.open(None, swarm.swarm.digest, swarm.now())
+async def _serve(swarm: MadeUpSwarm, port: int, db: Path | None) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    listener = listen("127.0.0.1", port, "--port")
+    store = await Store.open(db, swarm.swarm.digest, swarm.now())
     if len(await swarm.look() or ()):
         await fill(store, swarm)
     watch = Watch(swarm, swarm.swarm, store, bootstraps=bootstraps(swarm.link))
-    async with watching(watch):
-        config = uvicorn.Config(make_app(watch, store, swarm.now), host="127.0.0.1", port=port, lifespan="off",
-                                log_level="warning", timeout_graceful_shutdown=1)  # fmt: skip
-        await uvicorn.Server(config).serve()
+    async with watching(watch), serving(make_app(watch, store, swarm.now), listener):
+        sys.stdout.write(f"status page: {url_of(listener)}\n")
+        sys.stdout.flush()
+        await stop.wait()
     await store.close()
 
 
@@ -352,12 +359,13 @@ def main() -> None:
     """Serve the page over a made-up swarm until interrupted."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--peers", type=int, default=24, help="how many, at most 2000 (default 24)")
-    parser.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1 (default 8090)")
+    parser.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1, 0 for a free one (default 8090)")
     parser.add_argument("--astray", type=int, default=0, help="peers with another state than the rest (default none)")
     parser.add_argument("--hostile", action="store_true", help="let peers try to break the page")
+    parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
     asked = parser.parse_args()
     swarm = MadeUpSwarm(asked.peers, num_astray=asked.astray, hostile=asked.hostile)
-    asyncio.run(_serve(swarm, asked.port))
+    asyncio.run(_serve(swarm, asked.port, asked.db))
 
 
 if __name__ == "__main__":
