@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups clean
+.PHONY: help venv demo test test-browser test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -33,6 +33,9 @@ test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes option
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
 	$(BIN)/python -m pytest tests/nat $(ARGS)
+
+test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAIN_SCREENSHOTS=FOLDER keeps pictures
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
 
 schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 --max-peers 5"
 	$(BIN)/python -m tests.support.schedules $(ARGS)
@@ -64,6 +67,9 @@ bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside p
 
 bench-groups: $(STAMP)  ## how groups form among 8 to 512 peers, and when leaders fail; ARGS="--sizes 64x16"
 	$(BIN)/python -m benchmarks.bench_groups $(ARGS)
+
+bench-monitor: $(STAMP)  ## the status page under 2,000 peers and 50 viewers; ARGS="--soak-minutes 10"
+	$(BIN)/python -m benchmarks.bench_monitor $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

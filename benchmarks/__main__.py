@@ -36,6 +36,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "reduction": ["benchmarks.bench_reduction"],
     "part_lists": ["benchmarks.bench_part_lists"],
     "attacks": ["benchmarks.bench_attacks"],
+    "monitor": ["benchmarks.bench_monitor"],
 }
 """By name: the module and its arguments."""
 
@@ -143,6 +144,11 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
     if name == "attacks":
         ratios = [ratio["median"] for case, ratio in found.items() if case.endswith(", centered_clip")]
         return [(f"{name}: worst loss with liars, of the clean loss", f"{max(ratios):.2f}", "")]
+    if name == "monitor":
+        return [
+            (f"{name}: a snapshot of 2,000 peers, of 1 s", f"{found['snapshot_seconds']['median']:.2f}", ""),
+            (f"{name}: 95 % of answers to 50 viewers, of 0.1 s", f"{found['api_seconds']['p95'] / 0.1:.2f}", ""),
+        ]
     return [
         (f"{name}: held-out loss, {one['name']}, of large batches", f"{one['row']['ratio']['median']:.4f}", "")
         for one in found["methods"]

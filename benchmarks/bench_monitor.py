@@ -95,7 +95,7 @@ class Viewing:
     Attributes:
         seconds: By path: from each question to the end of its answer.
         events: Snapshots that came through streams; ``stream_bytes``: their size.
-        failures: Answers that were not 200.
+        failures: Answers that were not 200, or did not come.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: {path: [] for path in ASKED})
@@ -111,7 +111,8 @@ class Viewing:
 async def view(url: str, num_viewers: int, seconds: float) -> Viewing:
     """Let so many viewers look at the page for a while."""
     seen = Viewing()
-    limits = httpx.Limits(max_connections=None)
+    # The server closes what is idle for 5 s: what is asked then would be lost, where a browser asks again.
+    limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60.0) as client:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
@@ -134,10 +135,13 @@ async def _ask(client: httpx.AsyncClient, path: str, every: float, phase: float,
     await asyncio.sleep(phase * every)
     while True:
         started = time.perf_counter()
-        async with client.stream("GET", path) as answer:
-            async for _ in answer.aiter_raw():  # Not decompressed: that is the browser's time.
-                pass
-            seen.failures += answer.status_code != 200
+        try:
+            async with client.stream("GET", path) as answer:
+                async for _ in answer.aiter_raw():  # Not decompressed: that is the browser's time.
+                    pass
+                seen.failures += answer.status_code != 200
+        except httpx.TransportError:
+            seen.failures += 1
         seen.seconds[path].append(time.perf_counter() - started)
         await asyncio.sleep(every)
 

@@ -115,7 +115,9 @@ class MadeUpSwarm:
         """What each peer that is there published last."""
         if not self.answers:
             return None
-        now = self.now()
+        return await asyncio.to_thread(self._look, self.now())  # It takes longer than to watch a real swarm does.
+
+    def _look(self, now: float) -> list[tuple[PeerRecord, float]]:
         self._extend_chain(self._round_at(now))
         seen = []
         for index in range(len(self._ids)):

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,21 +186,28 @@ def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess
         process.wait()
 
 
-def descendants() -> set[int]:
-    """The process ids of everything below this process."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+def descendants(but: Collection[int] = ()) -> set[int]:
+    """The process ids of everything below this process, but for these and what is below them."""
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    for pid in but:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found -= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    return found
 
 
 @contextlib.contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """Check that what was started inside has ended, daemons and other grandchildren included."""
+    """Check that what was started inside has ended, daemons and other grandchildren included.
+
+    What runs already when it begins may start further processes and keep them, as a browser does.
+    """
     before = descendants()
     seen: set[int] = set()
     over = threading.Event()
 
     def watch() -> None:
         while not over.wait(0.2):
-            seen.update(descendants() - before)
+            seen.update(descendants(but=before) - before)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -11,13 +11,14 @@ import { startPeers } from "./peers.js";
 import { showRounds } from "./rounds.js";
 
 startCopying();
-startPeers();
+const notePeers = startPeers();
 startCharts();
 const showGroups = startGroups();
 startLists();
 
 listen((snapshot) => {
   showHeadline(snapshot);
+  notePeers(snapshot.headline.peers);
   showCoverage(snapshot.coverage);
   showRounds(snapshot.rounds, snapshot.at);
   showGroups(snapshot.rounds);

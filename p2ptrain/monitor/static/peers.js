@@ -52,7 +52,9 @@ export function startPeers() {
     waiting = requestAnimationFrame(() => firstRow(view) === view.first || draw(view));
   }, { passive: true });
 
+  let timer = 0;
   const refresh = async () => {
+    clearTimeout(timer);
     try {
       if (!document.hidden) {
         take(view, await fetchJson("/api/v1/peers/table"));
@@ -62,9 +64,13 @@ export function startPeers() {
     } catch {
       // The line at the top says that the connection is lost.
     }
-    setTimeout(refresh, view.all.length > FEW ? MANY_MILLISECONDS : FEW_MILLISECONDS);
+    clearTimeout(timer); // Another may have ended meanwhile.
+    timer = setTimeout(refresh, view.all.length > FEW ? MANY_MILLISECONDS : FEW_MILLISECONDS);
   };
   refresh();
+  return (total) => { // In a small swarm, who comes or goes is shown at once.
+    if (view.at && total <= FEW && total !== view.all.length) refresh();
+  };
 }
 
 function take(view, { at, columns, rows }) {

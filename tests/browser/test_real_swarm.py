@@ -1,0 +1,159 @@
+"""The page beside a swarm of real processes: it shows who is there, and follows as they come and are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from p2ptrain.network.link import SwarmLink
+from tests.support.daemons import wait_until
+from tests.support.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
+from tests.support.processes import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.visits import PHONE, Visit, screenshot, visiting
+
+pytestmark = pytest.mark.timeout(400)
+
+TRAINERS = ("first", "second", "third")
+SEED = "bootstrap"
+STEP_SECONDS = 0.5
+CUSTOM = (
+    "--set", "model.family=custom", "--set", "data.source=custom", "--set", "training.every=4",
+    "--set", "training.local_batch=4", "--set", "averaging.grace_seconds=2", "--set", "averaging.round_seconds=15",
+)  # fmt: skip
+COLOURED = """(canvas, name) => {
+    const wanted = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+    const [red, green, blue] = [1, 3, 5].map((at) => parseInt(wanted.slice(at, at + 2), 16));
+    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    let found = 0;
+    for (let i = 0; i < data.length; i += 4) {
+        found += data[i + 3] > 100
+            && Math.abs(data[i] - red) + Math.abs(data[i + 1] - green) + Math.abs(data[i + 2] - blue) < 60;
+    }
+    return found;
+}"""
+"""Pixels of a canvas in one of the page's colours, or close to it."""
+LINES = {
+    "Loss": "--accent", "Tokens per second": "--accent", "Peers": "--accent", "Time per round": "--compute",
+    "Traffic": "--accent",
+}  # fmt: skip
+"""Charts that cannot be empty, and the colour of a line in each."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A swarm, its workers, and its page."""
+
+    swarm: Swarmlet
+    link: str
+    page: StatusPage
+
+
+@pytest.fixture(scope="module")
+def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("swarm")
+    organizer = folder / "organizer"
+    done = run_command("init", organizer, *CUSTOM)
+    assert done.returncode == 0, done.stderr
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(nothing_left_behind())
+        listen = "/ip4/127.0.0.1/tcp/0"
+        stack.enter_context(background_command(folder / "seed.log", "seed", organizer, "--listen", listen))
+        link_file = organizer / "bootstrap" / "link.txt"
+        wait_until(link_file.exists, PATIENCE_SECONDS)
+        link = link_file.read_text().strip()
+        swarm = stack.enter_context(Swarmlet(folder))
+        workers = [swarm.start(name, link, step_seconds=STEP_SECONDS) for name in TRAINERS]
+        page = stack.enter_context(monitoring(link, folder / "history.sqlite", folder / "monitor.log"))
+        for worker in workers:
+            worker.wait_for_commit(len(workers))
+        yield Watched(swarm, link, page)
+
+
+def live(visit: Visit) -> Visit:
+    """The home page, once it follows the swarm."""
+    visit.open("/")
+    visit.wait_until_live()
+    return visit
+
+
+def test_everybody_is_there(browser: Browser, watched: Watched) -> None:
+    with visiting(browser, watched.page.url) as visit:
+        page = live(visit).page
+        wait_until(lambda: visit.names() == {SEED, *TRAINERS}, NEXT_LOOK_SECONDS)
+        assert page.locator("#n-peers").inner_text() == "4"
+        wait_until(lambda: page.locator("#n-training").inner_text() == "3", PATIENCE_SECONDS)
+        assert set(page.locator("#blocks tbody th").all_inner_texts()) == set(TRAINERS)
+        assert page.locator("#round-table tbody tr").filter(has_text="3 of 3").count() > 0
+        page.locator("#peer-table").get_by_role("link", name="second", exact=True).click()
+        page.locator("#connection.live").wait_for()
+        assert page.locator("h1").inner_text() == "second"
+        api = {peer["name"]: peer["peer"] for peer in watched.page.api("peers")["peers"]}
+        assert page.get_by_text(api["second"]).count() == 1
+
+
+def test_one_click_copies_what_a_volunteer_types(browser: Browser, watched: Watched) -> None:
+    rights = ("clipboard-read", "clipboard-write")
+    with visiting(browser, watched.page.url, permissions=rights) as visit:
+        page = live(visit).page
+        for what, copied in (("command", watched.page.api("join")["command"]), ("link", watched.link)):
+            page.get_by_role("button", name=f"Copy the {what}").click()
+            page.get_by_text("Copied.").wait_for()
+            assert page.evaluate("navigator.clipboard.readText()") == copied
+    assert SwarmLink.parse(copied) == SwarmLink.parse(watched.link)
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_the_charts_have_data(browser: Browser, watched: Watched, pictures: Path, is_dark: bool) -> None:
+    with visiting(browser, watched.page.url, is_dark=is_dark) as visit:
+        page = live(visit).page
+        page.locator("#chart-grid:not([hidden])").wait_for(timeout=1000 * PATIENCE_SECONDS)
+
+        def empty() -> list[str]:
+            charts = {title: page.locator(".chart", has_text=title).locator("canvas").first for title in LINES}
+            return [title for title, canvas in charts.items() if canvas.evaluate(COLOURED, LINES[title]) < 20]
+
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while without := empty():
+            assert time.monotonic() < deadline, f"no line is in {without}"
+            page.wait_for_timeout(500)
+        page.get_by_role("button", name="Day").click()
+        assert page.get_by_role("button", name="Day").get_attribute("aria-pressed") == "true"
+        screenshot(page, pictures / f"real-swarm-{'dark' if is_dark else 'light'}.png")
+
+
+def test_without_scripts_it_is_a_plain_page(browser: Browser, watched: Watched) -> None:
+    with visiting(browser, watched.page.url, size=PHONE, with_scripts=False) as visit:
+        page = visit.open("/")
+        assert visit.names() == {SEED, *TRAINERS}
+        assert page.locator("#round-table tbody tr").count() > 0
+        assert page.locator("#command").inner_text() == watched.page.api("join")["command"]
+        visit.assert_no_sideways_scrolling()
+
+
+def test_who_joins_and_who_is_killed_is_seen_without_loading_the_page_again(browser: Browser, watched: Watched) -> None:
+    with visiting(browser, watched.page.url) as visit:
+        page = live(visit).page
+        wait_until(lambda: visit.names() == {SEED, *TRAINERS}, NEXT_LOOK_SECONDS)
+        page.evaluate("window.stayed = true")
+        fourth = watched.swarm.start("fourth", watched.link, step_seconds=STEP_SECONDS)
+        fourth.wait_for("training", timeout_seconds=2 * PATIENCE_SECONDS)
+        wait_until(lambda: visit.names() == {SEED, *TRAINERS, "fourth"}, NEXT_LOOK_SECONDS + 5)
+        fourth_id = next(peer["peer"] for peer in watched.page.api("peers")["peers"] if peer["name"] == "fourth")
+        fourth.wait_for_commit(len(TRAINERS) + 1)
+        killed = time.monotonic()
+        fourth.signal_all(signal.SIGKILL)
+        wait_until(lambda: visit.names() == {SEED, *TRAINERS}, 2 * RECORD_SECONDS)
+        assert time.monotonic() - killed <= RECORD_SECONDS + NEXT_LOOK_SECONDS
+        assert page.locator("#n-peers").inner_text() == "4"
+        assert page.evaluate("window.stayed") is True
+        page = visit.open(f"/peers/{fourth_id}")
+        assert page.get_by_text("It is not in the swarm now").count() == 1
+        assert page.get_by_text("fourth left").count() == 1
