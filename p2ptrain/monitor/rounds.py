@@ -11,9 +11,12 @@ from typing import Literal
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.monitor.views import Absence, GroupView, RoundView
-from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport
 
 MAX_ROUNDS = 48
+OPEN_ROUNDS = MAX_REPORTS + 4
+"""Of the newest rounds so many take in what peers tell; no record goes further back than `MAX_REPORTS`. What was told
+of older ones is dropped, and only how they are shown is kept: thousands of reports of each would take much memory."""
 MAX_ABSENCES = 20
 MAX_REPORTS_PER_ROUND = 10_000
 EMPTY = bytes(32)
@@ -33,6 +36,8 @@ class _Entry:
     """Whether it was told that this round is committed."""
     view: RoundView | None = None
     """None when something was learnt since it was made."""
+    is_closed: bool = False
+    """Whether its reports are dropped, and its view stays as it is."""
 
 
 class RoundBook:
@@ -107,6 +112,8 @@ class RoundBook:
 
     def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
         entry = self._entries.get(report.round)
+        if entry is not None and entry.is_closed:
+            return False
         if entry is None:
             newest = max(self._entries, default=report.round)
             if report.round <= newest - MAX_ROUNDS:
@@ -132,6 +139,8 @@ class RoundBook:
             at: Wall-clock second of now.
         """
         entry = self._entries.setdefault(body.round, _Entry(body.round, at))
+        if entry.is_closed:
+            return False
         entry.body, entry.view = body, None
         self._forget()
         return self._note_commit(entry, at) if entry.reports else False
@@ -150,6 +159,13 @@ class RoundBook:
     def _forget(self) -> None:
         for number in sorted(self._entries)[:-MAX_ROUNDS]:
             del self._entries[number]
+        for number in sorted(self._entries)[:-OPEN_ROUNDS]:
+            entry = self._entries[number]
+            if entry.reports:
+                self._view(entry)
+                entry.is_closed = True
+                entry.reports.clear()
+                entry.broken.clear()
 
     def forget_peers(self, present: Iterable[str]) -> None:
         """Forget the names of peers that neither are here nor took part in a round that is still shown."""
@@ -159,8 +175,8 @@ class RoundBook:
 
     def views(self) -> list[RoundView]:
         """Newest first; rounds of which only a certificate is known are left out."""
-        return [self._view(self._entries[number]) for number in sorted(self._entries, reverse=True)
-                if self._entries[number].reports]  # fmt: skip
+        known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
+        return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
 
     def _view(self, entry: _Entry) -> RoundView:
         if entry.view is not None:

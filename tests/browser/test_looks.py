@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,21 @@ pytestmark = pytest.mark.timeout(240)
 
 SIZES = {"desktop": DESKTOP, "phone": PHONE}
 SERIOUS = ("serious", "critical")
+ROUND_SECONDS = 20.0
 GONE = "12D3KooWGone"
+
+
+class Clock:
+    """Time that passes round by round, and has come to the present with the fifth look."""
+
+    def __init__(self) -> None:
+        self.time = time.time() - 5 * ROUND_SECONDS
+
+    def __call__(self) -> float:
+        return self.time
+
+    def pass_a_round(self) -> None:
+        self.time += ROUND_SECONDS
 
 
 @dataclass(frozen=True)
@@ -51,7 +66,8 @@ class Sites:
 
 @pytest.fixture(scope="module")
 def sites() -> Iterator[Sites]:
-    swarm = MadeUpSwarm(24, num_astray=1)
+    clock = Clock()
+    swarm = MadeUpSwarm(24, clock=clock, num_astray=1)
     nobody = MadeUpSwarm(0)
 
     async def prepare(store: Store) -> None:
@@ -60,7 +76,9 @@ def sites() -> Iterator[Sites]:
         await store.add_events([Event(swarm.now() - 3500, "left", GONE, "gone-1 left")])
 
     with (
-        served_page(swarm, swarm.swarm, bootstraps=["nobody"], prepare=prepare, first_looks=3) as busy,
+        served_page(
+            swarm, swarm.swarm, bootstraps=["nobody"], prepare=prepare, first_looks=5, between_looks=clock.pass_a_round
+        ) as busy,
         served_page(nobody, nobody.swarm) as empty,
     ):
         yield Sites(busy, empty)

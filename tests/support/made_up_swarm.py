@@ -302,7 +302,7 @@ class MadeUpSwarm:
 
 def made_up_loss(round_: float) -> float:
     """A loss that falls as losses do, in nats."""
-    return 2.2 + 60 / math.sqrt(100 + max(0.0, round_))
+    return 2.2 + 6 / math.sqrt(1 + max(0.0, round_ - FIRST_ROUND + 400) / 40)
 
 
 async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) -> None:

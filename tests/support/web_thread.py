@@ -64,6 +64,7 @@ def served_page(
     bootstraps: Sequence[str] = (),
     prepare: Callable[[Store], Awaitable[None]] | None = None,
     first_looks: int = 1,
+    between_looks: Callable[[], None] = lambda: None,
     is_live: bool = False,
 ) -> Iterator[ServedPage]:
     """Serve a page on loopback while the body runs.
@@ -73,7 +74,7 @@ def served_page(
         swarm: What it agreed on.
         bootstraps: Ids of the peers that the link names.
         prepare: Fills the history.
-        first_looks: At the source, before anybody sees the page.
+        first_looks: At the source, before anybody sees the page; ``between_looks`` is called after each.
         is_live: Whether to go on looking; else the page shows what it has until `ServedPage.show`.
     """
     ready: list[ServedPage] = []
@@ -92,6 +93,7 @@ def served_page(
             for _ in range(first_looks):
                 await watch.look()
                 await asyncio.sleep(0)  # Lets the certificates be fetched.
+                between_looks()
             if is_live:
                 await stack.enter_async_context(watching(watch))
             listener = listen("127.0.0.1", 0, "port")

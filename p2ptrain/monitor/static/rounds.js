@@ -50,7 +50,7 @@ function brokenTries({ committed, broken_tries, broken_peers, broken_reason }) {
   if (!committed || broken_tries === 0) return null;
   const words = ` after ${plural(broken_tries, "broken try", "broken tries")}`;
   const title = `${plural(broken_peers, "peer", "peers")}: ${broken_reason || "no reason given"}`;
-  return el("span", { class: "warn", title }, words);
+  return el("small", { class: "warn tries", title }, words);
 }
 
 function outcomeWord({ committed, verified }) {

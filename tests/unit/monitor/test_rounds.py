@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.head import Head
-from p2ptrain.monitor.rounds import MAX_ABSENCES, MAX_ROUNDS, RoundBook
+from p2ptrain.monitor.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, RoundBook
 from p2ptrain.monitor.views import RoundView
 from p2ptrain.network.records import RoundReport
 from tests.support.watched import LINEAGE, START, aborted, chain, digest_after, report, result, trainer
@@ -129,6 +129,22 @@ def test_what_broke_is_told_no_less_once_records_are_past_it() -> None:
     tell(book, "a", aborted(7), report(7))
     tell(book, "a", report(7), report(8), usual=9)
     assert (view_of(book, 7).broken_tries, view_of(book, 8).broken_tries) == (1, 0)
+
+
+def test_of_old_rounds_only_the_view_is_kept() -> None:
+    book = a_book()
+    for round_ in range(OPEN_ROUNDS + 5):
+        tell(book, "a", report(round_), usual=round_ + 1)
+        tell(book, "b", aborted(round_, "too few"), report(round_), usual=round_ + 1)
+        if round_ == 2:
+            before = view_of(book, 2)
+    assert view_of(book, 2) == before
+    assert [view.round for view in book.views()] == list(range(OPEN_ROUNDS + 4, -1, -1))
+    assert sum(len(entry.reports) for entry in book._entries.values()) == 2 * OPEN_ROUNDS
+    assert tell(book, "late", aborted(2), usual=OPEN_ROUNDS + 5) == []
+    assert not book.certify(result(2, LINEAGE), START)
+    assert view_of(book, 2) == before
+    assert book.committed == OPEN_ROUNDS + 5
 
 
 def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
