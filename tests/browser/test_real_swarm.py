@@ -71,9 +71,9 @@ def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
         link = link_file.read_text().strip()
         swarm = stack.enter_context(Swarmlet(folder))
         workers = [swarm.start(name, link, step_seconds=STEP_SECONDS) for name in TRAINERS]
-        page = stack.enter_context(monitoring(link, folder / "history.sqlite", folder / "monitor.log"))
         for worker in workers:
-            worker.wait_for_commit(len(workers))
+            worker.wait_for_commit(len(workers), timeout_seconds=2 * PATIENCE_SECONDS)
+        page = stack.enter_context(monitoring(link, folder / "history.sqlite", folder / "monitor.log"))
         yield Watched(swarm, link, page)
 
 

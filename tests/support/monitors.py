@@ -18,6 +18,8 @@ from tests.support.tellers import PATIENCE_SECONDS
 RECORD_SECONDS = 30.0
 """How long a record lives without its peer."""
 NEXT_LOOK_SECONDS = 5.0
+START_SECONDS = 2 * PATIENCE_SECONDS
+"""Interpreter, daemon, first look: beside a swarm that starts, too."""
 
 
 class StatusPage:
@@ -45,7 +47,7 @@ def monitoring(link: str, database: Path, log: Path) -> Iterator[StatusPage]:
     """A monitor of a swarm, ended in good order afterwards."""
     log.unlink(missing_ok=True)
     with background_command(log, "monitor", link, "--port", "0", "--db", database) as monitor:
-        wait_until(lambda: "status page: " in log.read_text(), PATIENCE_SECONDS)
+        wait_until(lambda: "status page: " in log.read_text(), START_SECONDS)
         found = re.search(r"status page: (\S+)", log.read_text())
         assert found is not None
         yield StatusPage(found[1])
