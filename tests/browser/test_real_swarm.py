@@ -31,7 +31,10 @@ CUSTOM = (
 COLOURED = """(canvas, name) => {
     const wanted = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
     const [red, green, blue] = [1, 3, 5].map((at) => parseInt(wanted.slice(at, at + 2), 16));
-    const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+    // Of a copy: Chromium warns of who reads from a canvas that is drawn on again and again.
+    const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext('2d', { willReadFrequently: true });
+    copy.drawImage(canvas, 0, 0);
+    const { data } = copy.getImageData(0, 0, canvas.width, canvas.height);
     let found = 0;
     for (let i = 0; i < data.length; i += 4) {
         found += data[i + 3] > 100

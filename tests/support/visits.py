@@ -83,7 +83,7 @@ class Visit:
 
     def check(self) -> None:
         """Nothing was wrong so far."""
-        assert self.complaints == []
+        assert self.complaints == [], self.complaints
         assert self.page.evaluate(f"window.{SENTINEL}") is None, "text of a peer was executed"
 
     def assert_no_sideways_scrolling(self) -> None:
