@@ -25,15 +25,17 @@ RUN set -eu; \
         echo "note: no CPU build of torch in wheels/: see DEVICE in the Dockerfile" >&2; fi; \
     /tools/bin/python -c 'import tomllib; print(*tomllib.load(open("/src/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
         >/src/requirements.txt; \
-    /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet $PIP_OPTIONS --find-links /wheels \
-        -c /wheels/constraints.txt -r /src/requirements.txt; \
+    /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet --no-compile $PIP_OPTIONS \
+        --find-links /wheels -c /wheels/constraints.txt -r /src/requirements.txt; \
     cd "$(/opt/p2ptrain/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
     echo /opt/p2ptrain/app >p2ptrain-app.pth; \
     # What only developers of those packages need: tests, C++ headers, compilers.
     rm -rf torch/test torch/include torch/bin/*[Tt]est* torch/bin/protoc*; \
     find scipy sympy numpy networkx llvmlite -name tests -type d -prune -exec rm -rf {} +; \
     if [ "$DEVICE" = cpu ]; then rm -f bitsandbytes/libbitsandbytes_cuda* bitsandbytes/libbitsandbytes_rocm* \
-        bitsandbytes/libbitsandbytes_xpu*; fi
+        bitsandbytes/libbitsandbytes_xpu*; fi; \
+    # On all cores, which pip does on one. Some packages carry templates that are no Python; nobody imports them.
+    /opt/p2ptrain/bin/python -m compileall -q -j 0 . >/dev/null || true
 
 FROM dependencies AS package
 COPY pyproject.toml README.md LICENSE /src/

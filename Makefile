@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-SOURCES := p2ptrain $(wildcard tests benchmarks examples)
+SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy)
 ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-browser test-nat schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
+.PHONY: help venv demo test test-browser test-nat test-docker wheels schedules lint format \
+	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -36,6 +37,13 @@ test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; 
 
 test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAIN_SCREENSHOTS=FOLDER keeps pictures
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
+
+test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see tests/docker/engine.sh
+	@PYTHONPATH=. $(BIN)/python -c 'from tests.support.containers import why_unavailable as why; import sys; sys.exit(why())'
+	$(BIN)/python -m pytest tests/docker $(ARGS)
+
+wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
+	deploy/container/wheels.sh $(BIN)/python
 
 schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 --max-peers 5"
 	$(BIN)/python -m tests.support.schedules $(ARGS)
@@ -72,5 +80,5 @@ bench-monitor: $(STAMP)  ## the status page under 2,000 peers and 50 viewers; AR
 	$(BIN)/python -m benchmarks.bench_monitor $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

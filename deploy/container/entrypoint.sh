@@ -55,6 +55,7 @@ case $command in
         link=$(link)
         take_slot "${P2PTRAIN_NAME:-trainer}"
         name=${P2PTRAIN_NAME:-trainer}-$slot
+        echo "this container is $name"
         exec p2ptrain peer /usr/local/share/p2ptrain/trainer.toml --link "$link" --run-dir "/data/$name" \
             --name "$name" --metrics-port "$METRICS_PORT" "$@"
         ;;

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import os
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -158,8 +159,12 @@ async def tcp_refusal(address: str) -> str:
     found = _TCP.match(address)
     if found is None:
         return ""
+    loop, port = asyncio.get_running_loop(), int(found[2])
     try:
-        _, writer = await asyncio.open_connection(found[1], int(found[2]))
+        # A name is resolved here: uvloop drops the failure of a look-up under way when its connection is cancelled, and
+        # asyncio then logs an error that nobody took.
+        (_, _, _, _, where), *_ = await loop.getaddrinfo(found[1], port, type=socket.SOCK_STREAM)
+        _, writer = await asyncio.open_connection(str(where[0]), port)
     except OSError as error:
         return f"{found[1]} port {found[2]}: {os.strerror(error.errno) if error.errno and error.errno > 0 else error}"
     writer.close()

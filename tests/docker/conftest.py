@@ -1,0 +1,27 @@
+"""One image and one swarm for all tests of this folder: both take minutes to make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.containers import Containers, build_image, why_unavailable
+
+
+@pytest.fixture(scope="session")
+def image() -> str:
+    """The name of the image, built from this working tree."""
+    if reason := why_unavailable():
+        pytest.skip(reason)
+    return build_image()
+
+
+@pytest.fixture(scope="session")
+def swarm(image: str) -> Iterator[Containers]:
+    """Three trainers and a slow one, which are taking part. A test leaves it as it was."""
+    with Containers() as containers:
+        containers.up(3)
+        containers.wait_until("a bootstrap peer and four trainers", lambda: len(containers.peers()) == 5)
+        containers.wait_until("a committed round", lambda: containers.round() > 0)
+        yield containers
