@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the role file")
     parser.add_argument("--link", help="the swarm link, if the file has none or another")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files")
+    parser.add_argument("--link-file", type=Path, metavar="FILE", help="write its own link there, too")
     add_peer_arguments(parser)
 
 
@@ -70,4 +71,4 @@ def run(arguments: argparse.Namespace) -> int:
         SwarmLink.parse(config.link)
     if config.manifest is not None and not config.manifest.is_file():
         raise ConfigError(f"{config.manifest} is not there: 'p2ptrain seed' writes it")
-    return run_configured_peer(config)
+    return run_configured_peer(config, link_file=arguments.link_file)

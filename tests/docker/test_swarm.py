@@ -132,7 +132,7 @@ def test_all_of_it_comes_back_from_its_volumes(swarm: Containers) -> None:
     check_good_end(swarm)
     reached = max(rounds_of(swarm, name)[-1]["round"] for name in ALL[1:])
     link = swarm_link(swarm)
-    swarm.compose("down")  # Without its volumes.
+    swarm.compose("--profile", "chaos", "down")  # Without its volumes.
     assert swarm.ids() == []
     swarm.up(3)
     swarm.wait_until("all peers", lambda: set(identities) <= set(swarm.peers()))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,12 @@ SETTINGS = (
 """Short rounds and deadlines. One peer alone waits, so that no cable that is pulled makes two lineages."""
 
 
-def run(*command: str, timeout_seconds: float = COMMAND_SECONDS, check: bool = True, **variables: str) -> str:
+def run(
+    *command: str,
+    timeout_seconds: float = COMMAND_SECONDS,
+    check: bool = True,
+    variables: Mapping[str, str] | None = None,
+) -> str:
     """Run a command; its output.
 
     Raises:
@@ -41,7 +46,7 @@ def run(*command: str, timeout_seconds: float = COMMAND_SECONDS, check: bool = T
     """
     done = subprocess.run(
         command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=timeout_seconds, env={**os.environ, **variables},
+        timeout=timeout_seconds, env={**os.environ, **(variables or {})},
     )  # fmt: skip
     assert done.returncode == 0 or not check, f"{' '.join(command)}: {done.returncode}\n{done.stdout[-3000:]}"
     return done.stdout.strip()
@@ -92,19 +97,31 @@ def build_image() -> str:
 
 
 class Containers:
-    """A swarm of ``compose.yaml``; a context manager that removes it and checks that nothing is left."""
+    """A project of a compose file; a context manager that removes it and checks that nothing is left.
 
-    def __init__(self) -> None:
-        self.project = f"p2ptrain-test-{os.getpid()}"
+    Args:
+        files: The compose file, and those that change it for the test.
+        variables: For them, beside those below.
+    """
+
+    def __init__(self, *files: str, **variables: str) -> None:
+        self.files = files or ("compose.yaml",)
+        self.project = f"p2ptrain-test-{os.getpid()}-{Path(self.files[0]).parent.name or 'swarm'}"
         self.network = f"{self.project}_swarm"
+        self._variables = {
+            "P2PTRAIN_IMAGE": IMAGE,
+            "P2PTRAIN_PAGE_PORT": "0",
+            "P2PTRAIN_SETTINGS": SETTINGS,
+            "P2PTRAIN_CHAOS_MINUTES": "1",
+            "P2PTRAIN_DOCKER_SOCKET": _socket(),
+            **variables,
+        }
 
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Run a Compose command on this project."""
-        return run(
-            *compose_command(), "--project-name", self.project, "--file", "compose.yaml", *arguments,
-            timeout_seconds=timeout_seconds, P2PTRAIN_IMAGE=IMAGE, P2PTRAIN_PAGE_PORT="0", P2PTRAIN_SETTINGS=SETTINGS,
-            P2PTRAIN_CHAOS_MINUTES="1", P2PTRAIN_DOCKER_SOCKET=_socket(),
-        )  # fmt: skip
+        files = [part for file in self.files for part in ("--file", file)]
+        command = (*compose_command(), "--project-name", self.project, *files, *arguments)
+        return run(*command, timeout_seconds=timeout_seconds, variables=self._variables)
 
     def up(self, trainers: int, *options: str) -> None:
         """Start what is not running."""

@@ -1,0 +1,55 @@
+"""The compose file for a public host: a bootstrap peer that relays and a status page, without the organizer's key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.cli.manifests import load_manifest, sign_manifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.link import SwarmLink
+from tests.support.containers import Containers, docker, inspect
+
+pytestmark = pytest.mark.timeout(900)
+
+HOST = "swarm.test"
+
+
+@pytest.fixture
+def host(image: str, tmp_path: Path) -> Iterator[Containers]:
+    """Its services, of a swarm that was signed elsewhere."""
+    with Identity.create_or_load(tmp_path / "home" / "organizer.key") as organizer:
+        (tmp_path / "swarm").mkdir()
+        sign_manifest(load_manifest(None, {"name": "public"}), organizer, tmp_path / "swarm" / "manifest.bin")
+    files = ("deploy/public/compose.yaml", "tests/docker/internal.yaml")
+    with Containers(
+        *files, P2PTRAIN_HOST=HOST, P2PTRAIN_SWARM=str(tmp_path / "swarm"), P2PTRAIN_BIND="127.0.0.1"
+    ) as made:
+        made.compose("up", "-d", "--no-build")
+        yield made
+
+
+def test_it_lets_others_in_relays_and_shows_the_swarm(host: Containers) -> None:
+    for service in ("seed", "monitor"):
+        container = host.only(service)
+        host.wait_until(service, lambda: inspect(container, "{{.State.Health.Status}}") == "healthy")  # noqa: B023
+        assert inspect(container, "{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}") == "true [ALL]"
+        assert inspect(container, "{{.HostConfig.RestartPolicy.Name}}") == "unless-stopped"
+    link = SwarmLink.parse(docker("exec", host.only("seed"), "cat", "/link/link.txt"))
+    assert [address.split("/p2p/")[0] for address in link.addresses] == [f"/dns4/{HOST}/tcp/31337"]
+    shown = docker("exec", host.only("monitor"), "p2ptrain", "status", str(link), "--json")
+    (seed,) = json.loads(shown[shown.index("{") :])["peers"]
+    assert (seed["role"], seed["reachability"], seed["note"]) == ("bootstrap", "direct", "")
+
+    key = docker("exec", host.only("seed"), "sha256sum", "/data/bootstrap/identity.key")
+    host.compose("down")  # Without its volumes.
+    host.compose("up", "-d", "--no-build")
+    seed_again = host.only("seed")
+    host.wait_until("the seed again", lambda: inspect(seed_again, "{{.State.Health.Status}}") == "healthy")
+    assert docker("exec", seed_again, "sha256sum", "/data/bootstrap/identity.key") == key
+    assert docker("exec", seed_again, "cat", "/link/link.txt") == str(link)
+    host.compose("stop")
+    assert {inspect(each, "{{.State.ExitCode}}") for each in host.ids()} == {"0"}
