@@ -165,6 +165,8 @@ async def tcp_refusal(address: str) -> str:
         # asyncio then logs an error that nobody took.
         (_, _, _, _, where), *_ = await loop.getaddrinfo(found[1], port, type=socket.SOCK_STREAM)
         _, writer = await asyncio.open_connection(str(where[0]), port)
+    except UnicodeError as error:
+        return f"{found[1]} cannot be the name of a host: {error}"
     except OSError as error:
         return f"{found[1]} port {found[2]}: {os.strerror(error.errno) if error.errno and error.errno > 0 else error}"
     writer.close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import time
 
 import pytest
+import uvloop
 
 from p2ptrain.network import reachability
 from p2ptrain.network.reachability import ProbeReport, answering, host_of, judge, speaks_libp2p, tcp_ports
@@ -93,3 +95,25 @@ def test_only_something_that_speaks_libp2p_counts_as_this_peer(monkeypatch: pyte
             assert not await speaks_libp2p(LOOPBACK, port)
 
     asyncio.run(main())
+
+
+def test_a_name_is_looked_up_and_giving_that_up_leaves_no_error_behind() -> None:
+    """The errors of uvloop's own look-ups are nobody's when the connection that wanted them is cancelled."""
+    nobodys: list[str] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: nobodys.append(context["message"]))
+        no_name = f"/dns4/{'.'.join(['x' * 60] * 5)}/tcp/1"  # Too long: refused here, without asking a server.
+        asking = asyncio.create_task(reachability.tcp_refusal(no_name))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert await reachability.tcp_refusal(no_name)
+        assert "cannot be the name" in await reachability.tcp_refusal(f"/dns4/{'x' * 70}/tcp/1")
+        gc.collect()
+        with socket.create_server((LOOPBACK, 0)) as server:
+            assert await reachability.tcp_refusal(f"/dns4/localhost/tcp/{server.getsockname()[1]}") == ""
+
+    uvloop.run(main())
+    assert nobodys == []
