@@ -156,7 +156,7 @@ class Chaos:
             else:
                 self._engine.act(container, verb)
             say(f"{verb} {self._engine.inspect(container)['Name'].lstrip('/')} for {seconds:.0f} s")
-        except EngineError as error:  # It ended, or was removed, a moment ago.
+        except EngineError as error:  # It ended a moment ago, or could not be frozen.
             say(str(error))
 
     def mend_all(self) -> None:

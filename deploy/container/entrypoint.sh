@@ -1,9 +1,9 @@
 #!/bin/sh
 # What a container runs: a p2ptrain command line, or one of the three below, which need no person.
 #
-#   demo-seed     make a swarm (from P2PTRAIN_SETTINGS, KEY=VALUE …) where there is none yet, and serve it
-#   demo-trainer  train in the swarm whose link is in the file; the rest are options of 'p2ptrain peer'
-#   demo-monitor  its status page; the rest are options of 'p2ptrain monitor'
+#   demo-seed       make a swarm (from P2PTRAIN_SETTINGS, KEY=VALUE …) where there is none yet, and serve it
+#   linked-trainer  train in the swarm whose link is in the file; the rest are options of 'p2ptrain peer'
+#   linked-monitor  its status page; the rest are options of 'p2ptrain monitor'
 #
 # The link, and nothing else, is passed on in LINK_FILE.
 set -eu
@@ -51,7 +51,7 @@ case $command in
         exec p2ptrain seed /data/swarm --run-dir /data/bootstrap --link-file "$LINK_FILE" \
             --announce "/dns4/${P2PTRAIN_HOST:-bootstrap}/tcp/31337" --metrics-port "$METRICS_PORT"
         ;;
-    demo-trainer)
+    linked-trainer)
         link=$(link)
         take_slot "${P2PTRAIN_NAME:-trainer}"
         name=${P2PTRAIN_NAME:-trainer}-$slot
@@ -59,7 +59,7 @@ case $command in
         exec p2ptrain peer /usr/local/share/p2ptrain/trainer.toml --link "$link" --run-dir "/data/$name" \
             --name "$name" --metrics-port "$METRICS_PORT" "$@"
         ;;
-    demo-monitor)
+    linked-monitor)
         link=$(link)
         exec p2ptrain monitor "$link" --host 0.0.0.0 --port 8080 "$@"
         ;;

@@ -25,7 +25,8 @@ def make_app(peer: Peer) -> Starlette:
         return Response(exposition(peer.describe(), _rounds_of(peer)), media_type=CONTENT_TYPE_LATEST)
 
     async def health(request: Request) -> Response:
-        answers = peer.presence.directory_answers
+        # A bootstrap peer that is alone is well: others come to it, and may be waiting until it says so.
+        answers = peer.presence.directory_answers or peer.options.role == "bootstrap"
         text = f"{peer.status.state}\n" if answers else "the swarm's directory does not answer\n"
         return PlainTextResponse(text, 200 if answers else 503)
 

@@ -66,7 +66,7 @@ def test_no_key_wheel_or_run_directory_is_in_any_layer(image: str) -> None:
 
 
 def test_it_stops_at_once_before_python_has_a_handler(image: str, container: list[str]) -> None:
-    for command in (("demo-trainer",), ("monitor", "p2ptrain://x")):
+    for command in (("linked-trainer",), ("monitor", "p2ptrain://x")):
         container.append(docker("run", "--detach", "--network", "none", image, *command))
         started = time.monotonic()
         docker("stop", "--time", "30", container[-1])
@@ -75,7 +75,7 @@ def test_it_stops_at_once_before_python_has_a_handler(image: str, container: lis
 
 
 def test_orphans_are_reaped(image: str, container: list[str]) -> None:
-    container.append(docker("run", "--detach", "--network", "none", image, "demo-trainer"))
+    container.append(docker("run", "--detach", "--network", "none", image, "linked-trainer"))
     # The child of a process that is gone belongs to process 1; unless that waits for it, it stays as a zombie.
     docker("exec", container[0], "sh", "-c", "dd if=/dev/zero of=/dev/null count=1 2>/dev/null & exec true")
     look = "import glob; print(*[open(path).read().strip() for path in glob.glob('/proc/[0-9]*/comm')])"

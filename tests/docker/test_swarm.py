@@ -78,7 +78,7 @@ def test_training_goes_on_without_the_bootstrap_peer(swarm: Containers) -> None:
 
 def test_a_paused_trainer_is_left_out_and_catches_up(swarm: Containers) -> None:
     victim = swarm.names()["trainer-1"]
-    docker("pause", victim)
+    swarm.pause(victim)
     try:
         until = time.monotonic() + PAUSE_SECONDS
         swarm.wait_for_rounds(3)
