@@ -33,9 +33,8 @@ def host(image: str, tmp_path: Path) -> Iterator[Containers]:
 
 
 def test_it_lets_others_in_relays_and_shows_the_swarm(host: Containers) -> None:
-    for service in ("seed", "monitor"):
-        container = host.only(service)
-        host.wait_until(service, lambda: inspect(container, "{{.State.Health.Status}}") == "healthy")  # noqa: B023
+    wait_for_health(host)
+    for container in host.ids():
         assert inspect(container, "{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}}") == "true [ALL]"
         assert inspect(container, "{{.HostConfig.RestartPolicy.Name}}") == "unless-stopped"
     link = SwarmLink.parse(docker("exec", host.only("seed"), "cat", "/link/link.txt"))
@@ -47,9 +46,17 @@ def test_it_lets_others_in_relays_and_shows_the_swarm(host: Containers) -> None:
     key = docker("exec", host.only("seed"), "sha256sum", "/data/bootstrap/identity.key")
     host.compose("down")  # Without its volumes.
     host.compose("up", "-d", "--no-build")
-    seed_again = host.only("seed")
-    host.wait_until("the seed again", lambda: inspect(seed_again, "{{.State.Health.Status}}") == "healthy")
-    assert docker("exec", seed_again, "sha256sum", "/data/bootstrap/identity.key") == key
-    assert docker("exec", seed_again, "cat", "/link/link.txt") == str(link)
+    wait_for_health(host)
+    assert docker("exec", host.only("seed"), "sha256sum", "/data/bootstrap/identity.key") == key
+    assert docker("exec", host.only("seed"), "cat", "/link/link.txt") == str(link)
     host.compose("stop")
     assert {inspect(each, "{{.State.ExitCode}}") for each in host.ids()} == {"0"}
+
+
+def wait_for_health(host: Containers) -> None:
+    """Wait until all of its services say that they are well."""
+
+    def is_well() -> bool:
+        return [inspect(host.only(each), "{{.State.Health.Status}}") for each in ("seed", "monitor")] == ["healthy"] * 2
+
+    host.wait_until("both services are healthy", is_well)
