@@ -42,8 +42,11 @@ start_engine() {
     command -v dockerd >/dev/null || give_up "no engine answers and dockerd is not found: apt install docker.io"
     [ "$(id -u)" = 0 ] || give_up "no engine answers, and only root can start one"
     ROOT=$(mktemp -d /var/tmp/p2ptrain-engine-XXXXXX)
-    trap end_engine EXIT
     chains_before=$(chains)
+    policy_before=$(iptables -S FORWARD 2>/dev/null | sed -n 's/^-P FORWARD //p') # the engine makes it DROP
+    forwarding_before=$(cat /proc/sys/net/ipv4/ip_forward)
+    trap end_engine EXIT
+    trap 'exit 143' TERM
     dockerd --data-root "$ROOT/data" --exec-root "$ROOT/exec" --pidfile "$ROOT/pid" --host "unix://$ROOT/sock" \
         --bridge none --log-level warn >"$ROOT/log" 2>&1 &
     ENGINE=$!
@@ -84,6 +87,8 @@ end_engine() {
             done
         done
     fi
+    [ -z "$policy_before" ] || iptables -P FORWARD "$policy_before" || true
+    echo "$forwarding_before" >/proc/sys/net/ipv4/ip_forward || true
     rm -rf --one-file-system "$ROOT" || say "$ROOT could not be removed: something is still mounted there"
     exit "$code"
 }
