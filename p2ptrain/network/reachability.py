@@ -159,17 +159,22 @@ async def tcp_refusal(address: str) -> str:
     found = _TCP.match(address)
     if found is None:
         return ""
-    loop, port = asyncio.get_running_loop(), int(found[2])
+    loop, port, refusal = asyncio.get_running_loop(), int(found[2]), ""
     try:
         # A name is resolved here: uvloop drops the failure of a look-up under way when its connection is cancelled, and
         # asyncio then logs an error that nobody took.
-        (_, _, _, _, where), *_ = await loop.getaddrinfo(found[1], port, type=socket.SOCK_STREAM)
-        _, writer = await asyncio.open_connection(str(where[0]), port)
-    except UnicodeError as error:
-        return f"{found[1]} cannot be the name of a host: {error}"
-    except OSError as error:
-        return f"{found[1]} port {found[2]}: {os.strerror(error.errno) if error.errno and error.errno > 0 else error}"
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return ""
+        hosts = [str(where[0]) for *_, where in await loop.getaddrinfo(found[1], port, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError) as error:
+        return f"{found[1]} cannot be looked up: {error}"
+    for host in dict.fromkeys(hosts):
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+            refusal = refusal or f"{found[1]} port {port}: {reason}"
+            continue
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        return ""
+    return refusal
