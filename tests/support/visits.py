@@ -17,7 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 HOW_TO_GET_ONE = "there is no Chromium here: on Debian and Ubuntu, apt install chromium"
 DESKTOP: ViewportSize = {"width": 1280, "height": 900}
 PHONE: ViewportSize = {"width": 360, "height": 740}
-PATIENCE_MILLISECONDS = 30_000
+PATIENCE_MILLISECONDS = 90_000
 _ARGUMENTS = (
     "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
