@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from p2ptrain.averaging.cells import Cells, Key
@@ -139,11 +139,9 @@ class RoundBook:
             at: Wall-clock second of now.
         """
         entry = self._entries.setdefault(body.round, _Entry(body.round, at))
-        if entry.is_closed:
-            return False
-        entry.body, entry.view = body, None
+        entry.body, entry.view = body, _proven(entry.view, body) if entry.is_closed and entry.view else None
         self._forget()
-        return self._note_commit(entry, at) if entry.reports else False
+        return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
 
     def _note_commit(self, entry: _Entry, at: float) -> bool:
         """Whether a round that counts turns out to be committed, for the first time."""
@@ -181,25 +179,25 @@ class RoundBook:
     def _view(self, entry: _Entry) -> RoundView:
         if entry.view is not None:
             return entry.view
-        body, reports = entry.body, list(entry.reports.values())
+        reports = list(entry.reports.values())
         done = [report for report in reports if report.committed] or reports
         digests = Counter(report.digest.hex() for report in done if report.committed and report.digest != EMPTY)
         members, contributors = _usual_size(done)
         reasons = Counter(report.reason for attempts in entry.broken.values() for report in attempts)
-        entry.view = RoundView(
+        view = RoundView(
             round=entry.round,
             committed=_is_committed(entry),
-            verified=body is not None,
+            verified=False,
             at=entry.at,
             seconds=statistics.median(report.seconds for report in done),
             compute_seconds=statistics.median(report.compute_seconds for report in done),
             matchmaking_seconds=statistics.median(report.matchmaking_seconds for report in done),
             transfer_seconds=statistics.median(report.transfer_seconds for report in done),
-            members=sum(body.peers) if body is not None else members,
-            contributors=_contributors(body) if body is not None else contributors,
-            tokens=body.tokens if body is not None else None,
-            levels=body.levels if body is not None else 1,
-            lineage=body.lineage.hex() if body is not None else "",
+            members=members,
+            contributors=contributors,
+            tokens=None,
+            levels=1,
+            lineage="",
             agrees=len(digests) == 1 if digests.total() > 1 else None,
             digests=tuple(digests.most_common(4)),
             absences=tuple(self._absences(entry)),
@@ -207,6 +205,7 @@ class RoundBook:
             broken_peers=len(entry.broken),
             broken_reason=min(reasons, key=lambda reason: (-reasons[reason], reason), default=""),
         )
+        entry.view = view if entry.body is None else _proven(view, entry.body)
         return entry.view
 
     def _absences(self, entry: _Entry) -> list[Absence]:
@@ -278,5 +277,9 @@ def _is_committed(entry: _Entry) -> bool:
     return entry.body is not None or 2 * committed > len(entry.reports)
 
 
-def _contributors(body: Body) -> int:
-    return sum(body.peers[index] for index, *_ in body.contributors)
+def _proven(view: RoundView, body: Body) -> RoundView:
+    """What a certificate says of a round outweighs what peers say."""
+    return replace(
+        view, verified=True, committed=True, members=sum(body.peers), tokens=body.tokens, levels=body.levels,
+        contributors=sum(body.peers[index] for index, *_ in body.contributors), lineage=body.lineage.hex(),
+    )  # fmt: skip

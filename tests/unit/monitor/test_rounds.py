@@ -142,9 +142,26 @@ def test_of_old_rounds_only_the_view_is_kept() -> None:
     assert [view.round for view in book.views()] == list(range(OPEN_ROUNDS + 4, -1, -1))
     assert sum(len(entry.reports) for entry in book._entries.values()) == 2 * OPEN_ROUNDS
     assert tell(book, "late", aborted(2), usual=OPEN_ROUNDS + 5) == []
-    assert not book.certify(result(2, LINEAGE), START)
     assert view_of(book, 2) == before
+    proof = result(2, LINEAGE)
+    assert not book.certify(proof, START), "it was known to be committed"
+    proven = view_of(book, 2)
+    assert (proven.verified, proven.tokens, proven.lineage) == (True, proof.tokens, proof.lineage.hex())
+    assert replace(proven, tokens=None) == replace(
+        before, verified=True, lineage=proof.lineage.hex(), members=proven.members, contributors=proven.contributors
+    )
     assert book.committed == OPEN_ROUNDS + 5
+
+
+def test_a_certificate_that_comes_late_proves_a_round_of_which_most_said_otherwise() -> None:
+    book = a_book()
+    tell(book, "a", aborted(0), usual=1)
+    for round_ in range(1, OPEN_ROUNDS + 3):
+        tell(book, "a", report(round_), usual=round_ + 1)
+    assert not view_of(book, 0).committed
+    assert book.certify(result(0, LINEAGE), START)
+    assert view_of(book, 0).committed
+    assert book.committed == OPEN_ROUNDS + 3
 
 
 def test_rounds_before_the_first_look_are_shown_but_not_counted() -> None:
