@@ -75,14 +75,21 @@ class PeerOptions:
     download_bandwidth: int = 0
 
 
-@dataclass
-class Status:
-    """What the parts of a peer report about it, for its record."""
+@dataclass(frozen=True)
+class Pace:
+    """How training goes: the last loss, if any is known, and tokens: a second, and for the round in progress."""
 
-    state: str = "starting"
     loss: float | None = None
     tokens_per_second: float = 0.0
-    round_tokens: Callable[[], int] = lambda: 0
+    round_tokens: int = 0
+
+
+@dataclass
+class Status:
+    """What the parts of a peer report about it, for its record; ``pace`` is asked each time, from the event loop."""
+
+    state: str = "starting"
+    pace: Callable[[], Pace] = Pace
     note: str = ""
     started_at: float = field(default=0.0)
 
@@ -370,7 +377,7 @@ class Peer:
     def describe(self) -> PeerRecord:
         """This peer's record as of now."""
         sync, lent = self.synchronizer, self.lender
-        status = self.status
+        status, pace = self.status, self.status.pace()
         return PeerRecord(
             peer=self.identity.peer_id,
             name=self.options.name,
@@ -383,9 +390,9 @@ class Peer:
             lineage=sync.head.lineage if sync else EMPTY_HASH,
             digest=sync.head.digest if sync else EMPTY_HASH,
             lineage_tokens=sync.head.tokens if sync else 0,
-            round_tokens=status.round_tokens(),
-            loss=status.loss,
-            tokens_per_second=status.tokens_per_second,
+            round_tokens=pace.round_tokens,
+            loss=pace.loss,
+            tokens_per_second=pace.tokens_per_second,
             bytes_sent=self.rpc.bytes_sent,
             bytes_received=self.rpc.bytes_received,
             reachability=self.reach.standing.reachability,

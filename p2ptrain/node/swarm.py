@@ -14,7 +14,7 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
 
@@ -177,8 +177,10 @@ class Swarm:
         bridge = Bridge(self._thread.loop)
         # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
         self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
-        self._optimizer = SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm=clip)
-        return self._optimizer
+        wrapped = SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm=clip)
+        self._peer.status.pace = lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round)
+        self._optimizer = wrapped
+        return wrapped
 
     def close(self) -> None:
         """Leave the swarm: say goodbye, stop the daemon; idempotent."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import IntegrityError, ResourceError
-from p2ptrain.node.peer import Peer
+from p2ptrain.node.peer import Pace, Peer
 from p2ptrain.node.training import enter_training
 
 if TYPE_CHECKING:
@@ -130,12 +130,11 @@ def _assemble(
     )  # fmt: skip
     if checkpoint is not None:
         trainer.restore(checkpoint)
-    peer.status.round_tokens = lambda: optimizer.tokens_in_round
+    progress = trainer.progress
+    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
     loop = asyncio.get_running_loop()
 
     def publish() -> None:
-        progress = trainer.progress
-        peer.status.loss, peer.status.tokens_per_second = progress.loss, progress.tokens_per_second
         peer.status.note = progress.note
         paused = progress.note != "" and sync.is_paused
         if (peer.status.state == "paused") != paused:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError as FutureCancelledError
 from concurrent.futures import Future
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 1.0
 """Between two attempts of a swarm that is below its minimum of peers."""
+MARK_SECONDS = 1.0
+PACE_SECONDS = 15.0
+"""The time over which tokens per second are counted."""
 
 T = TypeVar("T")
 
@@ -107,6 +111,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     Attributes:
         inner: The wrapped optimizer.
         last_result: The last synchronisation; None before the first.
+        loss: Of the last batch, for whoever watches the swarm: the closure's, or set by the caller; None if unknown.
         on_pause: Called by `step` with the result of each synchronisation that found the swarm below its minimum of
             peers, where the manifest says that it pauses then. It waits a little, and says whether to go on waiting.
     """
@@ -151,7 +156,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._counted: tuple[int, int] | None = None
         self._next_attempt = spec.steps_per_round
         self._total_tokens = 0
+        self.loss: float | None = None
         self._batch_began = time.monotonic()
+        self._marks = deque([(self._batch_began, 0)])
         self.on_pause: Callable[[RoundResult], bool] = self._rest
 
     @property
@@ -184,6 +191,19 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Tokens counted since this optimizer was made."""
         return self._total_tokens
 
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens counted per second of late, waiting for rounds included; from any thread."""
+        since, before = self._marks[0]
+        seconds = time.monotonic() - since
+        return (self._total_tokens - before) / seconds if seconds >= MARK_SECONDS else 0.0
+
+    def _mark(self, now: float) -> None:
+        if now - self._marks[-1][0] >= MARK_SECONDS:
+            self._marks.append((now, self._total_tokens))
+            while len(self._marks) > 2 and now - self._marks[1][0] > PACE_SECONDS:
+                self._marks.popleft()
+
     def count(self, samples: int, tokens: int) -> None:
         """Say how large the next local batch is, where it differs from the manifest's."""
         if samples < 1 or tokens < 1:
@@ -204,6 +224,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            if loss is not None:
+                self.loss = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
         samples, tokens = self._counted or (self._default_samples, self._default_tokens)
         self._counted = None
         if self._every == 1:
@@ -222,6 +244,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             else:
                 self._synchronize_when_enough()
         self._batch_began = time.monotonic()
+        self._mark(self._batch_began)
         return loss
 
     def _synchronize_when_enough(self) -> None:

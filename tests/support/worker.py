@@ -187,7 +187,7 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
         loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         pending += batch
-        swarm._peer.status.loss = loss.item()  # As the trainers of the command line do.
+        opt.loss = loss.item()
         step(opt, synchronizer, options, pending, loss.item())
 
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import TemporaryError, UsageError
+from p2ptrain.training import optimizer as optimizer_module
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.sync import RoundResult
 from tests.support.processes import Swarmlet, make_manifest, nothing_left_behind
@@ -161,6 +163,35 @@ def test_local_steps_are_clipped_and_the_outer_step_is_nesterov(tmp_path: Path) 
             torch.nn.utils.vector_to_parameters(start.clone(), reference.parameters())
             torch.testing.assert_close(values_of(model), start, rtol=1e-4, atol=1e-6)
         assert opt.round == 3
+
+
+def test_whoever_watches_the_swarm_sees_loss_and_tokens_per_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(optimizer_module, "time", SimpleNamespace(monotonic=lambda: now))
+    with lone_swarm(tmp_path, every=4, local_batch=4) as swarm:
+        model = make_model(8)
+        opt = swarm.optimizer(model, make_optimizer(model), tokens_per_step=30)
+        assert (swarm._peer.describe().loss, swarm._peer.describe().tokens_per_second) == (None, 0.0)
+        opt.loss = 2.5
+        for _ in range(9):
+            now += 0.5
+            take_step(model, opt, [0, 1, 2, 3])
+        record = swarm._peer.describe()
+        assert (record.loss, record.tokens_per_second, record.round_tokens) == (2.5, 60.0, 30)
+
+        def closure() -> torch.Tensor:
+            loss = loss_of(model, [0, 1, 2, 3])
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for _ in range(3):  # Slower steps than the time over which is counted.
+            now += 20.0
+            assert opt.step(closure) == opt.loss
+        assert swarm._peer.describe().tokens_per_second == 1.5
+        now += 60.0
+        assert swarm._peer.describe().tokens_per_second < 1.5, "it stands still"
 
 
 def test_its_state_dict_holds_the_wrapped_optimizer_and_what_is_not_contributed_yet(tmp_path: Path) -> None:
