@@ -1,7 +1,8 @@
 """Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay.
 
-Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched
-(`p2ptrain.node.punching`), in moments in which nothing is under way over them.
+Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched, and so is one
+with a peer that could be dialled but came through a relay first (`p2ptrain.node.punching`); always in moments in which
+nothing is under way over them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Contacts:
             connections.setdefault(peer, []).append(address)
         others = [record for record in self._membership.records() if record.role != "bootstrap"]
         trainers = {record.peer: addresses for record in others if (addresses := dialable(record.addresses))}
-        for peer in self._punching.due({peer: connections[peer] for peer in trainers if peer in connections}, now):
+        known = {peer: connections[peer] for peer in trainers if peer in connections}
+        direct = {record.peer for record in others if record.reachability == "direct"}
+        for peer in self._punching.due(known, now, dialable=direct):
             if not self._rpc.is_talking_with(peer):
                 self._punching.tried(peer, now)
                 await transport.disconnect(peer)

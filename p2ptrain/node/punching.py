@@ -1,9 +1,12 @@
-"""When to open a relayed connection anew, so that the daemons try again to punch a hole.
+"""When to open a relayed connection anew, so that the daemons find a way without the relay.
 
 Two private peers meet at a relay. The daemon of the one that was dialled then tries once to reach the other directly
 (DCUtR, https://github.com/libp2p/specs/blob/master/relay/DCUtR.md): both dial at the same moment, and each gateway
 takes what comes for an answer. That needs the address that its gateway gives it, and a daemon believes only what four
 others have seen. Peers that have just joined try too early, and what stays relayed would stay so for ever.
+
+A peer that can be dialled may open a stream to a private one before that one has dialled it: the daemons then take the
+relay, see that they are connected, and would stay with it. Only the private peer can change that, and it does so at once.
 
 The decision is here, the closing and dialling in `p2ptrain.node.contacts`.
 """
@@ -30,26 +33,31 @@ class HolePunching:
     """Remembers which peers are reached only through a relay, and how often that was tried to change.
 
     Args:
-        own_id: This peer; of two the one with the smaller id opens anew.
+        own_id: This peer; of two private ones the one with the smaller id opens anew.
     """
 
     def __init__(self, own_id: str) -> None:
         self._own_id = own_id
         self._attempts: dict[str, _Attempts] = {}
 
-    def due(self, connections: Mapping[str, Collection[str]], now: float) -> list[str]:
+    def due(
+        self, connections: Mapping[str, Collection[str]], now: float, *, dialable: Collection[str] = ()
+    ) -> list[str]:
         """The peers whose connections should be opened anew now.
 
         Args:
             connections: By peer: the remote multiaddrs of all its connections.
             now: Seconds, on any clock that does not jump.
+            dialable: The peers that can be reached without a relay, by what they say themselves.
         """
         found = []
         for peer, addresses in connections.items():
-            if self._own_id > peer or not all("/p2p-circuit" in address for address in addresses):
+            is_ours = peer in dialable or self._own_id < peer
+            if not is_ours or not all("/p2p-circuit" in address for address in addresses):
                 self._attempts.pop(peer, None)
                 continue
-            attempts = self._attempts.setdefault(peer, _Attempts(0, now + FIRST_PAUSE_SECONDS, now))
+            first = now if peer in dialable else now + FIRST_PAUSE_SECONDS
+            attempts = self._attempts.setdefault(peer, _Attempts(0, first, now))
             attempts.seen_at = now
             if attempts.made < MAX_ATTEMPTS and now >= attempts.next_at:
                 found.append(peer)

@@ -53,6 +53,16 @@ def eventually_answers(peer: NatPeer, expected: Any, *order: Any, timeout_second
         time.sleep(0.2)
 
 
+def wait_for_a_direct_connection(peer: NatPeer, other: str, timeout_seconds: float = 60.0) -> None:
+    """Wait until a peer has a connection with ``other`` that no relay carries."""
+    ways: list[str] = []
+    deadline = time.monotonic() + timeout_seconds
+    while not any("/p2p-circuit" not in way for way in ways):  # No connection at all is no direct one.
+        assert time.monotonic() < deadline, f"{peer.name}: still relayed: {ways}"
+        time.sleep(0.5)
+        ways = peer.order("connections").get(other, [])
+
+
 def test_a_peer_that_can_be_dialled_knows_before_it_has_joined(lab: Lab) -> None:
     seed = lab.seed()
     peer = lab.peer(lab.net.public("open"), "open", link=seed.joined["link"])
@@ -72,8 +82,27 @@ def test_peers_behind_gateways_use_the_relay_of_the_swarm_without_being_told(lab
     eventually_answers(public, {"seed": "direct", "left": "relay", "right": "relay"}, "peers")
     for sender, receiver in ((left, right), (right, left), (public, left), (right, public)):
         eventually_answers(sender, "ok", "send", receiver.joined["peer"], MANY_BYTES)
-    # What goes to a peer that can be dialled does not burden the relay.
-    assert not any("p2p-circuit" in a for a in left.order("connections")[public.joined["peer"]])
+
+
+def test_what_goes_to_or_from_a_peer_that_can_be_dialled_does_not_stay_with_the_relay(lab: Lab) -> None:
+    host = lab.net.public("seed")
+    seed = lab.peer(host, "seed", listen=FIXED, relay=True)
+    link = seed.joined["link"]
+    public = lab.peer(lab.net.public("public"), "public", link=link)
+    insiders = [lab.peer(lab.net.private(name), name, link=link) for name in ("left", "right", "third")]
+    for inside in insiders:
+        inside.wait_until_reached("relay")
+        eventually_answers(inside, "direct", "reachability", "public")
+        eventually_answers(public, "relay", "reachability", inside.name)
+        # The public peer opens a stream first: there is no other way than the relay.
+        inside.order("disconnect", public.joined["peer"])
+        eventually_answers(public, "ok", "send", inside.joined["peer"], 1000)
+    for inside in insiders:
+        wait_for_a_direct_connection(inside, public.joined["peer"])
+        before = host.received_bytes()
+        for sender, receiver in ((inside, public), (public, inside)):
+            eventually_answers(sender, "ok", "send", receiver.joined["peer"], MANY_BYTES)
+        assert host.received_bytes() - before < MANY_BYTES / 2, "the relay carried it"
 
 
 def test_peers_behind_gateways_punch_a_hole_once_enough_others_have_seen_them(lab: Lab) -> None:
@@ -84,12 +113,7 @@ def test_peers_behind_gateways_punch_a_hole_once_enough_others_have_seen_them(la
     left, right = (lab.peer(lab.net.private(name), name, link=link) for name in ("left", "right"))
     for peer in (left, right):
         peer.wait_until_reached("relay")
-    ways: list[str] = []
-    deadline = time.monotonic() + 150
-    while not any("/p2p-circuit" not in way for way in ways):  # No connection at all is none that was punched.
-        assert time.monotonic() < deadline, f"still relayed: {ways}"
-        time.sleep(1.0)
-        ways = left.order("connections").get(right.joined["peer"], [])
+    wait_for_a_direct_connection(left, right.joined["peer"], timeout_seconds=150)
     for sender, receiver in ((left, right), (right, left)):
         eventually_answers(sender, "ok", "send", receiver.joined["peer"], MANY_BYTES)
     ways = left.order("connections")[right.joined["peer"]]

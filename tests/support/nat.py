@@ -157,6 +157,11 @@ class Host:
         """A command line that runs ``arguments`` on this host."""
         return ["ip", "netns", "exec", self.namespace, *arguments]
 
+    def received_bytes(self) -> int:
+        """What has come over its cable so far."""
+        path = "/sys/class/net/wan/statistics/rx_bytes"
+        return int(subprocess.run(self.command("cat", path), check=True, capture_output=True, text=True).stdout)
+
 
 class NatPeer(Teller):
     """A process of `tests.support.nat_peer` on a host; a context manager."""

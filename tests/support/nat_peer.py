@@ -7,8 +7,12 @@ Run by `tests.support.nat.NatPeer` as ``python -m tests.support.nat_peer OPTIONS
     Send so much to a peer and get it back.
 ``["peers"]``
     The reachability of all peers by name, from the directory.
+``["reachability", NAME]``
+    That of one peer.
 ``["connections"]``
     The remote addresses of all connections by peer.
+``["disconnect", PEER]``
+    Close all connections with a peer.
 """
 
 from __future__ import annotations
@@ -53,11 +57,16 @@ async def obey(peer: Peer, order: list[Any]) -> Any:
             return "ok"
         case ["peers"]:
             return {record.name: record.reachability for record in peer.membership.records()}
+        case ["reachability", str(name)]:
+            return next((record.reachability for record in peer.membership.records() if record.name == name), None)
         case ["connections"]:
             found: dict[str, list[str]] = {}
             for remote, address in await peer.transport.connections():
                 found.setdefault(remote, []).append(address)
             return found
+        case ["disconnect", str(other)]:
+            await peer.transport.disconnect(other)
+            return "ok"
     raise ValueError(order)
 
 

@@ -20,6 +20,20 @@ def test_of_two_only_one_opens_anew() -> None:
     assert found == ["b"]
 
 
+def test_a_peer_that_can_be_dialled_is_dialled_at_once_whatever_the_ids() -> None:
+    for own, other in (("a", "b"), ("b", "a")):
+        punching = HolePunching(own)
+        times = [
+            second
+            for second in range(1000)
+            for peer in punching.due({other: [RELAYED]}, float(second), dialable={other})
+            if punching.tried(peer, float(second)) is None
+        ]
+        assert times[0] == 0
+        assert len(times) == MAX_ATTEMPTS  # It may be wrong about itself.
+        assert punching.due({other: [DIRECT]}, 2e4, dialable={other}) == []
+
+
 def test_a_direct_connection_is_left_alone() -> None:
     punching = HolePunching("a")
     for now in (0.0, 1e3, 1e6):
