@@ -22,7 +22,7 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from p2ptrain.errors import ResourceError
@@ -128,13 +128,16 @@ class Daemon:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, arguments: Sequence[str], listen: Sequence[str], timeout_seconds: float) -> Daemon:
+    async def start(
+        cls, arguments: Sequence[str], listen: Sequence[str], timeout_seconds: float, environment: Mapping[str, str]
+    ) -> Daemon:
         """Start a daemon, trying again when it does not come up, and wait until it answers.
 
         Args:
             arguments: p2pd's own (``-hostAddrs=…``), without its control socket.
             listen: The multiaddrs that it is to listen at; a port among them that is taken is found before the start.
             timeout_seconds: For each of the attempts.
+            environment: Variables to set for it.
 
         Raises:
             ResourceError: The daemon is missing, a port is taken, or it failed three times; says why.
@@ -144,7 +147,7 @@ class Daemon:
         reason = ""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                return await cls._start_once(binary, arguments, timeout_seconds)
+                return await cls._start_once(binary, arguments, timeout_seconds, environment)
             except _StartFailed as error:
                 reason = str(error)
                 logger.warning("network daemon did not start (attempt %d of %d): %s", attempt, START_ATTEMPTS, reason)
@@ -156,7 +159,9 @@ class Daemon:
         raise ResourceError(f"the network daemon (p2pd) did not start: {reason}; run 'p2ptrain doctor'")
 
     @classmethod
-    async def _start_once(cls, binary: str, arguments: Sequence[str], timeout_seconds: float) -> Daemon:
+    async def _start_once(
+        cls, binary: str, arguments: Sequence[str], timeout_seconds: float, environment: Mapping[str, str]
+    ) -> Daemon:
         directory = SocketDirectory()
         command = [binary, f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s", *arguments]
         setpriv = shutil.which("setpriv")
@@ -172,7 +177,7 @@ class Daemon:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor"},
+                env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **environment},
                 limit=1 << 16,
                 start_new_session=True,  # Ctrl-C at a terminal is for the peer, which still needs its daemon to drain
             )

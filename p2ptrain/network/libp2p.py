@@ -82,7 +82,8 @@ class Libp2pTransport(Transport):
         """
         settings = settings or Libp2pSettings()
         arguments = settings.daemon_arguments(str(identity.path))
-        daemon = await Daemon.start(arguments, settings.listen, settings.startup_timeout_seconds)
+        environment = settings.daemon_environment()
+        daemon = await Daemon.start(arguments, settings.listen, settings.startup_timeout_seconds, environment)
         control = DaemonControl(daemon.control_socket, daemon.own_socket)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):

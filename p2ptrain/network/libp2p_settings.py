@@ -94,3 +94,9 @@ class Libp2pSettings:
         if self.force_reachability is not None:
             arguments.append(f"-forceReachability{self.force_reachability.capitalize()}=1")
         return arguments
+
+    def daemon_environment(self) -> dict[str, str]:
+        """Variables of p2pd's environment for these settings."""
+        # With one thread, of its two relay services the one that carries starts last and answers: see
+        # `p2ptrain.node.relaying`.
+        return {"GOMAXPROCS": "1"} if self.relay else {}

@@ -1,8 +1,8 @@
 """Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay.
 
-Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched, and so is one
-with a peer that could be dialled but came through a relay first (`p2ptrain.node.punching`); always in moments in which
-nothing is under way over them.
+Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched, and so is
+one with a peer that could be dialled but came through a relay first (`p2ptrain.node.punching`); always in moments in
+which nothing is under way over them.
 """
 
 from __future__ import annotations

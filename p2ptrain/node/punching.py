@@ -6,7 +6,7 @@ takes what comes for an answer. That needs the address that its gateway gives it
 others have seen. Peers that have just joined try too early, and what stays relayed would stay so for ever.
 
 A peer that can be dialled may open a stream to a private one before that one has dialled it: the daemons then take the
-relay, see that they are connected, and would stay with it. Only the private peer can change that, and it does so at once.
+relay, see that they are connected, and would stay with it. Only the private peer can change that; it does so at once.
 
 The decision is here, the closing and dialling in `p2ptrain.node.contacts`.
 """

@@ -96,6 +96,23 @@ def test_a_daemon_is_recognised_where_it_listens(tmp_path: Path) -> None:
     run(main)
 
 
+def test_a_relay_carries_from_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proof, verdicts = why_no_relay, []
+
+    async def noted(*arguments: Any) -> str:
+        verdicts.append(await proof(*arguments))
+        return verdicts[-1]
+
+    monkeypatch.setattr(reach, "why_no_relay", noted)
+
+    async def main() -> None:
+        for number in range(3):
+            async with started(tmp_path, f"seed{number}", relay=True):
+                assert verdicts == [""] * (number + 1)
+
+    run(main)
+
+
 def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
