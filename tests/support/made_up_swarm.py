@@ -22,7 +22,7 @@ from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.head import Head
 from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, SignedManifest
-from p2ptrain.monitor.serve import bootstraps, swarm_view
+from p2ptrain.monitor.serve import answer_first, bootstraps, swarm_view
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching
@@ -367,6 +367,7 @@ def main() -> None:
     parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
     asked = parser.parse_args()
     swarm = MadeUpSwarm(asked.peers, num_astray=asked.astray, hostile=asked.hostile)
+    answer_first()
     asyncio.run(_serve(swarm, asked.port, asked.db))
 
 
