@@ -194,10 +194,11 @@ class Trainer:
         self.progress.loss = float(loss)
         self.progress.note = "" if result.committed else result.reason
         if result.committed:
+            pace = self.progress.tokens_per_second  # 0 before it has been measured
             logger.info(
-                "round %d: loss %.3f, %d of %d peers contributed, %.1f s, %.0f tokens/s%s",
+                "round %d: loss %.3f, %d of %d peers contributed, %.1f s%s%s",
                 result.round, float(loss), result.contributors, result.members, result.seconds,
-                self.progress.tokens_per_second, f" ({result.reason})" if result.reason else "",
+                f", {pace:.0f} tokens/s" if pace else "", f" ({result.reason})" if result.reason else "",
             )  # fmt: skip
         else:
             logger.warning("round %d was not committed: %s", result.round, result.reason)
