@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-browser test-nat test-docker wheels schedules lint format \
+.PHONY: help venv demo test test-nat test-systemd test-browser test-docker wheels schedules lint format \
 	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
 
 help:  ## show this
@@ -34,6 +34,9 @@ test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes option
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
 	$(BIN)/python -m pytest tests/nat $(ARGS)
+
+test-systemd: $(STAMP)  ## the unit in deploy/ under a systemd of its own; needs root and systemd-nspawn
+	$(BIN)/python -m pytest tests/systemd $(ARGS)
 
 test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAIN_SCREENSHOTS=FOLDER keeps pictures
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
