@@ -39,14 +39,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--stall-minutes {arguments.stall_minutes}: give a number above 0")
     if arguments.webhook and not _is_web_address(arguments.webhook):
         raise UsageError(f"--webhook {arguments.webhook}: give a URL that starts with http:// or https://")
-    from p2ptrain.cli.running import run_async
-    from p2ptrain.monitor.serve import Settings, serve
     from p2ptrain.network.link import SwarmLink
 
+    link = SwarmLink.parse(arguments.link)
+    from p2ptrain.cli.running import run_async
+    from p2ptrain.monitor.serve import Settings, serve
+
     settings = Settings(
-        SwarmLink.parse(arguments.link), arguments.host, arguments.port, arguments.db, arguments.webhook or "",
-        60 * arguments.stall_minutes,
-    )  # fmt: skip
+        link, arguments.host, arguments.port, arguments.db, arguments.webhook or "", 60 * arguments.stall_minutes
+    )
     run_async(serve(settings, lambda url: print(f"status page: {url}  (Ctrl-C ends it)", flush=True)))
     return 0
 

@@ -271,7 +271,7 @@ class Peer:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + CONNECT_SECONDS
         failure: Exception | None = None
-        patience = FIRST_DIAL_SECONDS
+        patience, is_first = FIRST_DIAL_SECONDS, True
         while loop.time() < deadline:
             refusals: list[PeerRefusedError] = []
             for address in addresses:
@@ -291,6 +291,10 @@ class Peer:
                     refusals += [error] if isinstance(error, PeerRefusedError) else []
             if refusals and len(refusals) == len(addresses):
                 _raise_if_final(refusals)
+            if is_first and failure is not None:
+                seconds_left = deadline - loop.time()
+                logger.warning("nobody answers yet (%s): asking for another %.0f s", failure, seconds_left)
+            is_first = False
             patience *= 2  # A dial that is given up begins anew; some peers answer seconds late.
             await asyncio.sleep(0.5)
         shown = ", ".join(addresses[:3]) or "no address"

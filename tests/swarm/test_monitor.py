@@ -55,4 +55,5 @@ def test_without_a_swarm_it_says_whom_it_asked(tmp_path: Path) -> None:
         link = swarm.start_all("gone")[0].link
     done = run_command("monitor", link, "--port", "0", timeout_seconds=PATIENCE_SECONDS)
     assert done.returncode == 4, done.stderr
+    assert "nobody answers yet" in done.stderr  # Within seconds, before it gives up.
     assert "none of the swarm's known peers answers" in done.stderr
