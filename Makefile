@@ -30,10 +30,10 @@ demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1"
 
 test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
 	$(BIN)/python -m pytest -n 2 tests/unit tests/sim $(ARGS) $(OR_NONE)
-	$(BIN)/python -m pytest tests/swarm $(ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/swarm $(ARGS) $(OR_NONE)
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
-	$(BIN)/python -m pytest tests/nat $(ARGS)
+	$(BIN)/python -m pytest -n 2 tests/nat $(ARGS)
 
 test-systemd: $(STAMP)  ## the unit in deploy/ under a systemd of its own; needs root and systemd-nspawn
 	$(BIN)/python -m pytest tests/systemd $(ARGS)
