@@ -44,7 +44,8 @@ class ModelSpec(Section):
     """Which model the swarm trains."""
 
     family: str = "llama"
-    """``llama`` (built here from the settings below) or ``custom`` (the researcher's own script builds it)."""
+    """``llama``, ``gpt2`` or ``vit`` (built here from the settings below), one that an installed package brings, or
+    ``custom`` (the researcher's own script builds it)."""
     layers: int = Field(4, ge=1, le=1024)
     """Transformer blocks."""
     hidden: int = Field(128, ge=8, le=65536)
@@ -61,6 +62,16 @@ class ModelSpec(Section):
     """Sequence length in tokens."""
     tied_embeddings: bool = True
     """Whether input and output embeddings share one matrix."""
+    rope_theta: float = Field(10_000.0, gt=0, le=1e12)
+    """``llama``: the base of the rotary positions' wavelengths."""
+    image_size: int = Field(28, ge=1, le=1 << 16)
+    """``vit``: pixels on a side of an image."""
+    patch_size: int = Field(7, ge=1, le=1 << 16)
+    """``vit``: pixels on a side of a patch; must divide ``image_size``."""
+    channels: int = Field(1, ge=1, le=1024)
+    """``vit``: values of a pixel."""
+    classes: int = Field(10, ge=2, le=1 << 20)
+    """``vit``: what an image may be."""
     initial_seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the initial parameters: every peer builds the same ones."""
 

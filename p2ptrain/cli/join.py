@@ -98,7 +98,7 @@ def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
     from p2ptrain.codecs import codec_names
     from p2ptrain.errors import ManifestError
     from p2ptrain.manifest import NO_AUXILIARIES, PROTOCOL_VERSION
-    from p2ptrain.models import num_parameters
+    from p2ptrain.models import check_reads_text
 
     if manifest.protocol != PROTOCOL_VERSION:
         raise IncompatibleError(
@@ -108,7 +108,7 @@ def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
     if manifest.averaging.codec not in codec_names():
         raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
     if not lends:
-        num_parameters(manifest.model)
+        check_reads_text(manifest.model)
     elif not manifest.averaging.auxiliaries:
         raise ManifestError(NO_AUXILIARIES)
 

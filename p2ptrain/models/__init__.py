@@ -1,11 +1,31 @@
-"""Model families: a manifest's model to an ``nn.Module``, its size, and its Hugging Face form."""
+"""Model families: a manifest's model as a list of blocks, its size, stages of it, and its Hugging Face form."""
 
+from p2ptrain.models.family import Block, Family, Span
 from p2ptrain.models.registry import (
     build_model,
+    build_stage,
+    check_reads_text,
     estimate_memory_bytes,
     export_hugging_face,
+    get_family,
+    model_blocks,
     model_families,
     num_parameters,
+    whole,
 )
 
-__all__ = ["build_model", "estimate_memory_bytes", "export_hugging_face", "model_families", "num_parameters"]
+__all__ = [
+    "Block",
+    "Family",
+    "Span",
+    "build_model",
+    "build_stage",
+    "check_reads_text",
+    "estimate_memory_bytes",
+    "export_hugging_face",
+    "get_family",
+    "model_blocks",
+    "model_families",
+    "num_parameters",
+    "whole",
+]

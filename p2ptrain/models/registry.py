@@ -1,18 +1,31 @@
 """The model families that this version builds, by their names in the manifest.
 
-Sizes are computed without importing torch, so that a peer can refuse a model that it has no room for at once.
+Sizes are computed without importing torch, so that a peer can refuse a model that it has no room for at once. A
+manifest names families and never brings code: those of other packages are known where somebody has installed them.
 """
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import IncompatibleError, UsageError
 from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.models.family import Block, Family, Span
+from p2ptrain.models.gpt2 import GPT2
+from p2ptrain.models.llama import Llama
+from p2ptrain.models.vit import ViT
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from p2ptrain.models.stage import Stage
+
+ENTRY_POINTS = "p2ptrain.models"
+"""The group of entry points under which packages name their families; each leads to a `Family`."""
+
+_OWN: dict[str, Family] = {family.name: family for family in (Llama(), GPT2(), ViT())}
 
 _PROCESS_BYTES = 420 << 20
 """Resident memory of a process that has imported torch and a model family, before any model."""
@@ -23,39 +36,101 @@ dropped, and the result that is staged aside until it is committed."""
 
 
 def model_families() -> tuple[str, ...]:
-    """The families that `build_model` accepts."""
-    return ("llama",)
+    """The families that `build_model` accepts: this package's, and those of installed packages."""
+    return tuple(dict.fromkeys([*_OWN, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
 
 
-def build_model(spec: ModelSpec) -> nn.Module:
-    """Build the model on the CPU in fp32, in training mode.
-
-    Its initial parameters are a pure function of ``spec``: bit-identical on every machine, whatever the number of
-    threads and the state of the global generators, which are left as they were.
+def get_family(spec: ModelSpec) -> Family:
+    """The family of a model.
 
     Raises:
-        IncompatibleError: This version does not know the family.
-        UsageError: The family is ``custom``: only its own script can build it.
+        IncompatibleError: This machine does not know it, or what an installed package gives for it is none.
+        UsageError: It is ``custom``: only its own script can build it.
+        ManifestError: It has no models of these settings.
     """
-    _check_family(spec)
-    from p2ptrain.models import llama
+    if spec.family == "custom":
+        raise UsageError("this swarm's model is custom: run the organizer's script, which builds it")
+    family = _OWN.get(spec.family) or _installed(spec.family)
+    family.check(spec)
+    return family
 
-    return llama.build(spec)
+
+def _installed(name: str) -> Family:
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        try:
+            family = point.load()
+        except Exception as error:  # whatever the package's import raises
+            raise IncompatibleError(f"the model family {name!r} of {point.value} cannot be loaded: {error}") from error
+        family = family() if isinstance(family, type) else family
+        if not isinstance(family, Family):
+            raise IncompatibleError(f"the model family {name!r}: {point.value} is no p2ptrain.models.Family")
+        return family
+    known = ", ".join(model_families())
+    raise IncompatibleError(
+        f"unknown model family {name!r}; this machine has {known}: correct the name, update p2ptrain, or install the "
+        "package that brings it"
+    )
 
 
-def num_parameters(spec: ModelSpec) -> int:
-    """How many different parameters `build_model` makes (tied ones count once), without building it.
+def check_reads_text(spec: ModelSpec) -> None:
+    """Refuse models that cannot learn from a manifest's text.
 
     Raises:
-        IncompatibleError, UsageError: As in `build_model`.
+        UsageError: It is none that says which token comes next: only a script can bring what it learns from.
+        IncompatibleError, ManifestError: As in `get_family`.
     """
-    _check_family(spec)
-    head = spec.hidden // spec.heads
-    attention = 2 * spec.hidden * spec.heads * head + 2 * spec.hidden * spec.kv_heads * head
-    feed_forward = 3 * spec.hidden * spec.intermediate
-    norms = 2 * spec.hidden
-    embeddings = spec.vocabulary * spec.hidden * (1 if spec.tied_embeddings else 2)
-    return spec.layers * (attention + feed_forward + norms) + spec.hidden + embeddings
+    if not get_family(spec).reads_text:
+        raise UsageError(f"a {spec.family} model does not learn from text: run the organizer's script, which feeds it")
+
+
+def model_blocks(spec: ModelSpec) -> tuple[Block, ...]:
+    """The blocks that a model is made of, without building it.
+
+    Raises:
+        IncompatibleError, UsageError, ManifestError: As in `get_family`.
+    """
+    return tuple(get_family(spec).blocks(spec))
+
+
+def whole(spec: ModelSpec) -> Span:
+    """The span of all blocks; raises as `get_family`."""
+    return Span(0, len(model_blocks(spec)))
+
+
+def build_model(spec: ModelSpec, weights: Path | None = None) -> Stage:
+    """Build the whole model: `build_stage` of all its blocks."""
+    return build_stage(spec, whole(spec), weights)
+
+
+def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None) -> Stage:
+    """Build a span of a model's blocks on the CPU in fp32, in training mode, and hold nothing of the others.
+
+    Without ``weights`` its parameters are a pure function of ``spec``: bit-identical on every machine, whatever the
+    number of threads and the state of the global generators, which are left as they were.
+
+    Args:
+        spec: The whole model's.
+        span: Which blocks.
+        weights: A folder of safetensors files of a pretrained model, as Hugging Face's tools write it.
+
+    Raises:
+        IncompatibleError, UsageError, ManifestError: As in `get_family`.
+        UsageError: There are no such blocks.
+        ConfigError: The weights cannot be read, or are another model's.
+    """
+    family = get_family(spec)
+    from p2ptrain.models.building import build
+
+    return build(family, spec, span, weights)
+
+
+def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
+    """How many different parameters `build_model` makes (tied ones count once), or a span's blocks have of their own.
+
+    Raises:
+        IncompatibleError, UsageError, ManifestError: As in `get_family`.
+    """
+    return sum(block.num_parameters for block in model_blocks(spec)[slice(*(span or whole(spec)))])
 
 
 def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec) -> int:
@@ -64,16 +139,17 @@ def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec) -> int:
     Counts the process, 32 bytes per parameter, and the activations that one local batch keeps for its backward pass.
 
     Raises:
-        IncompatibleError, UsageError: As in `build_model`.
+        IncompatibleError, UsageError, ManifestError: As in `get_family`.
     """
-    tokens = training.local_batch * spec.context
+    family = get_family(spec)
+    tokens = training.local_batch * family.tokens(spec)
     per_layer = 16 * spec.hidden + 5 * spec.intermediate + 4 * spec.kv_heads * (spec.hidden // spec.heads)
-    activations = 4 * tokens * (spec.layers * per_layer + 4 * spec.vocabulary)
+    activations = 4 * tokens * (spec.layers * per_layer + 4 * family.outputs(spec))
     return _PROCESS_BYTES + _BYTES_PER_PARAMETER * num_parameters(spec) + activations
 
 
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:
-    """Write a folder that ``AutoModelForCausalLM`` and ``AutoTokenizer`` load with ``from_pretrained``.
+    """Write a folder that transformers loads with ``from_pretrained``, the tokenizer of a language model with it.
 
     Args:
         model: What `build_model` returned, trained.
@@ -82,20 +158,10 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
         tokenizer: The manifest's ``data.tokenizer``: ``bytes`` writes a byte-level tokenizer, ``path:DIR`` copies.
 
     Raises:
-        IncompatibleError, UsageError: As in `build_model`.
+        IncompatibleError, UsageError, ManifestError: As in `get_family`.
         ConfigError: The tokenizer cannot be read.
     """
-    _check_family(spec)
-    from p2ptrain.models import llama
+    family = get_family(spec)
+    from p2ptrain.models.export import export
 
-    llama.export(model, spec, directory, tokenizer)
-
-
-def _check_family(spec: ModelSpec) -> None:
-    if spec.family == "custom":
-        raise UsageError("this swarm's model is custom: run the organizer's script, which builds it")
-    if spec.family not in model_families():
-        known = ", ".join(model_families())
-        raise IncompatibleError(
-            f"unknown model family {spec.family!r}; this version has {known}: correct the name or update p2ptrain"
-        )
+    export(family, model, spec, directory, tokenizer)

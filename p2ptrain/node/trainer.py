@@ -70,10 +70,11 @@ def _choose_device(config: PeerConfig) -> torch.device:
 
 
 def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -> tuple[torch.nn.Module, Corpus]:
-    from p2ptrain.models import build_model, estimate_memory_bytes
+    from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes
     from p2ptrain.training.text import load_corpus
 
     manifest = peer.manifest
+    check_reads_text(manifest.model)
     needed = estimate_memory_bytes(manifest.model, manifest.training)
     allowed = config.resources.max_memory
     if allowed and needed > allowed:

@@ -41,10 +41,10 @@ def language_model_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of the next token, computed in fp32 whatever the model's type.
 
     Args:
-        model: Called as ``model(input_ids=…, use_cache=False)``; the result has ``logits`` ``[batch, context, vocab]``.
+        model: Token ids ``[batch, context]`` to logits ``[batch, context, vocab]``.
         tokens: Token ids, int64, ``[batch, context + 1]``.
     """
-    logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+    logits = model(tokens[:, :-1])
     return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 

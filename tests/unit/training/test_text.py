@@ -168,7 +168,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_tokenizer_gives_the_tokens(tmp_path: Path) -> None:
-    from p2ptrain.models.llama import byte_tokenizer
+    from p2ptrain.models.tokenizers import byte_tokenizer
 
     byte_tokenizer(128).save_pretrained(tmp_path / "tokenizer")
     folder = write_texts(tmp_path / "texts")

@@ -1,0 +1,73 @@
+"""Parts of which families are made: normalisation, rotary positions and causal attention.
+
+Shapes: ``B`` sequences of ``T`` tokens, ``H`` heads of width ``D``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines, ``[T, D]`` each."""
+
+
+class RMSNorm(nn.Module):
+    """Root mean square layer normalisation (Zhang and Sennrich, 2019), computed in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., width]`` to the same shape and type."""
+        exact = hidden.float()
+        scaled = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(hidden.dtype)
+
+
+def rotation(length: int, width: int, theta: float, like: torch.Tensor, first: int = 0) -> Rotation:
+    """Rotary position embeddings (Su et al., *RoFormer*, 2021) for the positions ``first`` to ``first + length - 1``.
+
+    Args:
+        length: Positions.
+        width: ``D``, even.
+        theta: The base of the wavelengths.
+        like: On the device and of the type of what is asked for.
+        first: The first position.
+    """
+    speeds = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32, device=like.device) / width)
+    positions = torch.arange(first, first + length, dtype=torch.float32, device=like.device)
+    angles = torch.outer(positions, speeds).repeat(1, 2)
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotate(heads: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Turn queries or keys ``[B, H, T, D]`` by their positions: value ``i`` is paired with value ``i + D / 2``."""
+    cosines, sines = by
+    half = heads.shape[-1] // 2
+    turned = torch.cat((-heads[..., half:], heads[..., :half]), dim=-1)
+    return heads * cosines + turned * sines
+
+
+def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+    """Scaled dot-product attention; each of fewer key/value heads serves as many query heads.
+
+    Args:
+        queries: ``[B, H, T, D]``.
+        keys, values: ``[B, H_kv, T, D]``; ``H_kv`` divides ``H``.
+        is_causal: Whether a token sees itself and those before it alone.
+
+    Returns:
+        ``[B, T, H * D]``.
+    """
+    grouped = queries.shape[1] != keys.shape[1]
+    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=is_causal, enable_gqa=grouped)
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def split_heads(hidden: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """``[B, T, H * D]`` to ``[B, H, T, D]``."""
+    return hidden.view(*hidden.shape[:-1], num_heads, -1).transpose(1, 2)

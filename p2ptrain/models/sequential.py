@@ -1,0 +1,45 @@
+"""Stages of an ``nn.Sequential`` of the user's own: its children are the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from p2ptrain.errors import UsageError
+from p2ptrain.models.family import Block, Span, check_span
+from p2ptrain.models.stage import Stage
+
+
+class SequentialStage(Stage):
+    """A span of a module's children, which it shares with that module."""
+
+    def __init__(self, module: nn.Sequential, span: Span) -> None:
+        check_span(span, sequential_blocks(module))
+        super().__init__(span, len(module))
+        self.blocks = nn.ModuleDict({str(number): module[number] for number in range(*span)})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks.values():
+            inputs = block(inputs)
+        return inputs
+
+
+def sequential_blocks(module: nn.Sequential) -> Sequence[Block]:
+    """What a module's children hold.
+
+    Raises:
+        UsageError: Two of them share a parameter: hosts of different stages could not keep it equal.
+    """
+    blocks, owners = [], dict[int, str]()
+    for number, child in enumerate(module):
+        shapes = {}
+        for name, parameter in child.named_parameters():
+            own = f"blocks.{number}.{name}"
+            if id(parameter) in owners:
+                raise UsageError(f"{own} is {owners[id(parameter)]} as well: blocks must not share parameters")
+            owners[id(parameter)] = own
+            shapes[own] = tuple(parameter.shape)
+        blocks.append(Block(f"{number} {type(child).__name__}", shapes))
+    return blocks

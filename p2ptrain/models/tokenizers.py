@@ -1,0 +1,50 @@
+"""Tokenizers of a manifest's ``data.tokenizer``, in transformers' form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from p2ptrain.errors import ConfigError
+
+
+def load_tokenizer(name: str, context: int) -> Any:
+    """The transformers tokenizer of a manifest's ``data.tokenizer``.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    if name == "bytes":
+        return byte_tokenizer(context)
+    from transformers import AutoTokenizer
+
+    folder = Path(name.removeprefix("path:")).expanduser()
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"data.tokenizer: {folder} holds no usable tokenizer: {reason}") from error
+
+
+def byte_tokenizer(context: int) -> Any:
+    """A transformers tokenizer with 256 tokens: token ``i`` is byte ``i`` of the text's UTF-8."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=backend, model_max_length=context, clean_up_tokenization_spaces=False
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (the table of GPT-2's ``encoder.py``).
+
+    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on, in order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

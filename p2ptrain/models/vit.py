@@ -1,0 +1,100 @@
+"""Vision transformers that classify (Dosovitskiy et al., 2021): names, shapes, initial values, export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.family import Block, Family, Shape, Span
+
+if TYPE_CHECKING:
+    from p2ptrain.models.vit_stage import ViTStage
+
+STD = 0.02
+
+
+class ViT(Family):
+    """Encoders over the patches of an image; a token of its own is classified."""
+
+    name = "vit"
+    reads_text = False
+
+    def check(self, spec: ModelSpec) -> None:
+        if spec.kv_heads != spec.heads:
+            raise ManifestError(f"model.kv_heads = {spec.kv_heads}: in vit it is model.heads, {spec.heads}")
+        if spec.image_size % spec.patch_size:
+            raise ManifestError(
+                f"model.patch_size = {spec.patch_size} must divide model.image_size = {spec.image_size}"
+            )
+
+    def blocks(self, spec: ModelSpec) -> Sequence[Block]:
+        width, patches = spec.hidden, (spec.image_size // spec.patch_size) ** 2
+        linears: dict[str, Shape] = {
+            "attention.attention.query": (width, width),
+            "attention.attention.key": (width, width),
+            "attention.attention.value": (width, width),
+            "attention.output.dense": (width, width),
+            "intermediate.dense": (spec.intermediate, width),
+            "output.dense": (width, spec.intermediate),
+        }
+        norms = ("layernorm_before", "layernorm_after")
+        layers = []
+        for number in range(spec.layers):
+            shapes: dict[str, Shape] = {}
+            for name, shape in linears.items():
+                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+            for name in norms:
+                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (width,), (width,)
+            prefix = f"vit.encoder.layer.{number}"
+            layers.append(Block(f"layer {number}", {f"{prefix}.{name}": shape for name, shape in shapes.items()}))
+        embeddings: dict[str, Shape] = {
+            "vit.embeddings.cls_token": (1, 1, width),
+            "vit.embeddings.position_embeddings": (1, patches + 1, width),
+            "vit.embeddings.patch_embeddings.projection.weight": (
+                width, spec.channels, spec.patch_size, spec.patch_size,
+            ),
+            "vit.embeddings.patch_embeddings.projection.bias": (width,),
+        }  # fmt: skip
+        head: dict[str, Shape] = {
+            "vit.layernorm.weight": (width,),
+            "vit.layernorm.bias": (width,),
+            "classifier.weight": (spec.classes, width),
+            "classifier.bias": (spec.classes,),
+        }
+        return [Block("embeddings", embeddings), *layers, Block("head", head)]
+
+    def stage(self, spec: ModelSpec, span: Span) -> ViTStage:
+        from p2ptrain.models.vit_stage import ViTStage
+
+        return ViTStage(spec, span, spec.layers + 2)
+
+    def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
+        if name.endswith(".bias"):
+            return 0.0
+        return None if len(shape) == 1 else STD
+
+    def hugging_face(self, spec: ModelSpec) -> object:
+        from transformers.models.vit.configuration_vit import ViTConfig
+
+        from p2ptrain.models.vit_stage import NORM_EPS
+
+        return ViTConfig(
+            architectures=["ViTForImageClassification"],
+            image_size=spec.image_size,
+            patch_size=spec.patch_size,
+            num_channels=spec.channels,
+            hidden_size=spec.hidden,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            intermediate_size=spec.intermediate,
+            layer_norm_eps=NORM_EPS,
+            id2label={number: str(number) for number in range(spec.classes)},
+        )
+
+    def tokens(self, spec: ModelSpec) -> int:
+        return (spec.image_size // spec.patch_size) ** 2 + 1
+
+    def outputs(self, spec: ModelSpec) -> int:
+        return spec.classes
