@@ -104,13 +104,15 @@ class Conductor:
         """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one.
 
         A leader that nobody came to also gives way to one that is ``closing`` its rally, which has a quorum: which
-        leaders failed is what they see differently. But to none that has just failed in a group.
+        leaders failed is what they see differently. Of two that both have a quorum, the one leads of which less often
+        nothing came, or whose `rank` is smaller. But none gives way to one that has just failed in a group.
         """
-        rally = self._rallies.get(key)
-        if rally is None or rally.over:
+        rally, own = self._rallies.get(key), self._rpc.peer_id
+        if rally is None or rally.over or self._membership.is_suspect(peer):
             return False
-        alone = rally.members.keys() <= {rally.slot_of(self._rpc.peer_id)}
-        if self._membership.is_suspect(peer) or not (self.goes_before(key, peer) or (closing and alone)):
+        alone = rally.members.keys() <= {rally.slot_of(own)}
+        outranked = self._leaders.merit(key, peer) < self._leaders.merit(key, own)
+        if not (self.goes_before(key, peer) or (closing and (alone or outranked))):
             return False
         rally.answer_all({"kind": "redirect", "peer": peer})
         return True

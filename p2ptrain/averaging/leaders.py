@@ -6,7 +6,8 @@ reach it, would hold up its round for ever: ranks change only with the round.
 
 Who failed is each peer's own view, and views differ where a peer comes late or comes again: two may each take the other
 for the leader, or both insist. Rank alone, which everybody agrees on, decides between two that hand in to each other
-(`Conductor.settle_on`); and that a peer could not be reached counts only until it is.
+(`Conductor.settle_on`). Between two that both have followers, failures of groups and rank decide (`Leaders.merit`),
+which they mostly see alike. That a peer could not be reached counts only until it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Seen:
     """What was seen of one group to be."""
 
     failures: Counter[str] = field(default_factory=Counter)
+    detours: Counter[str] = field(default_factory=Counter)
     unreachable: set[str] = field(default_factory=set)
     nudgers: set[str] = field(default_factory=set)
 
@@ -59,6 +61,16 @@ class Leaders:
         seen = self._turn_to(key)
         if leader in seen.failures or len(seen.failures) < MAX_FAILED:
             seen.failures[leader] += 1
+
+    def led_astray(self, key: Key, leader: str) -> None:
+        """Note that a leader sent this peer to one further back in the line, or in circles."""
+        seen = self._turn_to(key)
+        if leader in seen.detours or len(seen.detours) < MAX_FAILED:
+            seen.detours[leader] += 1
+
+    def merit(self, key: Key, peer: str) -> tuple[int, bytes]:
+        """As `order`, without what concerns this peer alone: detours, and whom it could not reach."""
+        return (self._seen_of(key).failures[peer], rank(peer, key))
 
     def told(self, key: Key) -> dict[str, int]:
         """How often each leader of this group failed, for a peer that comes new; bounded."""
@@ -110,7 +122,7 @@ class Leaders:
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:
         """A peer's place in line; the smallest leads."""
         seen = self._seen_of(key)
-        return (seen.failures[peer] + (peer in seen.unreachable), rank(peer, key))
+        return (seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable), rank(peer, key))
 
     def candidates(self, key: Key, excluded: list[str]) -> list[str]:
         """All that may lead, the first in line first: those of the cell, and at least this peer.

@@ -232,7 +232,7 @@ class Matchmaker:
                 if worse and leader not in self._leaders.unreachable(key):
                     # It failed, leads no more, or leads in circles; nor must this peer send others there.
                     tried.append(leader)
-                    self._leaders.failed(key, leader)
+                    (self._leaders.led_astray if answer else self._leaders.failed)(key, leader)
                 if hops > MAX_HOPS:
                     await asyncio.sleep(RETRY_SECONDS)
         except TemporaryError:

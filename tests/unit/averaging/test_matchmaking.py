@@ -167,6 +167,29 @@ def test_who_insists_on_leading_but_is_alone_follows_a_leader_that_has_a_quorum(
     simulate(main, seed=15)
 
 
+@pytest.mark.parametrize("failures_of_first", [0, 1])
+def test_of_two_that_insist_and_both_have_followers_one_leads_all(failures_of_first: int) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 4) as all_:
+            first, second = (member.rpc.peer_id for member, _, _ in all_[:2])
+            # Each half was led in circles by all others; and of the first leader's failures everybody knows.
+            for (_, matchmaker, _), own in zip(all_, (first, second, first, second), strict=True):
+                for other, _, _ in all_:
+                    if other.rpc.peer_id != own:
+                        for _ in range(2):
+                            matchmaker._leaders.led_astray(KEY, other.rpc.peer_id)
+                for _ in range(failures_of_first):
+                    matchmaker._leaders.failed(KEY, first)
+                assert matchmaker._leaders.candidates(KEY, [])[0] == own
+            rosters = await asyncio.gather(*(m.find_group(make_ticket(member)) for member, m, _ in all_))
+            assert len(set(rosters)) == 1
+            assert len(rosters[0].tickets) == 4
+            assert {m.last_leader for _, m, _ in all_} == {second if failures_of_first else first}
+            assert network.loop.time() < SPEC.grace_seconds
+
+    simulate(main, seed=17)
+
+
 def test_a_leader_that_nobody_came_to_still_leads() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 4) as all_:
