@@ -202,18 +202,21 @@ class Trainer:
             )  # fmt: skip
         else:
             logger.warning("round %d was not committed: %s", result.round, result.reason)
-        self._metrics.write(
-            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
-            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
-            members=result.members, contributors=result.contributors, loss=float(loss),
-            digest=self._synchronizer.head.digest.hex(), tokens=self.optimizer.total_tokens,
-        )  # fmt: skip
+        self._write_round(result)
         self.on_progress()
         due = self._checkpoints.every_rounds
         if result.committed and result.contributed and due and result.round - self._saved_round >= due:
             self._save()
         if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
             self._glance()
+
+    def _write_round(self, result: RoundResult) -> None:
+        self._metrics.write(
+            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
+            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
+            members=result.members, contributors=result.contributors, loss=self.progress.loss,
+            digest=self._synchronizer.head.digest.hex(), tokens=self.optimizer.total_tokens,
+        )  # fmt: skip
 
     def _on_pause(self, result: RoundResult) -> bool:
         self.progress.note = result.reason
@@ -224,11 +227,12 @@ class Trainer:
         """Hand in what is not contributed yet, save, and measure the shared state."""
         try:
             if self.optimizer.is_under_way:
-                self.optimizer.synchronize()
+                self._write_round(self.optimizer.synchronize())
             for _ in range(self._spec.fragments):
                 if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
                     break
                 result = self.optimizer.synchronize()
+                self._write_round(result)
                 logger.info("last round: %s", "committed" if result.committed else result.reason)
                 if not result.committed:
                     break
