@@ -349,6 +349,10 @@ class Descent:
                 and below.body_hash in above.children
             ):
                 raise IntegrityError("one does not follow from the other")
+            place = above.children.index(below.body_hash)
+            told = [counts for index, *counts in above.contributors if index == place]
+            if told not in ([], [[below.tokens, below.most_samples]]) or above.peers[place] != sum(below.peers):
+                raise IntegrityError("one has another number of tokens, samples or peers than was brought to it")
             path.append(certificate)
             below = above
         if not below.is_last:
