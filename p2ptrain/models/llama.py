@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Block, Family, Shape, Span
 
@@ -20,6 +21,13 @@ class Llama(Family):
     """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
 
     name = "llama"
+
+    def check(self, spec: ModelSpec) -> None:
+        if spec.hidden // spec.heads % 2:
+            raise ManifestError(
+                f"model.hidden / model.heads = {spec.hidden // spec.heads}: rotary positions turn pairs of values, so "
+                "give heads of an even width"
+            )
 
     def blocks(self, spec: ModelSpec) -> Sequence[Block]:
         width, head = spec.hidden, spec.hidden // spec.heads

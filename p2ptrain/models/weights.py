@@ -68,5 +68,5 @@ def _index(folder: Path) -> dict[str, str]:
             raise ValueError("it names files elsewhere")
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), SINGLE)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"{folder} holds no usable {INDEX} or {SINGLE}: {error}") from error

@@ -161,6 +161,10 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../elsewhere"}}')
     with pytest.raises(ConfigError, match="names files elsewhere"):
         build_stage(spec, span, tmp_path)
+    for nonsense in ("[]", '{"weight_map": 3}', "rubbish"):
+        (tmp_path / "model.safetensors.index.json").write_text(nonsense)
+        with pytest.raises(ConfigError, match="no usable"):
+            build_stage(spec, span, tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     (tmp_path / "model.safetensors").write_bytes(b"rubbish")
     with pytest.raises(ConfigError, match="no usable"):
@@ -190,6 +194,7 @@ def test_a_span_outside_the_model_is_refused(span: Span) -> None:
 
 def test_settings_that_a_family_has_no_models_for_are_refused() -> None:
     for changes, message in (
+        ({"family": "llama", "hidden": 36}, "= 9"),
         ({"family": "gpt2", "kv_heads": 2}, "kv_heads = 2"),
         ({"family": "vit", "patch_size": 3, "image_size": 8}, "patch_size = 3"),
     ):
