@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Span
 from p2ptrain.models.layers import attention, split_heads
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import Stage, layer_numbers
 
 NORM_EPS = 1e-5
 
@@ -80,8 +80,7 @@ class GPT2Stage(Stage):
         if self.is_first:
             self.transformer.wte = nn.Embedding(spec.vocabulary, spec.hidden)
             self.transformer.wpe = nn.Embedding(spec.context, spec.hidden)
-        numbers = range(max(span.start - 1, 0), min(span.stop - 1, spec.layers))
-        self.transformer.h = nn.ModuleDict({str(number): _Layer(spec) for number in numbers})
+        self.transformer.h = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
             self.transformer.ln_f = nn.LayerNorm(spec.hidden, NORM_EPS)
             if not (self.is_first and spec.tied_embeddings):

@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Span
 from p2ptrain.models.layers import RMSNorm, Rotation, attention, rotate, rotation, split_heads
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import Stage, layer_numbers
 
 RMS_EPS = 1e-5
 
@@ -72,8 +72,7 @@ class LlamaStage(Stage):
         self.model = _Body()
         if self.is_first:
             self.model.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden)
-        numbers = range(max(span.start - 1, 0), min(span.stop - 1, spec.layers))
-        self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in numbers})
+        self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
             self.model.norm = RMSNorm(spec.hidden, RMS_EPS)
             if not (self.is_first and spec.tied_embeddings):

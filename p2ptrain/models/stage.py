@@ -15,6 +15,11 @@ from torch import nn
 from p2ptrain.models.family import Span
 
 
+def layer_numbers(span: Span, num_layers: int) -> range:
+    """The layers in a span of a model whose blocks are embeddings, layers and head."""
+    return range(max(span.start - 1, 0), min(span.stop - 1, num_layers))
+
+
 class Stage(nn.Module):
     """Base of the families' stages. A family's is made as ``Stage(spec, span, num_blocks)``.
 

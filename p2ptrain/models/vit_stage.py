@@ -9,7 +9,7 @@ from torch.nn import functional
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Span
 from p2ptrain.models.layers import attention, split_heads
-from p2ptrain.models.stage import Stage
+from p2ptrain.models.stage import Stage, layer_numbers
 
 NORM_EPS = 1e-12
 
@@ -96,9 +96,10 @@ class ViTStage(Stage):
         self.vit = _Body()
         if self.is_first:
             self.vit.embeddings = _Embeddings(spec)
-        numbers = range(max(span.start - 1, 0), min(span.stop - 1, spec.layers))
         self.vit.encoder = _Encoder()
-        self.vit.encoder.layer = nn.ModuleDict({str(number): _Layer(spec) for number in numbers})
+        self.vit.encoder.layer = nn.ModuleDict(
+            {str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)}
+        )
         if self.is_last:
             self.vit.layernorm = nn.LayerNorm(spec.hidden, NORM_EPS)
             self.classifier = nn.Linear(spec.hidden, spec.classes)
