@@ -8,7 +8,7 @@ ARGS ?=
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
-.PHONY: help venv demo test test-nat test-systemd test-browser test-docker wheels schedules lint format \
+.PHONY: help venv demo test test-nat test-systemd test-browser test-docker test-gpu wheels schedules lint format \
 	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
 
 help:  ## show this
@@ -44,6 +44,9 @@ test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAI
 test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see tests/docker/engine.sh
 	@PYTHONPATH=. $(BIN)/python -c 'from tests.support.containers import why_unavailable as why; import sys; sys.exit(why() or 0)'
 	$(BIN)/python -m pytest tests/docker $(ARGS)
+
+test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
+	$(BIN)/python -m pytest -m gpu tests/unit $(ARGS)
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python

@@ -8,24 +8,31 @@ import torch
 
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Family, Shape, Span, check_span, stage_shapes, stage_ties
+from p2ptrain.models.frozen import freeze_int8, frozen_state
 from p2ptrain.models.initial import deterministic_normal_
 from p2ptrain.models.stage import Stage
 from p2ptrain.models.weights import Weights
 
 
-def build(family: Family, spec: ModelSpec, span: Span, weights: Path | None = None) -> Stage:
-    """Build a stage on the CPU in fp32, in training mode; see `p2ptrain.models.build_stage`."""
+def build(family: Family, spec: ModelSpec, span: Span, weights: Path | None = None, quant: str | None = None) -> Stage:
+    """Build a stage on the CPU, in training mode; see `p2ptrain.models.build_stage`."""
     blocks = family.blocks(spec)
     check_span(span, blocks)
     with torch.device("meta"):
         stage = family.stage(spec, span)
+        if quant == "int8":
+            freeze_int8(stage)
     source = Weights(weights) if weights is not None else None
     ties = stage_ties(blocks, span)
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for name, shape in stage_shapes(blocks, span).items():
         original = ties.get(name, name)
-        state[name] = source.read(original, shape) if source else _initial(family, spec, original, shape)
+        value = source.read(original, shape) if source else _initial(family, spec, original, shape)
+        state |= frozen_state(stage, name, value) if quant else {name: value}
+        del value  # before the next one is read
     stage.load_state_dict(state, strict=True, assign=True)
+    if quant:
+        stage.requires_grad_(False)
     return stage.train()
 
 

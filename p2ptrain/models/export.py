@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.generation.configuration_utils import GenerationConfig
 
+from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Family
 from p2ptrain.models.tokenizers import load_tokenizer
@@ -17,6 +18,8 @@ from p2ptrain.models.tokenizers import load_tokenizer
 
 def export(family: Family, model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str) -> None:
     """See `p2ptrain.models.export_hugging_face`."""
+    if any(value.dtype == torch.int8 for value in model.state_dict().values()):
+        raise UsageError("a model in int8 cannot be exported: export the one that it was made of, or its adapters")
     settings: Any = family.hugging_face(spec)
     settings.dtype = torch.float32
     state = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in model.state_dict().items()}

@@ -61,6 +61,8 @@ class Family(ABC):
     name: ClassVar[str]
     reads_text: ClassVar[bool] = True
     """Whether a sample is a sequence of token ids, and the model says which comes next."""
+    lookups: ClassVar[frozenset[str]] = frozenset()
+    """Parameters of two or more dimensions that the first block reads rows of, rather than multiplies by."""
 
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 (most families have models of all settings)
         """Refuse settings that this family has no models for.
@@ -95,6 +97,26 @@ class Family(ABC):
     def tokens(self, spec: ModelSpec) -> int:
         """How many positions one sample has."""
         return spec.context
+
+    def inputs(self, spec: ModelSpec) -> Shape:
+        """The shape of one sample as the first block takes it: of token ids, or of values where it reads no text."""
+        return (spec.context,)
+
+    def work(self, spec: ModelSpec) -> Sequence[int]:
+        """Multiply-adds of one sample's forward pass, block by block: what stages are balanced by.
+
+        Counts products with parameters, and in all blocks but the first and the last attention's products of every
+        position with every other one.
+        """
+        blocks, tokens = self.blocks(spec), self.tokens(spec)
+        shapes = {name: shape for block in blocks for name, shape in block.shapes.items()}
+        found = []
+        for number, block in enumerate(blocks):
+            names = [name for name in block.shapes if name not in self.lookups] + list(block.tied.values())
+            products = sum(math.prod(shapes[name]) for name in names if len(shapes[name]) > 1)
+            attention = 2 * tokens * spec.hidden if 0 < number < len(blocks) - 1 else 0
+            found.append(tokens * (products + attention))
+        return found
 
     def outputs(self, spec: ModelSpec) -> int:
         """How many values the model gives for one position, or for one sample where it classifies."""

@@ -20,6 +20,7 @@ class GPT2(Family):
     """Decoders with learned positions; every key/value head serves one query head."""
 
     name = "gpt2"
+    lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
 
     def check(self, spec: ModelSpec) -> None:
         if spec.kv_heads != spec.heads:

@@ -8,30 +8,18 @@ from torch.nn import functional
 
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Span
-from p2ptrain.models.layers import attention, split_heads
+from p2ptrain.models.layers import Affine, Embedding, attention, split_heads
 from p2ptrain.models.stage import Stage, layer_numbers
 
 NORM_EPS = 1e-5
-
-
-class _Affine(nn.Module):
-    """A linear layer whose weight is ``[inputs, outputs]``, as GPT-2's files have it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.addmm(self.bias, hidden.flatten(0, -2), self.weight).view(*hidden.shape[:-1], -1)
 
 
 class _Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.c_attn = _Affine(spec.hidden, 3 * spec.hidden)
-        self.c_proj = _Affine(spec.hidden, spec.hidden)
+        self.c_attn = Affine(spec.hidden, 3 * spec.hidden)
+        self.c_proj = Affine(spec.hidden, spec.hidden)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         queries, keys, values = (split_heads(each, self.heads) for each in self.c_attn(hidden).chunk(3, dim=-1))
@@ -41,8 +29,8 @@ class _Attention(nn.Module):
 class _FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.c_fc = _Affine(spec.hidden, spec.intermediate)
-        self.c_proj = _Affine(spec.intermediate, spec.hidden)
+        self.c_fc = Affine(spec.hidden, spec.intermediate)
+        self.c_proj = Affine(spec.intermediate, spec.hidden)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.c_proj(functional.gelu(self.c_fc(hidden), approximate="tanh"))  # type: ignore[no-any-return]
@@ -64,7 +52,7 @@ class _Layer(nn.Module):
 class _Body(nn.Module):
     """What is there of it depends on the span."""
 
-    wte: nn.Embedding
+    wte: Embedding
     wpe: nn.Embedding
     h: nn.ModuleDict
     ln_f: nn.LayerNorm
@@ -78,7 +66,7 @@ class GPT2Stage(Stage):
         self.spec = spec
         self.transformer = _Body()
         if self.is_first:
-            self.transformer.wte = nn.Embedding(spec.vocabulary, spec.hidden)
+            self.transformer.wte = Embedding(spec.vocabulary, spec.hidden)
             self.transformer.wpe = nn.Embedding(spec.context, spec.hidden)
         self.transformer.h = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
@@ -97,5 +85,5 @@ class GPT2Stage(Stage):
             return hidden
         hidden = self.transformer.ln_f(hidden)
         if self.is_first and self.spec.tied_embeddings:
-            return functional.linear(hidden, self.transformer.wte.weight)
+            return self.transformer.wte.logits(hidden)
         return self.lm_head(hidden)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Parts of which families are made: normalisation, rotary positions and causal attention.
+"""Parts of which families are made: linear layers, normalisation, rotary positions and attention.
 
 Shapes: ``B`` sequences of ``T`` tokens, ``H`` heads of width ``D``.
 """
@@ -11,6 +11,28 @@ from torch.nn import functional
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, ``[T, D]`` each."""
+
+
+class Affine(nn.Module):
+    """A linear layer whose weight is ``[inputs, outputs]``, as GPT-2's files have it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., inputs]`` to ``[..., outputs]``."""
+        return torch.addmm(self.bias, hidden.flatten(0, -2), self.weight).view(*hidden.shape[:-1], -1)
+
+
+class Embedding(nn.Embedding):
+    """A table of embeddings that can be the head as well."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[..., width]`` to ``[..., entries]``."""
+        return functional.linear(hidden, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -21,6 +21,7 @@ class Llama(Family):
     """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
 
     name = "llama"
+    lookups = frozenset({"model.embed_tokens.weight"})
 
     def check(self, spec: ModelSpec) -> None:
         if spec.hidden // spec.heads % 2:

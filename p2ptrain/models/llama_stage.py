@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Span
-from p2ptrain.models.layers import RMSNorm, Rotation, attention, rotate, rotation, split_heads
+from p2ptrain.models.layers import Embedding, RMSNorm, Rotation, attention, rotate, rotation, split_heads
 from p2ptrain.models.stage import Stage, layer_numbers
 
 RMS_EPS = 1e-5
@@ -58,7 +58,7 @@ class _Layer(nn.Module):
 class _Body(nn.Module):
     """What is there of it depends on the span."""
 
-    embed_tokens: nn.Embedding
+    embed_tokens: Embedding
     layers: nn.ModuleDict
     norm: RMSNorm
 
@@ -71,7 +71,7 @@ class LlamaStage(Stage):
         self.spec = spec
         self.model = _Body()
         if self.is_first:
-            self.model.embed_tokens = nn.Embedding(spec.vocabulary, spec.hidden)
+            self.model.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
         self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
             self.model.norm = RMSNorm(spec.hidden, RMS_EPS)
@@ -88,5 +88,5 @@ class LlamaStage(Stage):
             return hidden
         hidden = self.model.norm(hidden)
         if self.is_first and self.spec.tied_embeddings:
-            return functional.linear(hidden, self.model.embed_tokens.weight)
+            return self.model.embed_tokens.logits(hidden)
         return self.lm_head(hidden)  # type: ignore[no-any-return]

@@ -6,13 +6,14 @@ manifest names families and never brings code: those of other packages are known
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import IncompatibleError, UsageError
 from p2ptrain.manifest import ModelSpec, TrainingSpec
-from p2ptrain.models.family import Block, Family, Span
+from p2ptrain.models.family import Block, Family, Span, stage_shapes
 from p2ptrain.models.gpt2 import GPT2
 from p2ptrain.models.llama import Llama
 from p2ptrain.models.vit import ViT
@@ -25,9 +26,12 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "p2ptrain.models"
 """The group of entry points under which packages name their families; each leads to a `Family`."""
 
+QUANTS = ("int8",)
+"""In what a stage's frozen parameters can be held, other than fp32."""
+
 _OWN: dict[str, Family] = {family.name: family for family in (Llama(), GPT2(), ViT())}
 
-_PROCESS_BYTES = 420 << 20
+PROCESS_BYTES = 420 << 20
 """Resident memory of a process that has imported torch and a model family, before any model."""
 
 _BYTES_PER_PARAMETER = 4 * (1 + 1 + 2 + 4)
@@ -97,13 +101,13 @@ def whole(spec: ModelSpec) -> Span:
     return Span(0, len(model_blocks(spec)))
 
 
-def build_model(spec: ModelSpec, weights: Path | None = None) -> Stage:
+def build_model(spec: ModelSpec, weights: Path | None = None, quant: str | None = None) -> Stage:
     """Build the whole model: `build_stage` of all its blocks."""
-    return build_stage(spec, whole(spec), weights)
+    return build_stage(spec, whole(spec), weights, quant)
 
 
-def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None) -> Stage:
-    """Build a span of a model's blocks on the CPU in fp32, in training mode, and hold nothing of the others.
+def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None, quant: str | None = None) -> Stage:
+    """Build a span of a model's blocks on the CPU, in training mode, and hold nothing of the others.
 
     Without ``weights`` its parameters are a pure function of ``spec``: bit-identical on every machine, whatever the
     number of threads and the state of the global generators, which are left as they were.
@@ -112,16 +116,31 @@ def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None) -> Sta
         spec: The whole model's.
         span: Which blocks.
         weights: A folder of safetensors files of a pretrained model, as Hugging Face's tools write it.
+        quant: None for parameters in fp32. ``int8`` freezes all of them, and holds those of linear layers and
+            embeddings as int8 buffers (`p2ptrain.models.frozen`), a quarter of the memory; one by one, so that
+            while it is built there is never more than one in fp32.
 
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
-        UsageError: There are no such blocks.
+        UsageError: There are no such blocks, or there is no such ``quant``.
         ConfigError: The weights cannot be read, or are another model's.
     """
     family = get_family(spec)
+    if quant is not None and quant not in QUANTS:
+        raise UsageError(f"unknown quantization {quant!r}: this version has {', '.join(QUANTS)}")
     from p2ptrain.models.building import build
 
-    return build(family, spec, span, weights)
+    return build(family, spec, span, weights, quant)
+
+
+def freeze_int8(stage: nn.Module) -> None:
+    """Freeze a stage that is built already, such as one of a module of one's own, as `build_stage` does for ``int8``.
+
+    Linear layers and embeddings are replaced in place, one by one, in whatever else holds the same modules, too.
+    """
+    from p2ptrain.models import frozen
+
+    frozen.freeze_int8(stage)
 
 
 def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
@@ -133,19 +152,27 @@ def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
     return sum(block.num_parameters for block in model_blocks(spec)[slice(*(span or whole(spec)))])
 
 
-def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec) -> int:
+def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec, span: Span | None = None) -> int:
     """About how much resident memory a trainer of this model needs on the CPU, in bytes, daemon not included.
 
     Counts the process, 32 bytes per parameter, and the activations that one local batch keeps for its backward pass.
 
+    Args:
+        spec: The model.
+        training: Its local batch.
+        span: What of it the peer holds; None for all of it.
+
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
     """
-    family = get_family(spec)
+    family, blocks = get_family(spec), model_blocks(spec)
+    span = span or Span(0, len(blocks))
     tokens = training.local_batch * family.tokens(spec)
     per_layer = 16 * spec.hidden + 5 * spec.intermediate + 4 * spec.kv_heads * (spec.hidden // spec.heads)
-    activations = 4 * tokens * (spec.layers * per_layer + 4 * family.outputs(spec))
-    return _PROCESS_BYTES + _BYTES_PER_PARAMETER * num_parameters(spec) + activations
+    num_layers = min(span.stop, len(blocks) - 1) - max(span.start, 1)
+    values = num_layers * per_layer + (4 * family.outputs(spec) if span.stop == len(blocks) else 0)
+    held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
+    return PROCESS_BYTES + _BYTES_PER_PARAMETER * held + 4 * tokens * values
 
 
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:
@@ -159,6 +186,7 @@ def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, toke
 
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
+        UsageError: The model is in int8, or its family has no such form.
         ConfigError: The tokenizer cannot be read.
     """
     family = get_family(spec)

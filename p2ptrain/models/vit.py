@@ -20,6 +20,7 @@ class ViT(Family):
 
     name = "vit"
     reads_text = False
+    lookups = frozenset({"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"})
 
     def check(self, spec: ModelSpec) -> None:
         if spec.kv_heads != spec.heads:
@@ -95,6 +96,15 @@ class ViT(Family):
 
     def tokens(self, spec: ModelSpec) -> int:
         return (spec.image_size // spec.patch_size) ** 2 + 1
+
+    def inputs(self, spec: ModelSpec) -> Shape:
+        return (spec.channels, spec.image_size, spec.image_size)
+
+    def work(self, spec: ModelSpec) -> Sequence[int]:
+        """As for all families; the token that is classified is no patch, and it alone is classified."""
+        first, *layers, last = super().work(spec)
+        tokens = self.tokens(spec)
+        return [first // tokens * (tokens - 1), *layers, last // tokens]
 
     def outputs(self, spec: ModelSpec) -> int:
         return spec.classes

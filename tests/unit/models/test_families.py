@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, UsageError
 from p2ptrain.manifest import ModelSpec
@@ -23,6 +22,7 @@ from p2ptrain.models import (
     build_model,
     build_stage,
     export_hugging_face,
+    get_family,
     model_blocks,
     model_families,
     num_parameters,
@@ -31,30 +31,14 @@ from p2ptrain.models import (
 from p2ptrain.models.family import stage_ties
 from p2ptrain.models.sequential import SequentialStage, sequential_blocks
 from p2ptrain.models.stage import Stage
-
-SMALL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 4, "intermediate": 48, "context": 16, "vocabulary": 50}
-SPECS = {
-    "llama": ModelSpec(family="llama", **{**SMALL, "kv_heads": 2}, rope_theta=500.0),
-    "llama, untied": ModelSpec(family="llama", **SMALL, tied_embeddings=False),
-    "gpt2": ModelSpec(family="gpt2", **SMALL),
-    "gpt2, untied": ModelSpec(family="gpt2", **SMALL, tied_embeddings=False),
-    "vit": ModelSpec(family="vit", **SMALL, image_size=8, patch_size=2, channels=3, classes=5),
-}
-each = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+from tests.support.models import SMALL, SPECS, each, parts, sample, shards
 
 
-def sample(spec: ModelSpec, seed: int = 0) -> torch.Tensor:
-    """Two inputs of a model."""
-    generator = torch.Generator().manual_seed(seed)
+def full_sample(spec: ModelSpec) -> torch.Tensor:
+    """As `sample`, as long as can be."""
     if spec.family == "vit":
-        return torch.randn(2, spec.channels, spec.image_size, spec.image_size, generator=generator)
-    return torch.randint(spec.vocabulary, (2, spec.context - 3), generator=generator)
-
-
-def parts(cuts: set[int], num_blocks: int) -> list[Span]:
-    """The spans between cuts."""
-    ends = [0, *sorted(cuts), num_blocks]
-    return [Span(start, stop) for start, stop in itertools.pairwise(ends)]
+        return sample(spec)
+    return torch.randint(spec.vocabulary, (2, spec.context), generator=torch.Generator().manual_seed(0))
 
 
 @each
@@ -63,6 +47,19 @@ def test_blocks_say_which_parameters_a_model_has_and_in_which_order(spec: ModelS
     built = {name: tuple(parameter.shape) for name, parameter in build_model(spec).named_parameters()}
     assert list(told.items()) == list(built.items())
     assert num_parameters(spec) == sum(parameter.numel() for parameter in build_model(spec).parameters())
+
+
+@each
+def test_work_is_what_torch_counts(spec: ModelSpec) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    inputs, counted = full_sample(spec), []
+    for number in range(len(model_blocks(spec))):
+        stage = build_stage(spec, Span(number, number + 1))
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+            inputs = stage(inputs)
+        counted.append(counter.get_total_flops() / 2 / len(inputs))
+    assert counted == pytest.approx(list(get_family(spec).work(spec)), rel=1e-9)
 
 
 @settings(max_examples=25)
@@ -136,16 +133,6 @@ def test_a_stage_reads_its_own_parameters_of_a_folder(spec: ModelSpec, tmp_path:
         for span in parts({2, 4}, len(model_blocks(spec))):
             flowing = build_stage(spec, span, folder)(flowing)
         assert torch.equal(flowing, model(inputs))
-
-
-def shards(source: Path, folder: Path) -> None:
-    """Write the same parameters one to a file, with an index."""
-    folder.mkdir()
-    index = {}
-    for number, (name, value) in enumerate(load_file(source / "model.safetensors").items()):
-        index[name] = f"model-{number:05}.safetensors"
-        save_file({name: value}, folder / index[name])
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:

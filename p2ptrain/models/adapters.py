@@ -1,0 +1,233 @@
+"""Low-rank adapters on frozen stages (LoRA, Hu et al., 2021), as peft has them.
+
+peft's own layers are put into a stage around its linear layers, in fp32 or int8. Adapters have the names that peft
+gives them in the whole model, whatever the stages: those of all stages put together are what `export_adapters` writes
+as a folder that peft loads on the transformers model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from p2ptrain.errors import ConfigError, UsageError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.frozen import Int8Linear
+from p2ptrain.models.initial import deterministic_normal_
+from p2ptrain.models.layers import Affine
+from p2ptrain.models.registry import get_family, whole
+from p2ptrain.models.stage import Stage
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+FILE = "adapter_model.safetensors"
+_PREFIX, _NAME = "base_model.model.", "default"
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """Which adapters a model gets.
+
+    Attributes:
+        targets: Linear layers by their Hugging Face names or the ends of those, such as ``q_proj``.
+        rank: Of the product that is added to a weight.
+        alpha: It is added ``alpha / rank`` times.
+        seed: Of the initial values.
+    """
+
+    targets: Sequence[str]
+    rank: int = 8
+    alpha: float = 16.0
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"adapters of rank {self.rank}: give 1 or more")
+        if isinstance(self.targets, str) or not self.targets:
+            raise UsageError("name the layers that get adapters, such as ['q_proj', 'v_proj']")
+
+
+def add_adapters(stage: Stage, spec: ModelSpec, adapters: AdapterSpec) -> None:
+    """Put adapters around a stage's target layers, in place; they alone are trained from then on.
+
+    Initial values depend on names and seed alone, not on the stage: of A nearly normal, with the standard deviation
+    ``(3 * inputs) ** -0.5`` of peft's, and of B zeros. Global generators are left as they were.
+
+    Args:
+        stage: What `p2ptrain.models.build_stage` returned, in fp32 or int8, on any device. One without a target layer
+            is merely frozen.
+        spec: The whole model's.
+        adapters: Which.
+
+    Raises:
+        UsageError: A target names no linear layer of the whole model, or the stage has adapters already.
+    """
+    adapter_shapes(spec, adapters)
+    if adapter_parameters(stage):
+        raise UsageError("this stage has adapters already")
+    stage.requires_grad_(False)
+    layers = _targets(stage, adapters)
+    if not layers:
+        return
+    from peft import inject_adapter_in_model
+
+    config = _config(adapters)
+    config._register_custom_module({Int8Linear: _bridge(), Affine: _bridge()})
+    inject_adapter_in_model(config, stage, adapter_name=_NAME, low_cpu_mem_usage=True)
+    for name, layer in layers.items():
+        device = layer.weight.device
+        for kind, shape in _shapes(layer, adapters).items():
+            value = torch.zeros(shape)
+            if kind == "lora_A":
+                deterministic_normal_(value, (3 * shape[1]) ** -0.5, f"{adapters.seed} {_peft_name(name, kind)}")
+            stage.get_submodule(f"{name}.{kind}.{_NAME}").weight = nn.Parameter(value.to(device))
+
+
+def adapter_parameters(stage: Stage) -> dict[str, nn.Parameter]:
+    """A stage's adapters, by peft's names in the whole model."""
+    suffixes = tuple(f".{kind}.{_NAME}.weight" for kind in ("lora_A", "lora_B"))
+    return {
+        _PREFIX + name.replace(f".{_NAME}.weight", ".weight"): parameter
+        for name, parameter in stage.named_parameters()
+        if name.endswith(suffixes)
+    }
+
+
+def adapter_shapes(spec: ModelSpec, adapters: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    """The whole model's adapters by their names, without building it.
+
+    Raises:
+        IncompatibleError, ManifestError: As in `p2ptrain.models.get_family`.
+        UsageError: A target names no linear layer. The head of a tied model is none: it is the embeddings.
+    """
+    with torch.device("meta"):
+        model = get_family(spec).stage(spec, whole(spec))
+    known = _linear_layers(model)
+    for target in adapters.targets:
+        if not any(_matches(name, [target]) for name in known):
+            ends = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
+            raise UsageError(f"the model has no linear layer {target!r} to adapt; there are {ends}")
+    return {
+        _peft_name(name, kind): shape
+        for name, layer in _targets(model, adapters).items()
+        for kind, shape in _shapes(layer, adapters).items()
+    }
+
+
+def export_adapters(
+    values: Mapping[str, torch.Tensor], spec: ModelSpec, adapters: AdapterSpec, directory: Path, base: str | None = None
+) -> None:
+    """Write a folder that ``peft.PeftModel.from_pretrained`` loads.
+
+    Args:
+        values: What `adapter_parameters` gives for all stages, put together.
+        spec, adapters: What the stages were made of.
+        directory: Created as needed; files of the same names are overwritten.
+        base: The folder or hub name of the model, for who loads the adapters without naming one.
+
+    Raises:
+        UsageError: Adapters are missing, or are others'; or transformers has no such model, or names its modules
+            otherwise than its files, as it does for ``vit``.
+    """
+    _check(values, adapter_shapes(spec, adapters), UsageError, "what is to be exported")
+    family = get_family(spec)
+    with torch.device("meta"):
+        layers = _targets(family.stage(spec, whole(spec)), adapters)
+    _check_names(layers, family.hugging_face(spec))
+    config = _config(adapters)
+    config.fan_in_fan_out = any(isinstance(layer, Affine) for layer in layers.values())
+    config.task_type = "CAUSAL_LM" if family.reads_text else None
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    directory.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(str(directory))
+    held = {name: value.detach().to("cpu", torch.float32).contiguous() for name, value in values.items()}
+    save_file(held, directory / FILE, metadata={"format": "pt"})
+
+
+def load_adapters(stage: Stage, directory: Path) -> None:
+    """Give a stage's adapters the values that a folder of `export_adapters` or peft has for them.
+
+    Raises:
+        ConfigError: The folder cannot be read, or has none of these names and shapes.
+    """
+    try:
+        values = load_file(directory / FILE)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{directory / FILE} cannot be read: {error}") from error
+    own = adapter_parameters(stage)
+    found = {name: value for name, value in values.items() if name in own}
+    _check(found, {name: tuple(parameter.shape) for name, parameter in own.items()}, ConfigError, str(directory))
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(found[name])
+
+
+def _check(
+    values: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    error: type[UsageError | ConfigError],
+    what: str,
+) -> None:
+    for name in sorted(values.keys() | shapes.keys()):
+        found = list(values[name].shape) if name in values else "missing"
+        expected = list(shapes[name]) if name in shapes else "no adapter of this model"
+        if found != expected:
+            raise error(f"{what}: {name} is {found} and should be {expected}; were all stages and settings the same?")
+
+
+def _check_names(layers: Mapping[str, Any], settings: Any) -> None:
+    import transformers
+
+    with torch.device("meta"):
+        model = getattr(transformers, settings.architectures[0])(settings)
+    for name in sorted(layers.keys() - dict(model.named_modules()).keys()):
+        raise UsageError(f"transformers has no module {name!r} in its {type(model).__name__}: peft could not load this")
+
+
+def _peft_name(layer: str, kind: str) -> str:
+    return f"{_PREFIX}{layer}.{kind}.weight"
+
+
+def _linear_layers(stage: nn.Module) -> dict[str, Any]:
+    return {name: layer for name, layer in stage.named_modules() if type(layer) in (nn.Linear, Affine, Int8Linear)}
+
+
+def _targets(stage: nn.Module, adapters: AdapterSpec) -> dict[str, Any]:
+    return {name: layer for name, layer in _linear_layers(stage).items() if _matches(name, adapters.targets)}
+
+
+def _matches(name: str, targets: Sequence[str]) -> bool:
+    """As peft understands a list of ``target_modules``."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def _shapes(layer: Any, adapters: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    return {"lora_A": (adapters.rank, layer.in_features), "lora_B": (layer.out_features, adapters.rank)}
+
+
+def _config(adapters: AdapterSpec) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets))  # type: ignore[arg-type]
+
+
+@cache
+def _bridge() -> type[nn.Module]:
+    """peft's layer for linear layers, around those that peft does not know."""
+    from peft.tuners.lora import Linear
+
+    class Adapted(Linear):
+        def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+            return module.in_features, module.out_features  # type: ignore[return-value]
+
+    return Adapted

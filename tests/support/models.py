@@ -1,0 +1,53 @@
+"""Small models of every family, what goes into them, and folders that hold them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models import Span
+
+SMALL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 4, "intermediate": 48, "context": 16, "vocabulary": 50}
+SPECS = {
+    "llama": ModelSpec(family="llama", **{**SMALL, "kv_heads": 2}, rope_theta=500.0),
+    "llama, untied": ModelSpec(family="llama", **SMALL, tied_embeddings=False),
+    "gpt2": ModelSpec(family="gpt2", **SMALL),
+    "gpt2, untied": ModelSpec(family="gpt2", **SMALL, tied_embeddings=False),
+    "vit": ModelSpec(family="vit", **SMALL, image_size=8, patch_size=2, channels=3, classes=5),
+}
+each = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
+
+
+def sample(spec: ModelSpec, seed: int = 0) -> torch.Tensor:
+    """Two inputs of a model."""
+    generator = torch.Generator().manual_seed(seed)
+    if spec.family == "vit":
+        return torch.randn(2, spec.channels, spec.image_size, spec.image_size, generator=generator)
+    return torch.randint(spec.vocabulary, (2, spec.context - 3), generator=generator)
+
+
+def parts(cuts: set[int], num_blocks: int) -> list[Span]:
+    """The spans between cuts."""
+    ends = [0, *sorted(cuts), num_blocks]
+    return [Span(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+def write_shards(parameters: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write parameters one to a file, with an index."""
+    folder.mkdir()
+    index = {}
+    for number, (name, value) in enumerate(parameters.items()):
+        index[name] = f"model-{number:05}.safetensors"
+        save_file({name: value}, folder / index[name])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def shards(source: Path, folder: Path) -> None:
+    """Write the same parameters as a folder's one to a file."""
+    write_shards(load_file(source / "model.safetensors"), folder)
