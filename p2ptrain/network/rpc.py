@@ -19,6 +19,7 @@ strangers, is `p2ptrain.network.rpc_server`.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -29,6 +30,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import MAX_MESSAGE_BYTES, Kind, Message, frame, pack
 from p2ptrain.network.rates import Meters, RateLimit, Traffic
 from p2ptrain.network.rpc_server import (
+    NOT_SERVED,
     OTHER_PROTOCOL,
     OTHER_SWARM,
     ChannelHandler,
@@ -39,7 +41,7 @@ from p2ptrain.network.rpc_server import (
 from p2ptrain.network.transport import PeerId, Stream, Transport
 from p2ptrain.runtime import Runtime
 
-__all__ = ["OTHER_PROTOCOL", "OTHER_SWARM", "PROTOCOL", "Rpc", "RpcLimits"]
+__all__ = ["NOT_SERVED", "OTHER_PROTOCOL", "OTHER_SWARM", "PROTOCOL", "Rpc", "RpcLimits"]
 
 PROTOCOL = "/p2ptrain/rpc"
 
@@ -68,6 +70,8 @@ class Rpc:
         protocol: int = PROTOCOL_VERSION,
     ) -> None:
         self.runtime = runtime
+        self._root = self
+        self._scope = ""
         self._transport = transport
         self._swarm = swarm
         self._limits = limits = limits or RpcLimits()
@@ -76,10 +80,19 @@ class Rpc:
         self._server = RpcServer(swarm, protocol, limits, self._meters)
         self._outbound: Counter[PeerId] = Counter()
 
+    def scoped(self, scope: str) -> Rpc:
+        """The same peer, calling and answering names of a scope: for parts of which a peer has several.
+
+        Start, move and close the `Rpc` that it was made of.
+        """
+        view = copy.copy(self)
+        view._scope = f"{self._scope}{scope}/"
+        return view
+
     @property
     def peer_id(self) -> PeerId:
         """This peer's own id."""
-        return self._transport.peer_id
+        return self._root._transport.peer_id
 
     @property
     def swarm(self) -> bytes:
@@ -140,14 +153,18 @@ class Rpc:
 
         A handler that raises a `P2PTrainError` refuses with its message. It is cancelled when the caller is gone.
         """
-        self._server.serve(name, handler, max_request_bytes)
+        self._server.serve(self._scope + name, handler, max_request_bytes)
 
     def serve_channel(self, name: str, handler: ChannelHandler, *, max_request_bytes: int = 65536) -> None:
         """Run ``handler(channel, request)`` for each channel opened for ``name``; the channel closes when it returns.
 
         A handler that raises a `P2PTrainError` refuses with its message.
         """
-        self._server.serve_channel(name, handler, max_request_bytes)
+        self._server.serve_channel(self._scope + name, handler, max_request_bytes)
+
+    def withdraw(self, name: str) -> None:
+        """Answer for ``name``, and for all of a scope of that name, no more; what is being served goes on."""
+        self._server.withdraw(self._scope + name)
 
     def count_refusal(self, peer: PeerId, cause: str) -> None:
         """Count that ``peer`` was refused for ``cause`` (a short fixed text, not what the peer sent)."""
@@ -181,7 +198,7 @@ class Rpc:
             DeadlineError: No reply in time.
         """
         if peer == self.peer_id:
-            return await self._server.answer_self(peer, name, request, timeout_seconds)
+            return await self._server.answer_self(peer, self._scope + name, request, timeout_seconds)
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         async with self.open(peer, name, request, timeout_seconds) as channel:
             left = max(0.0, deadline - asyncio.get_running_loop().time())
@@ -217,7 +234,7 @@ class Rpc:
     async def _open(
         self, peer: PeerId, name: str, request: Message, timeout_seconds: float, expected_bytes: int
     ) -> AsyncIterator[Channel]:
-        header = pack({"protocol": self._protocol, "swarm": self._swarm, "name": name})
+        header = pack({"protocol": self._protocol, "swarm": self._swarm, "name": self._scope + name})
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
         try:
@@ -236,7 +253,8 @@ class Rpc:
         stream: Stream | None = None
         try:
             async with asyncio.timeout(timeout_seconds):
-                stream = await self._transport.open(peer, PROTOCOL, timeout_seconds, expected_bytes=expected_bytes)
+                transport = self._root._transport
+                stream = await transport.open(peer, PROTOCOL, timeout_seconds, expected_bytes=expected_bytes)
                 await stream.write(opening)
         except TimeoutError:
             if stream is None:

@@ -34,6 +34,8 @@ OTHER_PROTOCOL = "protocol "
 """How the refusal of a peer of another version starts; what it says on is which."""
 OTHER_SWARM = "another swarm"
 """How the refusal of a peer with another manifest starts."""
+NOT_SERVED = "is not served by this peer"
+"""How the refusal of a name that is not known here ends."""
 
 RequestHandler = Callable[[PeerId, Message], Awaitable[Message]]
 ChannelHandler = Callable[[Channel, Message], Awaitable[None]]
@@ -130,6 +132,13 @@ class RpcServer:
         """See `p2ptrain.network.rpc.Rpc.serve_channel`."""
         self._services[name] = _Service(handler, max_request_bytes)
 
+    def withdraw(self, name: str) -> None:
+        """Answer for a name, and for all of a scope of that name, no more; what is being served goes on."""
+        gone = [known for known in self._services if known == name or known.startswith(f"{name}/")]
+        for known in gone:
+            del self._services[known]
+            self._local.pop(known, None)
+
     def count_refusal(self, peer: PeerId, cause: str) -> None:
         """Count that ``peer`` was refused for ``cause`` (a short fixed text, not what the peer sent)."""
         key = (peer, cause)
@@ -141,7 +150,7 @@ class RpcServer:
         """Answer a call of this peer by itself, on copies of request and reply; raises as `Rpc.call` does."""
         handler = self._local.get(name)
         if handler is None:
-            raise PeerRefusedError(own_id, f"{name!r} is not served by this peer")
+            raise PeerRefusedError(own_id, f"{name!r} {NOT_SERVED}")
         try:
             async with asyncio.timeout(timeout_seconds) as deadline:
                 reply = await handler(own_id, unpack(pack(request), own_id))
@@ -211,7 +220,7 @@ class RpcServer:
             raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")
         service = self._services.get(name) if isinstance(name, str) else None
         if service is None:
-            raise _RefusalError("unknown name", f"{str(name)[:64]!r} is not served by this peer")
+            raise _RefusalError("unknown name", f"{str(name)[:64]!r} {NOT_SERVED}")
         return service
 
     async def _read_message(self, stream: Stream, max_bytes: int) -> bytes:
