@@ -76,6 +76,10 @@ class Membership:
         elif sequence > known.sequence:
             known.record, known.sequence, known.expires_at = record, sequence, expires_at
 
+    def forget(self, peer: str) -> None:
+        """Drop a peer that says that it is no longer one of these."""
+        self._known.pop(peer, None)
+
     def forget_expired(self) -> None:
         """Drop peers whose records ran out."""
         now = self._runtime.now()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgpack
@@ -24,6 +24,7 @@ MAX_RECORD_BYTES = 16 * 1024
 RECORD_VERSION = 1
 MAX_KIND_CHARS = 64
 MAX_REPORTS = 8
+MAX_STAGES = 64
 MAX_NOTE_CHARS = 200
 MAX_ADDRESSES = 16
 MAX_ADDRESS_CHARS = 512
@@ -161,6 +162,30 @@ class RoundReport:
 
 
 @dataclass(frozen=True)
+class StageReport:
+    """What a peer says of one stage that it hosts, or of what it averages beside it.
+
+    Attributes:
+        unit: The stage's number; the number of stages for embeddings that the first and the last one share.
+        round: The round that it is working towards.
+        lineage: Head of its chain of certificates, 32 bytes; ``digest``: of its state, 32 bytes.
+        lineage_tokens: Tokens that the lineage's rounds were trained on.
+        tokens_per_second: What it can do, forward and backward; 0 before it was measured.
+        waiting: Passes in its queue.
+        samples: Settled in this round.
+    """
+
+    unit: int
+    round: int
+    lineage: bytes
+    digest: bytes
+    lineage_tokens: int
+    tokens_per_second: float = 0.0
+    waiting: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
 class PeerRecord:
     """What a peer publishes about itself; the status page and all others read nothing else.
 
@@ -181,6 +206,7 @@ class PeerRecord:
         diverged: Whether its loss is not a finite number any more.
         clock_skew_seconds: How far its machine's clock is ahead of the swarm's; it goes by the swarm's.
         note: One line for people, at most 200 characters.
+        stages: What it hosts of a pipeline; empty where peers train the whole model.
     """
 
     peer: str
@@ -209,6 +235,17 @@ class PeerRecord:
     diverged: bool = False
     clock_skew_seconds: float = 0.0
     note: str = ""
+    stages: tuple[StageReport, ...] = ()
+
+    def of_unit(self, unit: int) -> PeerRecord | None:
+        """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
+        for stage in self.stages:
+            if stage.unit == unit:
+                return replace(
+                    self, role="trainer", round=stage.round, lineage=stage.lineage, digest=stage.digest,
+                    lineage_tokens=stage.lineage_tokens,
+                )  # fmt: skip
+        return None
 
     def to_payload(self) -> dict[str, Any]:
         """Plain values for `seal_record`: text cut to its limits, and values that are not finite as 0 or None."""
@@ -224,6 +261,7 @@ class PeerRecord:
         values["last_rounds"] = [
             {**vars(report), "reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
         ]
+        values["stages"] = [dict(vars(stage)) for stage in self.stages[:MAX_STAGES]]
         return values
 
     @classmethod
@@ -312,6 +350,26 @@ def _reports(name: str, value: Any) -> tuple[RoundReport, ...]:
     return tuple(reports)
 
 
+def _stages(name: str, value: Any) -> tuple[StageReport, ...]:
+    _expect(isinstance(value, list) and len(value) <= MAX_STAGES, name, f"is not a list of up to {MAX_STAGES}")
+    stages = []
+    for stage in value:
+        _expect(isinstance(stage, dict) and set(stage) == set(_STAGE_CHECKS), name, "holds something else")
+        stages.append(StageReport(**{key: check(key, stage[key]) for key, check in _STAGE_CHECKS.items()}))
+    _expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")
+    return tuple(stages)
+
+
+_STAGE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "unit": _count,
+    "round": _count,
+    "lineage": _hash,
+    "digest": _hash,
+    "lineage_tokens": _count,
+    "tokens_per_second": _amount,
+    "waiting": _count,
+    "samples": _count,
+}
 _REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "round": _count,
     "committed": _boolean,
@@ -351,4 +409,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "diverged": _boolean,
     "clock_skew_seconds": _number,
     "note": _text(MAX_NOTE_CHARS),
+    "stages": _stages,
 }

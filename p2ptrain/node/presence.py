@@ -93,6 +93,8 @@ class Presence:
         self._sequence = 0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self.on_records: Callable[[list[tuple[PeerRecord, int, float]]], None] = lambda records: None
+        """Called with what was read, each time: records, their sequences, and when they expire."""
         self.directory_answers = True
         """Whether the last look-up was answered."""
 
@@ -131,6 +133,7 @@ class Presence:
         for record, sequence, expires_at in records or []:
             self._membership.update(record, sequence, expires_at)
         self._membership.forget_expired()
+        self.on_records(records or [])
         return records is not None
 
     async def _keep_publishing(self) -> None:

@@ -15,8 +15,10 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.network.records import (
     MAX_NOTE_CHARS,
     MAX_RECORD_BYTES,
+    MAX_STAGES,
     PeerRecord,
     RoundReport,
+    StageReport,
     open_record,
     peers_key,
     seal_record,
@@ -266,3 +268,78 @@ def test_missing_and_unknown_fields_are_refused() -> None:
 
 def test_swarms_have_keys_of_their_own() -> None:
     assert peers_key(SWARM) != peers_key(hashlib.sha256(SWARM).digest())
+
+
+# Stages
+
+STAGES = (
+    StageReport(2, 7, b"l" * 32, b"d" * 32, 1 << 40, 1234.5, 3, 96),
+    StageReport(4, 7, b"m" * 32, b"e" * 32, 1 << 41),
+)
+
+
+def test_stages_survive_the_wire() -> None:
+    hosting = record(role="stage", stages=STAGES)
+    opened = open_record(sealed(hosting.to_payload()), "peer", SWARM, BOB)
+    assert PeerRecord.from_payload("alice", opened.payload) == hosting
+
+
+def test_a_peer_hosts_sixty_four_stages_at_most() -> None:
+    many = tuple(StageReport(unit, 2**62, b"l" * 32, b"d" * 32, 2**62, 1e9, 2**62, 2**62) for unit in range(70))
+    sent = record(stages=many)
+    opened = open_record(sealed(sent.to_payload()), "peer", SWARM, BOB)
+    assert PeerRecord.from_payload("alice", opened.payload).stages == many[:MAX_STAGES]
+    payload = sent.to_payload()
+    payload["stages"] = [dict(vars(stage)) for stage in many]
+    with pytest.raises(IntegrityError, match="stages is not a list of up to 64"):
+        PeerRecord.from_payload("alice", payload)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("unit", -1),
+        ("unit", "2"),
+        ("unit", True),
+        ("round", 1.0),
+        ("round", 2**63),
+        ("lineage", b"short"),
+        ("digest", "d" * 32),
+        ("lineage_tokens", None),
+        ("tokens_per_second", float("inf")),
+        ("tokens_per_second", float("nan")),
+        ("tokens_per_second", -1.0),
+        ("waiting", -1),
+        ("samples", 0.5),
+    ],
+)
+def test_a_field_of_a_stage_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
+    payload = record(stages=STAGES).to_payload()
+    payload["stages"][1][name] = value
+    with pytest.raises(IntegrityError, match=name):
+        PeerRecord.from_payload("alice", payload)
+
+
+@pytest.mark.parametrize(
+    "stages", [None, {}, "stages", [1], [[]], [{}], [{"unit": 1}], [dict(vars(STAGES[0]), admin=True)]]
+)
+def test_what_is_no_list_of_stages_is_refused(stages: Any) -> None:
+    with pytest.raises(IntegrityError, match="stages"):
+        PeerRecord.from_payload("alice", record().to_payload() | {"stages": stages})
+
+
+def test_a_stage_that_is_named_twice_is_refused() -> None:
+    with pytest.raises(IntegrityError, match="stages names a stage twice"):
+        PeerRecord.from_payload("alice", record(stages=(STAGES[0], STAGES[0])).to_payload())
+
+
+def test_a_host_is_one_of_each_swarm_whose_unit_it_averages_and_of_no_other() -> None:
+    hosting = record(role="stage", round=0, stages=STAGES)
+    for stage in STAGES:
+        seen = hosting.of_unit(stage.unit)
+        assert seen is not None
+        assert (seen.role, seen.state, seen.peer) == ("trainer", hosting.state, hosting.peer)
+        assert (seen.round, seen.lineage) == (stage.round, stage.lineage)
+        assert (seen.digest, seen.lineage_tokens) == (stage.digest, stage.lineage_tokens)
+    assert hosting.of_unit(0) is None
+    assert record().of_unit(0) is None
