@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.signing import Signer
@@ -25,6 +25,7 @@ NO_AUXILIARIES = (
 )
 """What is said to those that would be one."""
 
+MAX_PIPELINE_STAGES = 256
 MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
 """The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
@@ -259,6 +260,43 @@ class AveragingSpec(Section):
         return self
 
 
+class PipelineSpec(Section):
+    """How a model that is too large for one volunteer is cut into stages."""
+
+    stages: Annotated[int, Field(ge=1, le=MAX_PIPELINE_STAGES)] | Literal["auto"] = 1
+    """How many stages of equal work; 1: every trainer holds the whole model. ``auto``: as few as fit into
+    ``stage_memory``."""
+    cuts: tuple[int, ...] = ()
+    """Instead of ``stages``: the blocks at which the second stage and those after it begin."""
+    stage_memory: int = Field(0, ge=0, le=1 << 50)
+    """With ``stages = "auto"``: the bytes that a volunteer has for a stage, its optimizer and activations included."""
+    codec: Literal["int8", "int8a", "int4", "int4a", "fp16", "bf16", "fp32"] = "int8"
+    """How activations and their gradients travel."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model is cut at all."""
+        return self.stages != 1 or bool(self.cuts)
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _is_a_number_or_auto(cls, value: Any) -> Any:
+        if value != "auto" and (type(value) is not int or not 1 <= value <= MAX_PIPELINE_STAGES):
+            raise ValueError(f'{value!r} is no number of stages: give 1 to {MAX_PIPELINE_STAGES}, or "auto"')
+        return value
+
+    @model_validator(mode="after")
+    def _says_one_thing(self) -> PipelineSpec:
+        if self.cuts and self.stages != 1:
+            raise ValueError(f"pipeline.stages = {self.stages!r} and pipeline.cuts: give one of them")
+        if (self.stages == "auto") != (self.stage_memory > 0):
+            raise ValueError(
+                f"pipeline.stages = {self.stages!r} with pipeline.stage_memory = {self.stage_memory}: the memory of a"
+                ' stage, in bytes, goes with stages = "auto", and with nothing else'
+            )
+        return self
+
+
 class Manifest(Section):
     """Everything that peers of one swarm must agree on."""
 
@@ -270,10 +308,32 @@ class Manifest(Section):
     data: DataSpec = DataSpec()
     training: TrainingSpec = TrainingSpec()
     averaging: AveragingSpec = AveragingSpec()
+    pipeline: PipelineSpec = PipelineSpec()
+
+    @model_validator(mode="after")
+    def _training_fits_pipeline(self) -> Manifest:
+        spec = self.training
+        if not self.pipeline.is_used:
+            return self
+        if spec.every != 1:
+            raise ValueError(
+                f"training.every = {spec.every} does not go with a pipeline, whose stages step together after every"
+                " global batch: set training.every = 1"
+            )
+        if spec.global_batch % spec.local_batch:
+            raise ValueError(
+                f"training.local_batch = {spec.local_batch}, the samples of a microbatch, must divide"
+                f" training.global_batch = {spec.global_batch}"
+            )
+        return self
 
     def to_bytes(self) -> bytes:
-        """Canonical msgpack: the same manifest gives the same bytes everywhere."""
-        return canonical_bytes(self.model_dump(mode="json"))
+        """Canonical msgpack: the same manifest gives the same bytes everywhere.
+
+        Without a pipeline there is no word of it, so that swarms keep their names from before there were any.
+        """
+        exclude = None if self.pipeline.is_used else {"pipeline"}
+        return canonical_bytes(self.model_dump(mode="json", exclude=exclude))
 
     @property
     def digest(self) -> bytes:

@@ -110,6 +110,27 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
         ({"averaging": {"small_values": 0}}, "averaging.small_values"),
         ({"averaging": {"feedback_decay": 1.01}}, "averaging.feedback_decay"),
         ({"averaging": {"codec": "topk", "feedback_decay": -0.1}}, "averaging.feedback_decay"),
+        ({"pipeline": {"stges": 2}}, "did you mean 'stages'"),
+        ({"pipeline": {"stages": 0}}, 'pipeline.stages: 0 is no number of stages: give 1 to 256, or "auto"'),
+        ({"pipeline": {"stages": 257}}, "give 1 to 256"),
+        ({"pipeline": {"stages": "many"}}, "'many' is no number of stages"),
+        ({"pipeline": {"stages": 2.5}}, "2.5 is no number of stages"),
+        ({"pipeline": {"stages": True}}, "True is no number of stages"),
+        ({"pipeline": {"stages": 3, "cuts": [1]}}, "pipeline.stages = 3 and pipeline.cuts: give one of them"),
+        ({"pipeline": {"stages": "auto"}}, 'goes with stages = "auto"'),
+        ({"pipeline": {"stage_memory": 1 << 30}}, 'goes with stages = "auto"'),
+        ({"pipeline": {"stages": 2, "stage_memory": 1 << 30}}, "pipeline.stages = 2 with pipeline.stage_memory"),
+        ({"pipeline": {"stages": "auto", "stage_memory": -1}}, "pipeline.stage_memory"),
+        ({"pipeline": {"stages": "auto", "stage_memory": 1 << 30, "cuts": [1]}}, "give one of them"),
+        ({"pipeline": {"cuts": [1.5]}}, "pipeline.cuts"),
+        ({"pipeline": {"codec": "topk"}}, "pipeline.codec"),
+        ({"pipeline": {"stages": 2}}, "training.every = 32 does not go with a pipeline"),
+        ({"pipeline": {"stages": 2}}, "set training.every = 1"),
+        ({"pipeline": {"cuts": [2]}}, "set training.every = 1"),
+        (
+            {"pipeline": {"stages": 2}, "training": {"every": 1, "global_batch": 10, "local_batch": 4}},
+            "training.local_batch = 4, the samples of a microbatch, must divide training.global_batch = 10",
+        ),
         ({"name": ""}, "name"),
         ({"model": 3}, "model"),
     ],
@@ -135,3 +156,45 @@ def test_an_adam_that_moves_parameters_by_their_own_size_is_refused() -> None:
         parse_manifest({"training": {"outer": "adam"}}, "a")
     parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.01}}, "a")
     parse_manifest({"training": {"outer": "adam", "outer_epsilon": 0.1}}, "a")
+
+
+@pytest.mark.parametrize(
+    ("values", "digest"),
+    [
+        ({}, "22e7257fb631e12ce5a7d4b24d069b471c8a165935862f00d843ec55d7673417"),
+        (
+            {
+                "name": "tiny shakespeare",
+                "model": {"layers": 6, "tied_embeddings": False},
+                "training": {"every": 1, "global_batch": 64},
+                "averaging": {"codec": "topk"},
+            },
+            "fb4e43ef55803769d259db957c2d913aaada2dce45b43f49615075bf19c0230f",
+        ),
+    ],
+)
+def test_swarms_without_a_pipeline_keep_the_names_from_before_there_were_any(
+    values: dict[str, Any], digest: str
+) -> None:
+    """The digests are of the version before manifests had this section."""
+    assert parse_manifest(values, "a").digest.hex() == digest
+    unused = values | {"pipeline": {"stages": 1, "codec": "fp32"}}
+    assert parse_manifest(unused, "a").digest.hex() == digest, "whatever is said of stages that there are not"
+    assert "pipeline" not in msgpack.unpackb(parse_manifest(unused, "a").to_bytes())
+
+
+def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:
+    digests = set()
+    for pipeline in (
+        {"stages": 2},
+        {"stages": 3},
+        {"cuts": [1, 3]},
+        {"cuts": [3]},
+        {"stages": "auto", "stage_memory": 1 << 30},
+        {"stages": 2, "codec": "fp16"},
+    ):
+        manifest = parse_manifest({"training": {"every": 1}, "pipeline": pipeline}, "a")
+        signed = SignedManifest.create(manifest, ALICE)
+        assert SignedManifest.from_bytes(signed.to_bytes(), manifest.digest, MALLORY).manifest == manifest
+        digests.add(manifest.digest)
+    assert len(digests) == 6
