@@ -20,6 +20,8 @@ from dataclasses import dataclass, replace
 MAX_REPORTS = 4096
 LONGEST_BATCH_SECONDS = 86400.0
 PATIENCE = 2.0
+HOLD_SECONDS = 8.0
+"""Those that hold samples say so every few seconds."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Report:
 
     Attributes:
         samples: Samples that it has for this round.
-        batch_samples: Of which in its last local batch.
+        batch_samples: Of which in its last local batch; 0 from who does not compute in batches of its own.
         batch_seconds: How long that took.
         reported_at: When it said so, on the leader's clock.
     """
@@ -52,6 +54,7 @@ class GlobalBatch:
         self._pace: dict[str, float] = {} if pace is None else pace
         self._reports: dict[str, Report] = {}
         self._idle: set[str] = set()
+        self._held: dict[str, tuple[int, float]] = {}
 
     @property
     def peers(self) -> Collection[str]:
@@ -81,6 +84,34 @@ class GlobalBatch:
         self.report(peer, replace(before, samples=samples))
         self._idle.add(peer)
 
+    def grant(self, peer: str, held: int, wanted: int, now: float) -> int:
+        """Of the samples that a peer is asked to take on, how many there is room for in this round.
+
+        What a peer holds that says nothing any more is given to others: it may have died with it.
+
+        Args:
+            peer: Which.
+            held: Samples that it has taken on for this round before, done or not.
+            wanted: Samples that others would like it to take on.
+            now: The leader's time.
+        """
+        self._held.pop(peer, None)
+        others = {*self._held, *self._reports}.difference([peer])
+        taken = sum(max(self._holds(other, now), self._samples_of(other)) for other in others)
+        if len(self._held) >= MAX_REPORTS:
+            return 0
+        granted = min(wanted, max(0, self.target - taken - held))
+        self._held[peer] = held + granted, now
+        return granted
+
+    def _holds(self, peer: str, now: float) -> int:
+        held, said_at = self._held.get(peer, (0, now))
+        return held if now - said_at < HOLD_SECONDS else 0
+
+    def _samples_of(self, peer: str) -> int:
+        report = self._reports.get(peer)
+        return report.samples if report is not None else 0
+
     def should_begin(self, peer: str, expected: Collection[str], now: float) -> bool:
         """Whether a peer that reported should compute another local batch; notes what it is going to do.
 
@@ -90,7 +121,7 @@ class GlobalBatch:
             now: The leader's time.
         """
         own = self._reports.get(peer)
-        if own is None or not self.target:
+        if own is None or not self.target or not own.batch_samples:
             return True
         done_at = now + PATIENCE * own.batch_seconds
         others = {*self._reports, *expected}.difference(self._idle, [peer])

@@ -89,6 +89,7 @@ class Conductor:
         """Whether this peer leads nobody any more."""
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
+        rpc.serve("rally.pass", self._serve_pass)
         if spec.auxiliaries:
             rpc.serve_channel(LEND, self._serve_lend)
             rpc.serve(CALL_HEAD, self._serve_head)
@@ -272,25 +273,49 @@ class Conductor:
     async def _serve_report(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         head = Head.from_dict(request.get("head"))
         samples, batch, seconds = request.get("samples"), request.get("batch"), request.get("seconds")
+        held, wanted = request.get("held", 0), request.get("wanted", 0)
         if not (type(samples) is int and type(batch) is int and type(seconds) is float):
             raise IntegrityError("malformed report")
         if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
+            raise IntegrityError("a report with values out of range")
+        if not all(type(count) is int and 0 <= count < 1 << 40 for count in (held, wanted)):
             raise IntegrityError("a report with values out of range")
         self._membership.heard_from(peer)
         self._leaders.reached(peer)
         if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
             return {"closing": True}
-        return await self.take_report(peer, head, (samples, batch, seconds))
+        return await self.take_report(peer, head, (samples, batch, seconds), held, wanted)
 
-    async def take_report(self, peer: str, head: Head, told: tuple[int, int, float]) -> dict[str, Any]:
+    async def _serve_pass(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        head = Head.from_dict(request.get("head"))
+        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
+            return {"behind": True}
+        self._membership.heard_from(peer)
+        self.take_pass(peer, head)
+        return {"behind": False}
+
+    def take_pass(self, peer: str, head: Head) -> None:
+        """Note that a peer has nothing for the round after a head: nobody waits for it."""
+        rally = self.rally(head, self._cells.key_of(head, peer))
+        rally.passed.add(peer)
+        rally.stir()
+
+    async def take_report(
+        self, peer: str, head: Head, told: tuple[int, int, float], held: int = 0, wanted: int = 0
+    ) -> dict[str, Any]:
         """Note how far a peer is: samples, those of its last batch, its seconds. Answer once it is clear what to do.
 
         Returns:
-            ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch.
+            ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch. ``granted``:
+            of the samples that it would like to take on (see `GlobalBatch.grant`), how many it should.
         """
         loop = asyncio.get_running_loop()
         rally = self.rally(head, self._cells.key_of(head, peer))
+        rally.passed.discard(peer)
         rally.report(peer, Report(*told, loop.time()))
+        if held or wanted:
+            granted = 0 if rally.closing or rally.over else rally.batch.grant(peer, held, wanted, loop.time())
+            return {"closing": rally.closing or rally.batch.is_full or rally.over, "wait": False, "granted": granted}
         deadline = loop.time() + REPORT_WAIT_SECONDS
         while not (rally.closing or rally.batch.is_full or rally.over):
             if rally.batch.should_begin(peer, self._expected(rally), loop.time()):
@@ -311,6 +336,7 @@ class Conductor:
         peers.discard(self._rpc.peer_id)
         if self._place.participates and self._place.is_of(rally.key):
             peers.add(self._rpc.peer_id)
+        peers -= rally.passed
         return sorted({rally.slot_of(peer) for peer in peers if self._cells.includes(rally.key, peer)})
 
     async def _conduct(self, key: Key, rally: Rally) -> None:

@@ -22,6 +22,7 @@ from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
+from p2ptrain.averaging.standby import Standby
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -96,6 +97,8 @@ class Matchmaker:
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
         self._announcing: set[asyncio.Task[None]] = set()
         self._asking: tuple[str, asyncio.Task[Answer]] | None = None
+        self.standby = Standby(rpc, runtime, spec, membership, self._leaders, self._conductor, self._place)
+        """For who computes what others bring."""
         rpc.serve("rally.nudge", self._serve_nudge)
 
     @property
@@ -135,6 +138,7 @@ class Matchmaker:
         self._place.head = head
         self._place.running = None
         self._conductor.moved()
+        self.standby.moved()
         for peer in head.members:
             here = self.cells.includes(self._place.key, peer)
             if here and peer != self._rpc.peer_id and self._membership.is_news(peer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ class Place:
         following: The group for which it handed in a ticket, and to whom.
         closing: The group that should be formed with what this peer has.
         running: The attempt that this peer is in: which group, who put it together, and its members.
+        on_close: Called when the round in progress is to be closed with what this peer has, each time that it is said.
     """
 
     head: Head
@@ -34,6 +36,7 @@ class Place:
     following: tuple[Key, str] | None = None
     closing: Key | None = None
     running: tuple[Key, str, tuple[str, ...]] | None = None
+    on_close: Callable[[], None] = lambda: None
 
     @property
     def key(self) -> Key:
@@ -57,6 +60,7 @@ class Place:
         """Close the round in progress with what this peer has, if it is this one."""
         if key == self.key:
             self.closing = key
+            self.on_close()
 
 
 def probe_seconds(spec: AveragingSpec) -> float:

@@ -197,6 +197,7 @@ class Rally:
         slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.cells.Cells.slot`.
         members: By slot: tickets handed in, in order of arrival.
         lenders: By peer: offers of auxiliaries. Nobody waits for them.
+        passed: Peers that have nothing for this round. Nobody waits for them, either.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
     """
@@ -208,6 +209,7 @@ class Rally:
     slot_of: Callable[[str], str] = lambda peer: peer
     members: dict[str, _Member] = field(default_factory=dict)
     lenders: dict[str, _Lender] = field(default_factory=dict)
+    passed: set[str] = field(default_factory=set)
     closing: bool = False
     over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -231,6 +233,7 @@ class Rally:
             previous.answer.set_result({"kind": "refused", "reason": "a newer ticket replaced this one"})
         self.members.pop(slot, None)
         self.members[slot] = _Member(ticket, answer, avoid)
+        self.passed.discard(ticket.peer)
         self.batch.hand_in(ticket.peer, ticket.samples)
         self._first_ticket_at = now if self._first_ticket_at is None else self._first_ticket_at
         self.last_activity = now

@@ -169,6 +169,10 @@ class Follower:
         stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
         self._membership.mistrust(source, stalled=stalled)
 
+    def is_behind(self) -> bool:
+        """Whether a peer that is relied on announces a head that outranks this one's."""
+        return self._best_source() is not None
+
     def _best_source(self) -> str | None:
         best, source = self._state.head, None
         for record in self._membership.records():

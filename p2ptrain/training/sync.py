@@ -197,6 +197,14 @@ class Synchronizer:
         """Catch up with the best lineage that any known peer announces; whether this peer's head moved."""
         return await self._follower.follow_swarm(work)
 
+    async def follow(self, source: str, work: Work | None) -> bool:
+        """Catch up with one peer; whether that worked."""
+        return await self._follower.follow(source, work)
+
+    def is_behind(self) -> bool:
+        """Whether a known peer announces a head that outranks this one's."""
+        return self._follower.is_behind()
+
     # --- the main path --------------------------------------------------------------------------------------------
 
     async def synchronize(self, work: Work) -> RoundResult:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from p2ptrain.averaging.batch import GlobalBatch, Report
+from p2ptrain.averaging.batch import HOLD_SECONDS, MAX_REPORTS, GlobalBatch, Report
 
 LOOK_AGAIN_SECONDS = 0.25
 
@@ -107,3 +108,112 @@ def test_foresight_makes_no_more_and_costs_little_time(seconds: list[float], siz
     made, most = wise.run(), greedy.run()
     assert target <= made <= max(most, target + size * len(seconds))
     assert wise.full_at <= greedy.full_at + 2 * max(seconds) + 2 * LOOK_AGAIN_SECONDS
+
+
+# Samples that peers are asked to take on
+
+
+@dataclass
+class Holder:
+    """A peer that takes on what it is granted, and gets it done or loses it.
+
+    Attributes:
+        held: Samples that it has taken on, done or not.
+        done: Of which are done.
+        is_silent: Whether it says nothing any more.
+    """
+
+    held: int = 0
+    done: int = 0
+    is_silent: bool = False
+
+
+class Grants(RuleBasedStateMachine):
+    """Peers of one round that ask for samples, do them, give some up, and fall silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.batch = GlobalBatch(20)
+        self.peers = {name: Holder() for name in "abcd"}
+
+    @rule(name=st.sampled_from("abcd"), wanted=st.integers(0, 30), seconds=st.floats(0.0, 1.0))
+    def ask(self, name: str, wanted: int, seconds: float) -> None:
+        peer = self.peers[name]
+        if peer.is_silent:
+            return
+        self.tick(seconds)
+        self.say(name, wanted)
+
+    @rule(name=st.sampled_from("abcd"), samples=st.integers(1, 5))
+    def finish(self, name: str, samples: int) -> None:
+        peer = self.peers[name]
+        peer.done = min(peer.held, peer.done + samples)
+
+    @rule(name=st.sampled_from("abcd"), samples=st.integers(1, 5))
+    def give_up(self, name: str, samples: int) -> None:
+        peer = self.peers[name]
+        peer.held = max(peer.done, peer.held - samples)
+
+    @rule(name=st.sampled_from("abcd"))
+    def fall_silent(self, name: str) -> None:
+        self.peers[name].is_silent = True
+        self.tick(HOLD_SECONDS + 0.1)
+
+    def tick(self, seconds: float) -> None:
+        """Time passes, and those that live say every few seconds how far they are."""
+        self.now += seconds
+        for name, peer in self.peers.items():
+            if not peer.is_silent:
+                self.say(name, 0)
+
+    def say(self, name: str, wanted: int) -> None:
+        peer = self.peers[name]
+        self.batch.report(name, Report(peer.done, 0, 0.0, self.now))
+        granted = self.batch.grant(name, peer.held, wanted, self.now)
+        assert 0 <= granted <= wanted
+        peer.held += granted
+        assert granted == wanted or self.taken() == 20, "it is given what there is room for"
+
+    def taken(self) -> int:
+        """What those that speak hold, and what those that do not had done when they last spoke."""
+        silent = [name for name, peer in self.peers.items() if peer.is_silent]
+        spoken_for = sum(peer.held for peer in self.peers.values() if not peer.is_silent)
+        return spoken_for + sum(self.batch._samples_of(name) for name in silent)
+
+    @invariant()
+    def all_together_never_hold_more_than_the_target(self) -> None:
+        assert self.taken() <= 20
+
+
+TestGrants = Grants.TestCase
+TestGrants.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+def test_all_together_are_asked_to_take_on_the_global_batch_and_no_more() -> None:
+    batch = GlobalBatch(10)
+    assert batch.grant("a", 0, 6, 0.0) == 6
+    assert batch.grant("b", 0, 6, 0.1) == 4
+    assert batch.grant("c", 0, 6, 0.2) == 0
+    assert batch.grant("a", 6, 1, 0.3) == 0
+    assert batch.grant("b", 2, 0, 0.4) == 0, "it gave two of them up"
+    assert batch.grant("a", 6, 3, 0.5) == 2
+
+
+def test_what_a_silent_peer_holds_is_given_to_others_but_what_it_has_done_is_not() -> None:
+    batch = GlobalBatch(10)
+    batch.report("a", Report(3, 0, 0.0, 0.0))
+    assert batch.grant("a", 3, 7, 0.0) == 7
+    assert batch.grant("b", 0, 10, HOLD_SECONDS - 0.1) == 0
+    assert batch.grant("b", 0, 10, HOLD_SECONDS) == 7
+
+
+def test_without_a_global_batch_nothing_is_granted() -> None:
+    assert GlobalBatch(0).grant("a", 0, 5, 0.0) == 0
+
+
+def test_what_cannot_be_remembered_is_not_granted() -> None:
+    batch = GlobalBatch(10 * MAX_REPORTS)
+    batch._held = {str(number): (1, 0.0) for number in range(MAX_REPORTS - 1)}
+    assert batch.grant("the last one", 0, 1, 0.0) == 1
+    assert batch.grant("one more", 0, 1, 0.0) == 0
