@@ -1,0 +1,1 @@
+"""Pipeline stages: which blocks each has, which hosts a microbatch passes, and who hosts what."""

@@ -1,0 +1,88 @@
+"""One device, many microbatches: passes one at a time, backward before forward (1F1B).
+
+What is further on frees memory here and work upstream, so it goes first (Narayanan et al., *PipeDream*, 2019, section
+3.2). Passes of one kind are taken in order of arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeVar
+
+from p2ptrain.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class Pass(IntEnum):
+    """What goes first has the smaller number."""
+
+    UNDO = 0
+    BACKWARD = 1
+    FORWARD = 2
+
+
+class Device:
+    """Runs passes in the runtime's thread, one at a time.
+
+    Args:
+        runtime: Of the peer.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._waiting: list[tuple[Pass, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+        self._is_busy = False
+
+    @property
+    def num_waiting(self) -> int:
+        """Passes in the queue."""
+        return len(self._waiting)
+
+    async def run(self, kind: Pass, work: Callable[[], T], on_begin: Callable[[], None] = lambda: None) -> T:
+        """``work()`` in its turn; what it raises is raised here.
+
+        Cancelled, it does not run, or runs to its end if ``on_begin`` has been called.
+        """
+        if self._is_busy:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (kind, next(self._order), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._next()
+                raise
+        self._is_busy = True
+        on_begin()
+        return await asyncio.shield(self._finish(work))
+
+    def _finish(self, work: Callable[[], T]) -> asyncio.Task[T]:
+        async def finish() -> T:
+            try:
+                return await self._compute(work)
+            finally:
+                self._next()
+
+        task = asyncio.get_running_loop().create_task(finish(), name="device-pass")
+        # What it raises is nobody's business once who asked for it is gone.
+        task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
+        return task
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await self._runtime.compute(work)
+
+    def _next(self) -> None:
+        """Let the first in line go."""
+        self._is_busy = False
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                self._is_busy = True
+                turn.set_result(None)
+                return

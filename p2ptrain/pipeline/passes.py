@@ -1,0 +1,238 @@
+"""Passes of microbatches over a host's device: from wire form and back, and out of the sum of gradients again.
+
+The arithmetic is in `p2ptrain.pipeline.compute`, the queue in `p2ptrain.pipeline.device`. Here is what is around them:
+values are checked, tensors decoded and encoded, times taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import torch
+
+from p2ptrain.codecs.base import CodecError
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.pipeline.compute import LossPass, StageCompute
+from p2ptrain.pipeline.device import Device, Pass
+from p2ptrain.pipeline.messages import Hop, Payload, pack, unpack
+from p2ptrain.pipeline.routing import MEASURE_WEIGHT
+
+
+class BadMicrobatchError(P2PTrainError):
+    """A microbatch is not for this stage, or holds what no honest peer sends. The message says what."""
+
+
+@dataclass
+class Added:
+    """What takes a microbatch out of the sum again.
+
+    Attributes:
+        inputs: Of the stage.
+        back: What came back; on the last stage, the targets.
+        tokens: Its weight.
+        is_in: Whether it is in the sum; known on the device alone, between passes.
+    """
+
+    inputs: Payload
+    back: Payload
+    tokens: int
+    is_in: bool = False
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a pass that added to the sum gave.
+
+    Attributes:
+        loss: On the last stage: mean over the targets, in nats.
+        gradient: In the stage's inputs; None in the first stage.
+        seconds: In the queue and on the device.
+        added: What takes it out again.
+    """
+
+    loss: float
+    gradient: Payload | None
+    seconds: float
+    added: Added
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a forward pass gave.
+
+    Attributes:
+        payload: The stage's output.
+        seconds: In the queue and on the device.
+        busy_seconds: On the device alone.
+    """
+
+    payload: Payload
+    seconds: float
+    busy_seconds: float
+
+
+class Passes:
+    """Runs one stage's passes.
+
+    Args:
+        stage: The number of the stage.
+        num_stages: How many there are.
+        compute: Its arithmetic.
+        device: Where passes run.
+        codec: How activations and their gradients travel.
+        num_ids: On the first stage: what token ids are less than; 0 where inputs are no ids.
+        num_classes: On the last stage: what targets are less than.
+
+    Attributes:
+        tokens_per_second: What the device does, forward and backward, of late; 0 before it was measured.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        num_stages: int,
+        compute: StageCompute,
+        device: Device,
+        codec: str,
+        num_ids: int,
+        num_classes: int,
+    ) -> None:
+        self.tokens_per_second = 0.0
+        self._is_first = stage == 0
+        self._is_last = stage == num_stages - 1
+        self._compute = compute
+        self._device = device
+        self._codec = codec
+        self._num_ids = num_ids
+        self._num_classes = num_classes
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_waiting(self) -> int:
+        """Passes in the queue of the device."""
+        return self._device.num_waiting
+
+    def inputs_of(self, hop: Hop) -> torch.Tensor:
+        """The input, as the stage takes it.
+
+        Raises:
+            CodecError: A value is not finite.
+            BadMicrobatchError: A token id is none of the model's.
+        """
+        inputs = unpack(hop.inputs)
+        if self._is_first and self._num_ids and not 0 <= int(inputs.min()) <= int(inputs.max()) < self._num_ids:
+            raise BadMicrobatchError(f"{hop.id} has token ids that the model does not know")
+        return inputs
+
+    def _targets_of(self, hop: Hop) -> torch.Tensor:
+        targets = unpack(hop.targets)
+        if not 0 <= int(targets.min()) <= int(targets.max()) < self._num_classes:
+            raise BadMicrobatchError(f"{hop.id} has targets that the model does not know")
+        return targets
+
+    async def forward(self, inputs: torch.Tensor) -> Output:
+        """The stage's output, which the stage after it takes.
+
+        Raises:
+            NotFiniteError, CodecError: A value of it is not finite, or too large for the codec.
+        """
+        loop = asyncio.get_running_loop()
+        asked = began = loop.time()
+
+        def begin() -> None:
+            nonlocal began
+            began = loop.time()
+
+        output = await self._device.run(Pass.FORWARD, lambda: self._compute.forward(inputs), begin)
+        return Output(pack(output, self._codec), loop.time() - asked, loop.time() - began)
+
+    async def evaluate(self, hop: Hop, inputs: torch.Tensor) -> float:
+        """The last stage's loss alone, in nats; raises as `add_loss`."""
+        targets = self._targets_of(hop)
+        return await self._device.run(Pass.FORWARD, lambda: self._compute.evaluate(inputs, targets))
+
+    async def add_loss(self, hop: Hop, inputs: torch.Tensor) -> Passed:
+        """The last stage's forward and backward at once.
+
+        Raises:
+            NotFiniteError, CodecError: Loss or gradients are not finite, or too large for the codec.
+            BadMicrobatchError: A target is none of the model's.
+        """
+        return await self._add(Added(hop.inputs, hop.targets, hop.tokens), inputs, self._targets_of(hop), 0.0)
+
+    async def add_backward(self, hop: Hop, inputs: torch.Tensor, gradient: Payload, forward_seconds: float) -> Passed:
+        """The backward pass of any other stage.
+
+        Args:
+            hop: Which microbatch.
+            inputs: Of the stage.
+            gradient: In its output.
+            forward_seconds: That its forward pass took on the device.
+
+        Raises:
+            NotFiniteError, CodecError: Gradients are not finite, or too large for the codec.
+        """
+        return await self._add(Added(hop.inputs, gradient, hop.tokens), inputs, unpack(gradient), forward_seconds)
+
+    async def _add(self, added: Added, inputs: torch.Tensor, back: torch.Tensor, forward_seconds: float) -> Passed:
+        """Run a pass that adds to the sum; if nothing comes of it, what was added is taken out again."""
+        loop = asyncio.get_running_loop()
+        began: float | None = None
+        asked = loop.time()
+
+        def begin() -> None:
+            nonlocal began
+            began = loop.time()
+
+        def add() -> LossPass:
+            found = self._pass(inputs, back, float(added.tokens))
+            added.is_in = True
+            return found
+
+        try:
+            found = await self._device.run(Pass.BACKWARD, add, begin)
+        except asyncio.CancelledError:
+            if began is not None:  # It runs to its end, and passes run one at a time.
+                self.take_out(added)
+            raise
+        assert began is not None
+        self._measure(added.tokens, forward_seconds + loop.time() - began)
+        try:
+            gradient = None if found.gradient is None else pack(found.gradient, self._codec)
+        except CodecError:
+            self.take_out(added)
+            raise
+        return Passed(found.loss, gradient, loop.time() - asked, added)
+
+    def _pass(self, inputs: torch.Tensor, back: torch.Tensor, weight: float) -> LossPass:
+        if self._is_last:
+            return self._compute.loss(inputs, back, weight)
+        return LossPass(0.0, self._compute.backward(inputs, back, weight))
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        if seconds > 0:
+            rate, known = tokens / seconds, self.tokens_per_second
+            self.tokens_per_second = known + MEASURE_WEIGHT * (rate - known) if known else rate
+
+    def take_out(self, added: Added) -> None:
+        """Take a microbatch out of the sum again, if it is in it, by the same pass with the negated weight.
+
+        That may take until `until_taken_out` returns.
+        """
+        task = asyncio.create_task(self._take_out(added), name="undo")
+        self._undoing.add(task)
+        task.add_done_callback(self._undoing.discard)
+
+    async def _take_out(self, added: Added) -> None:
+        def undo() -> None:
+            if added.is_in:  # What ran when it was given up may have failed.
+                self._pass(unpack(added.inputs), unpack(added.back), -float(added.tokens))
+                added.is_in = False
+
+        await self._device.run(Pass.UNDO, undo)
+
+    async def until_taken_out(self) -> None:
+        """Return when nothing is being taken out any more."""
+        while self._undoing:
+            await asyncio.gather(*self._undoing)

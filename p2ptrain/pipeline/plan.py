@@ -1,0 +1,164 @@
+"""What a manifest makes of its model: the stages, and what is averaged beside them. A pure function, without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.manifest import Manifest
+from p2ptrain.models import estimate_memory_bytes, get_family, model_blocks
+from p2ptrain.models.family import Span, stage_shapes, stage_ties
+from p2ptrain.models.registry import PROCESS_BYTES
+from p2ptrain.pipeline.messages import IDS, Payload
+from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
+from p2ptrain.pipeline.placement import StageNeed
+
+MAX_SAMPLES = 1 << 16
+"""In one microbatch."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is averaged by itself: by the hosts of one stage, or, of tied embeddings, by those of two.
+
+    Attributes:
+        number: The stage's; the number of stages for what is tied.
+        stages: Whose hosts average it.
+        names: Its parameters, by the names that their owners use.
+        scale: What its mean has to be multiplied with: every one of its stages counts each token.
+    """
+
+    number: int
+    stages: tuple[int, ...]
+    names: tuple[str, ...]
+    scale: float = 1.0
+
+
+class PipelinePlan:
+    """The stages of a manifest's model.
+
+    Attributes:
+        manifest: As given.
+        spans: The blocks of each stage.
+
+    Raises:
+        ManifestError: The model cannot be cut like that.
+        IncompatibleError, UsageError: As `get_family`.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._family = get_family(manifest.model)
+        self._blocks = model_blocks(manifest.model)
+        self.spans = self._spans()
+
+    @property
+    def num_stages(self) -> int:
+        """How many stages there are."""
+        return len(self.spans)
+
+    def _spans(self) -> tuple[Span, ...]:
+        spec, pipeline = self.manifest.model, self.manifest.pipeline
+        if pipeline.cuts:
+            return explicit(pipeline.cuts, len(self._blocks))
+        if pipeline.stages == "auto":
+            return self._within_memory(pipeline.stage_memory)
+        return equal_work(self._family.work(spec), pipeline.stages)
+
+    def _memory(self, span: Span) -> int:
+        return estimate_memory_bytes(self.manifest.model, self.manifest.training, span) - PROCESS_BYTES
+
+    def _within_memory(self, max_bytes: int) -> tuple[Span, ...]:
+        sizes = [self._memory(Span(number, number + 1)) for number in range(len(self._blocks))]
+        largest = max(range(len(sizes)), key=lambda number: sizes[number])
+        if sizes[largest] + PROCESS_BYTES > max_bytes:
+            raise ManifestError(
+                f"pipeline.stage_memory = {max_bytes} bytes is not enough for a stage of block {largest} alone"
+                f" ({self._blocks[largest].name}), which takes {sizes[largest] + PROCESS_BYTES}: {PROCESS_BYTES} of it"
+                " by a process that has loaded torch"
+            )
+        return within_memory(sizes, max_bytes - PROCESS_BYTES)
+
+    @cached_property
+    def needs(self) -> tuple[StageNeed, ...]:
+        """What hosting each stage takes: work of one sample, and memory."""
+        work = self._family.work(self.manifest.model)
+        return tuple(
+            StageNeed(float(sum(work[slice(*span)])), self._memory(span) + PROCESS_BYTES) for span in self.spans
+        )
+
+    @cached_property
+    def tied(self) -> Unit | None:
+        """Parameters that hosts of two stages hold and keep equal; None where there are none."""
+        holders: dict[str, set[int]] = {}
+        for stage, span in enumerate(self.spans):
+            ties = stage_ties(self._blocks, span)
+            for name in stage_shapes(self._blocks, span):
+                holders.setdefault(ties.get(name, name), set()).add(stage)
+        shared = {name: tuple(sorted(stages)) for name, stages in holders.items() if len(stages) > 1}
+        if not shared:
+            return None
+        stages = next(iter(shared.values()))
+        if any(other != stages for other in shared.values()):
+            raise ManifestError("this model ties parameters of several pairs of stages: cut it elsewhere")
+        return Unit(self.num_stages, stages, tuple(sorted(shared)), float(len(stages)))
+
+    def own(self, stage: int) -> Unit:
+        """What the hosts of a stage average among themselves."""
+        tied = self.tied.names if self.tied is not None else ()
+        ties = stage_ties(self._blocks, self.spans[stage])
+        names = stage_shapes(self._blocks, self.spans[stage])
+        return Unit(stage, (stage,), tuple(name for name in names if ties.get(name, name) not in tied))
+
+    def local_names(self, stage: int, unit: Unit) -> dict[str, str]:
+        """A unit's parameters: the owners' names, to those that a stage's module has for them."""
+        ties = stage_ties(self._blocks, self.spans[stage])
+        local = {ties.get(name, name): name for name in stage_shapes(self._blocks, self.spans[stage])}
+        return {name: local[name] for name in unit.names}
+
+    def units(self, stage: int) -> tuple[Unit, ...]:
+        """All that a host of a stage averages: what is the stage's own first."""
+        tied = self.tied
+        return (self.own(stage), *([tied] if tied is not None and stage in tied.stages else []))
+
+    def swarm_of(self, unit: int) -> bytes:
+        """The swarm in which a unit is averaged: 32 bytes."""
+        return hashlib.sha256(b"p2ptrain unit" + unit.to_bytes(4, "big") + self.manifest.digest).digest()
+
+    def check(self, stage: int, inputs: Payload, targets: Payload, samples: int, tokens: int) -> None:
+        """Refuse what no honest peer sends to a stage.
+
+        Raises:
+            ValueError: Shape or codec of the input, the shape of the targets, or the count of tokens, is impossible.
+        """
+        spec, family, shape = self.manifest.model, self._family, tuple(inputs.shape)
+        if samples > MAX_SAMPLES:
+            raise ValueError(f"{samples} samples are more than a microbatch may have, {MAX_SAMPLES}")
+        sample, length = family.inputs(spec), family.tokens(spec)
+        if family.reads_text:
+            length = targets.shape[1] if len(targets.shape) == 2 else 0
+            sample = (length,)
+            good = tuple(targets.shape) == (samples, length) and 0 < length <= spec.context
+        else:
+            good = tuple(targets.shape) == (samples,)
+        expected = (samples, *sample) if stage == 0 else (samples, length, spec.hidden)
+        if not good or tokens != math.prod(targets.shape):
+            raise ValueError(f"targets of shape {list(targets.shape)} for {samples} samples and {tokens} tokens")
+        if shape != expected:
+            raise ValueError(f"stage {stage} takes an input of shape {list(expected)}, not {list(shape)}")
+        codec = IDS if stage == 0 and family.reads_text else self.manifest.pipeline.codec
+        if inputs.codec != codec:
+            raise ValueError(f"stage {stage} takes {codec}: it does not take {inputs.codec}")
+
+    @property
+    def num_classes(self) -> int:
+        """What targets are less than."""
+        return self._family.outputs(self.manifest.model)
+
+    @property
+    def num_ids(self) -> int:
+        """What inputs of the first stage are less than; 0 where they are no ids."""
+        return self.manifest.model.vocabulary if self._family.reads_text else 0

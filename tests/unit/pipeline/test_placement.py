@@ -1,0 +1,95 @@
+"""Who hosts what: the slowest stage is helped, nothing goes back and forth, and no stage is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.errors import ResourceError
+from p2ptrain.pipeline.placement import Host, StageNeed, best_move, choose, rates
+
+NEEDS = st.lists(st.builds(StageNeed, work=st.floats(0.5, 4), memory=st.integers(0, 8)), min_size=1, max_size=4)
+
+
+def hosts_of(stages: list[int], speeds: list[float], memory: list[int] | None = None) -> list[Host]:
+    sizes = memory or [100] * len(stages)
+    return [
+        Host(f"peer{number}", stage, speed, size)
+        for number, (stage, speed, size) in enumerate(zip(stages, speeds, sizes, strict=True))
+    ]
+
+
+def settled(needs: list[StageNeed], hosts: list[Host], limit: int = 1000) -> tuple[list[Host], int]:
+    """Hosts after all moves, and how many those were."""
+    for moves in range(limit):
+        move = best_move(needs, hosts)
+        if move is None:
+            return hosts, moves
+        assert move.source == next(host.stage for host in hosts if host.peer == move.peer)
+        hosts = [replace(host, stage=move.target) if host.peer == move.peer else host for host in hosts]
+    raise AssertionError("moves never end")
+
+
+@given(NEEDS, st.data())
+def test_moves_end_leave_no_stage_uncovered_and_never_slow_the_swarm(
+    needs: list[StageNeed], data: st.DataObject
+) -> None:
+    stages = data.draw(st.lists(st.integers(0, len(needs) - 1), min_size=1, max_size=12))
+    speeds = data.draw(st.lists(st.floats(0.1, 10), min_size=len(stages), max_size=len(stages)))
+    memory = [max(8, needs[stage].memory) for stage in stages]
+    hosts = hosts_of(stages, speeds, memory)
+    after, _ = settled(needs, hosts)
+    before_rates, after_rates = rates(needs, hosts), rates(needs, after)
+    assert min(after_rates) >= min(before_rates) * (1 - 1e-9)
+    assert all(rate > 0 for rate, before in zip(after_rates, before_rates, strict=True) if before > 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_hosts_end_up_as_well_as_any_placement_could(seed: int) -> None:
+    random = Random(seed)
+    needs = [StageNeed(random.choice([1.0, 2.0, 3.0])) for _ in range(3)]
+    count = random.randrange(4, 9)
+    hosts = hosts_of([0] * count, [1.0] * count)
+    after, _ = settled(needs, hosts)
+    best = max(
+        min(rates(needs, hosts_of(list(placement), [1.0] * count))) for placement in product(range(3), repeat=count)
+    )
+    assert min(rates(needs, after)) >= best / 1.05
+
+
+def test_a_newcomer_hosts_what_nobody_does_else_the_slowest() -> None:
+    needs = [StageNeed(1.0), StageNeed(2.0), StageNeed(1.0)]
+    chosen = choose(needs, hosts_of([0, 2], [1.0, 1.0]), 1.0, 100)
+    assert (chosen.stage, chosen.reason) == (1, "nobody hosts it")
+    chosen = choose(needs, hosts_of([0, 1, 1, 2], [5.0, 1.0, 1.0, 3.0]), 1.0, 100)
+    assert (chosen.stage, chosen.reason) == (1, "it is the slowest, with 2 hosts")
+
+
+def test_a_newcomer_hosts_only_what_it_has_room_for_and_is_told_what_fits_nowhere() -> None:
+    needs = [StageNeed(1.0, 3_000_000_000), StageNeed(1.0, 1_000_000_000)]
+    chosen = choose(needs, hosts_of([1], [9.0]), 1.0, 2_000_000_000)
+    assert chosen.stage == 1
+    chosen = choose(needs, hosts_of([0, 1], [1.0, 9.0]), 1.0, 2_000_000_000)
+    assert chosen.reason == "it is the slowest that fits into 2.00 GB, with 1 host"
+    with pytest.raises(ResourceError, match=r"smallest, stage 1, takes 1.00 GB"):
+        choose(needs, [], 1.0, 500_000_000)
+
+
+def test_the_last_host_of_a_stage_stays() -> None:
+    needs = [StageNeed(1.0), StageNeed(1.0)]
+    assert best_move(needs, hosts_of([0], [5.0])) is None
+    move = best_move(needs, hosts_of([0, 0], [5.0, 1.0]))
+    assert move is not None
+    assert (move.peer, move.target) == ("peer1", 1)  # Either would do; the slower one is missed less.
+    assert move.reason == "nobody hosts it; stage 0 keeps 1 host"
+
+
+def test_small_differences_move_nobody() -> None:
+    needs = [StageNeed(1.0), StageNeed(1.0)]
+    assert best_move(needs, hosts_of([0, 0, 1], [1.0, 0.04, 1.0])) is None
+    assert best_move(needs, hosts_of([0, 0, 1], [1.2, 1.1, 1.0])) is not None
