@@ -264,6 +264,10 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         self._frozen.setdefault(owner, [])
         self._owned = True
 
+    def is_frozen(self, owner: object) -> bool:
+        """Whether `freeze` holds."""
+        return owner in self._frozen
+
     def thaw(self, owner: object) -> None:
         """Run what ``owner`` missed, in order, and what comes."""
         self._ready.extend(self._frozen.pop(owner, ()))

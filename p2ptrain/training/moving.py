@@ -1,0 +1,178 @@
+"""A host that moves to another stage when that helps the pipeline more.
+
+All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`); whom it concerns
+waits a random time and looks again, so that one moves at a time. It takes on the other stage while it serves its own,
+and leaves only with the promise of another host of that stage to stay, which gives none while it is leaving itself. So
+no stage loses its last host by a move, whatever two hosts do at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.pipeline.placement import Host, Move, best_move
+from p2ptrain.runtime import Runtime
+from p2ptrain.training.hosted_stage import HostedStage
+from p2ptrain.training.pipeline_view import PipelineView
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 15.0
+LONGEST_WAIT_SECONDS = 10.0
+"""The random wait before a move."""
+LEAST_STAY_SECONDS = 90.0
+"""Between two moves of one host: what a stage gains by it has to show first."""
+PROMISE_SECONDS = 120.0
+MAX_ASKED = 4
+CALL_SECONDS = 5.0
+
+
+class Mover:
+    """Hosts a stage, and moves to another one when that is better.
+
+    Args:
+        view: Who hosts what.
+        rpc: To ask for promises.
+        runtime: Chance.
+        hosted: What is hosted in the beginning; ready to run.
+        take_on: Makes another stage ready to run: its state is taken on, and it takes part.
+        memory: What this peer has for a stage, in bytes.
+        may_move: Whether it may move at all; its owner may have chosen the stage.
+
+    Attributes:
+        hosted: What is hosted now.
+        on_moved: Called when that is another stage; the one before is closed.
+    """
+
+    def __init__(
+        self,
+        view: PipelineView,
+        rpc: Rpc,
+        runtime: Runtime,
+        hosted: HostedStage,
+        take_on: Callable[[int], Awaitable[HostedStage]],
+        memory: int = 1 << 62,
+        *,
+        may_move: bool = True,
+    ) -> None:
+        self.hosted = hosted
+        self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
+        self._view = view
+        self._rpc = rpc
+        self._runtime = runtime
+        self._take_on = take_on
+        self._memory = memory
+        self._may_move = may_move
+        self._is_leaving = False
+        self._is_stopping = False
+        loop = asyncio.get_running_loop()
+        self._promised_until = loop.time()
+        self._since = loop.time()
+        rpc.serve("pipeline.stay", self._serve_stay)
+
+    def stop(self) -> None:
+        """Let `run` end with the round in progress averaged as it is."""
+        self._is_stopping = True
+        self.hosted.rounds.stop()
+
+    async def run(self) -> None:
+        """Host until stopped, or the last round."""
+        hosting = asyncio.create_task(self.hosted.run(), name=f"stage-{self.hosted.number}")
+        try:
+            while True:
+                done, _ = await asyncio.wait({hosting}, timeout=LOOK_SECONDS * self._runtime.random.uniform(0.7, 1.3))
+                if done or self._is_stopping:
+                    break
+                move = await self._considered()
+                if move is not None and not hosting.done():
+                    hosting = await self._move(move, hosting)
+            await hosting
+        finally:
+            hosting.cancel()
+            await asyncio.gather(hosting, return_exceptions=True)
+
+    # Deciding
+
+    def _best(self) -> Move | None:
+        """The best move of all, if it is one of this peer's and nothing is against it."""
+        now = asyncio.get_running_loop().time()
+        if (
+            not self._may_move
+            or now < self._since + LEAST_STAY_SECONDS
+            or now < self._promised_until
+            or self.hosted.rounds.is_done
+        ):
+            return None
+        needs, number = self._view.plan.needs, self.hosted.number
+        speed = self.hosted.host.tokens_per_second * needs[number].work or self._view.medium_speed()
+        own = Host(self._rpc.peer_id, number, speed, self._memory)
+        move = best_move(needs, [*self._view.hosts(), own])
+        return move if move is not None and move.peer == own.peer else None
+
+    async def _considered(self) -> Move | None:
+        """The best move, if it is one of this peer's still after a random wait."""
+        first = self._best()
+        if first is None:
+            return None
+        await asyncio.sleep(LONGEST_WAIT_SECONDS * self._runtime.random.random())
+        again = self._best()
+        return again if again is not None and again.target == first.target else None
+
+    # Moving
+
+    async def _move(self, move: Move, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Take on the other stage, then leave this one; what is hosted afterwards."""
+        before = self.hosted
+        self._is_leaving = True
+        try:
+            if not await self._promised(before):
+                logger.info("staying with stage %d: no other host promises to stay", before.number)
+                return hosting
+            logger.info("moving from stage %d to stage %d: %s", move.source, move.target, move.reason)
+            try:
+                after = await self._take_on(move.target)
+            except P2PTrainError as error:
+                logger.warning("staying with stage %d: %s", before.number, error)
+                return hosting
+            following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
+            before.rounds.stop()
+            await asyncio.gather(hosting, return_exceptions=True)
+            self.hosted = after
+            await before.close()
+            self.on_moved(after)
+            if self._is_stopping:
+                after.rounds.stop()
+            return following
+        finally:
+            self._is_leaving = False
+            self._since = asyncio.get_running_loop().time()
+
+    async def _promised(self, leaving: HostedStage) -> bool:
+        """Whether another host of the stage, that is as far as this one, promises to stay."""
+        others = [host.peer for host in self._view.hosts() if host.stage == leaving.number]
+        self._runtime.random.shuffle(others)
+        request = {"stage": leaving.number, "round": leaving.host.ledger.round}
+        for other in others[:MAX_ASKED]:
+            try:
+                reply = await self._rpc.call(other, "pipeline.stay", request, CALL_SECONDS)
+            except (PeerError, DeadlineError) as error:
+                logger.debug("host %s promises nothing: %s", other[-8:], error)
+                continue
+            if reply.get("stays") is True:
+                return True
+        return False
+
+    async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        stage, round = request.get("stage"), request.get("round")
+        if type(stage) is not int or type(round) is not int:
+            raise ProtocolError(peer, "asked for no promise")
+        ledger = self.hosted.host.ledger
+        stays = stage == self.hosted.number and not (self._is_leaving or self._is_stopping) and ledger.round >= round
+        if stays:
+            self._promised_until = asyncio.get_running_loop().time() + PROMISE_SECONDS
+        return {"stays": stays}

@@ -1,0 +1,118 @@
+"""What a peer knows of a pipeline from the directory's records: who hosts which stage, and where the stages stand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Awaitable, Callable
+
+from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.pipeline.hops import News
+from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.placement import Host
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.routing import HostState, Router
+from p2ptrain.runtime import Runtime
+
+UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
+"""Of a peer that is going to host a stage: before and after it has chosen which."""
+
+
+class PipelineView:
+    """Keeps routes and memberships current; `p2ptrain.node.presence` feeds it.
+
+    Attributes:
+        plan: The stages.
+        local: This peer's own hosts, by stage.
+    """
+
+    def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
+        self.plan = plan
+        self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
+        self._peer_id = peer_id
+        self._runtime = runtime
+        self._memberships: dict[int, Membership] = {}
+        self._routers: list[Router] = []
+        self._records: dict[str, tuple[PeerRecord, int, float]] = {}
+        self._own_sequence = 0
+
+    def membership(self, unit: int) -> Membership:
+        """Who averages a unit."""
+        if unit not in self._memberships:
+            made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
+            for record, sequence, expires_at in self._records.values():
+                _tell(made, unit, record, sequence, expires_at)
+        return self._memberships[unit]
+
+    def new_router(self) -> Router:
+        """A router that is kept current."""
+        router = Router(self.plan.num_stages, self._runtime.random)
+        self._routers.append(router)
+        self._refresh([router])
+        return router
+
+    def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
+        """Take in verified records, with their sequences and the times at which they expire."""
+        for record, sequence, expires_at in records:
+            known = self._records.get(record.peer)
+            if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
+                continue
+            self._records[record.peer] = (record, sequence, expires_at)
+            for unit, membership in self._memberships.items():
+                _tell(membership, unit, record, sequence, expires_at)
+        now = self._runtime.now()
+        self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
+        for membership in self._memberships.values():
+            membership.forget_expired()
+        self._refresh(self._routers)
+
+    def hosts(self) -> list[Host]:
+        """Who hosts what, for placement: other peers only.
+
+        Those that are on their way count, but of those that have not decided yet only the ones with a smaller id: of
+        several that come at a time not all go to the same stage. Who has not been measured counts as of medium speed.
+        """
+        found: list[tuple[str, int, float]] = []
+        for record, _, _ in self._records.values():
+            is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
+            for stage in record.stages if is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES) else ():
+                if stage.unit < self.plan.num_stages:
+                    found.append((record.peer, stage.unit, stage.tokens_per_second * self.plan.needs[stage.unit].work))
+        medium = self.medium_speed()
+        return [Host(peer, stage, speed or medium) for peer, stage, speed in found]
+
+    def medium_speed(self) -> float:
+        """The median of what hosts do, in work per second; 1 before any was measured."""
+        needs = self.plan.needs
+        speeds = [
+            stage.tokens_per_second * needs[stage.unit].work
+            for record, _, _ in self._records.values()
+            for stage in record.stages
+            if stage.unit < self.plan.num_stages and stage.tokens_per_second > 0
+        ]
+        return statistics.median(speeds) if speeds else 1.0
+
+    def refresh_routes(self) -> None:
+        """Have what this peer hosts itself in the routes, or no more."""
+        self._own_sequence += 1
+        self._refresh(self._routers)
+
+    def _refresh(self, routers: list[Router]) -> None:
+        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+        for record, sequence, _ in self._records.values():
+            for stage in record.stages:
+                if stage.unit < len(states) and record.state in ACTIVE_STATES:
+                    states[stage.unit][record.peer] = HostState(stage.tokens_per_second, sequence)
+        for number in self.local:
+            self._own_sequence += 1
+            states[number][self._peer_id] = HostState(0.0, self._own_sequence)
+        for router in routers:
+            router.update(states)
+
+
+def _tell(membership: Membership, unit: int, record: PeerRecord, sequence: int, expires_at: float) -> None:
+    seen = record.of_unit(unit)
+    if seen is not None:
+        membership.update(seen, sequence, expires_at)
+    else:
+        membership.forget(record.peer)

@@ -1,0 +1,142 @@
+"""What the host of a stage did for a round, as the averaging sees it; see `p2ptrain.training.work.Work`.
+
+A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
+(`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the
+sum of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from p2ptrain.averaging.head import genesis
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.pipeline.compute import StageCompute
+from p2ptrain.training.fragments import Fragment
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.outer import GradientStep
+from p2ptrain.training.state import SharedState
+
+BETAS = (0.9, 0.95)
+
+
+class Part(nn.Module):
+    """Some of a stage's parameters, under names of their own; a zero where there are none, so that it has rounds."""
+
+    def __init__(self, stage: nn.Module, names: Mapping[str, str]) -> None:
+        """
+        Args:
+            stage: Has the parameters.
+            names: Names here, to names there.
+        """
+        super().__init__()
+        parameters = dict(stage.named_parameters())
+        for name, local in names.items():
+            self.register_parameter(name.replace(".", "/"), parameters[local])  # Torch allows no dots.
+        if not names:
+            self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
+
+
+class ScheduledStep(GradientStep):
+    """AdamW at the learning rate that the round in progress has, also when rounds are replayed."""
+
+    def __init__(self, part: Part, layout: Layout, spec: TrainingSpec) -> None:
+        self._adam = torch.optim.AdamW(
+            part.parameters(), lr=spec.learning_rate, betas=BETAS, weight_decay=spec.weight_decay
+        )
+        super().__init__(self._adam, part, layout, spec.clip_norm)
+        self._spec = spec
+        self._state: SharedState | None = None
+
+    def of(self, state: SharedState) -> None:
+        """Go by the round that a state is in."""
+        self._state = state
+
+    def step(self, vector: torch.Tensor, mean: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """See `Stepper.step`."""
+        assert self._state is not None
+        factor = learning_rate_factor(self._state.head.round, warmup_steps=self._spec.warmup_steps)
+        for group in self._adam.param_groups:
+            group["lr"] = self._spec.learning_rate * factor
+        super().step(vector, mean, fragment)
+
+
+def unit_state(part: Part, spec: TrainingSpec, swarm: bytes) -> SharedState:
+    """The beginning of what the hosts of a unit share.
+
+    Args:
+        part: Its parameters, as they are in the beginning.
+        spec: The optimizer's settings. Gradients are clipped by their norm in this unit alone.
+        swarm: The unit's, 32 bytes.
+    """
+    layout = Layout.from_module(part)
+    step = ScheduledStep(part, layout, spec)
+    state = SharedState.from_module(part, layout, step)
+    state.head = genesis(swarm, state.tree().root)
+    step.of(state)
+    return state
+
+
+class StageWork:
+    """Implements `p2ptrain.training.work.Work` for one unit of a stage.
+
+    Attributes:
+        tokens: That wait to be contributed.
+        samples: The same.
+    """
+
+    def __init__(self, part: Part, state: SharedState, compute: StageCompute, scale: float) -> None:
+        """
+        Args:
+            part: The unit's parameters in the stage.
+            state: What the unit's hosts share.
+            compute: Has the stage's sum of gradients.
+            scale: What the unit's mean gradient is multiplied with; see `p2ptrain.pipeline.plan.Unit`.
+        """
+        self.tokens = 0
+        self.samples = 0
+        self._part = part
+        self._state = state
+        self._scale = scale
+        places = compute.places()
+        names = dict(part.named_parameters())
+        found = [(entry.offset, places.get(id(names[entry.name]))) for entry in state.layout.parameter_entries]
+        self._sums = [(offset, compute.sum[place]) for offset, place in found if place is not None]
+
+    def add(self, samples: int, tokens: int) -> None:
+        """Note that gradients of so many samples were added to the sum, to be contributed."""
+        self.samples += samples
+        self.tokens += tokens
+
+    def tokens_of(self, fragment: Fragment) -> int:
+        """See `Work.tokens_of`."""
+        return self.tokens
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """See `Work.at_rest`: nothing but passes touches the stage, and they run in the same thread."""
+        return nullcontext()
+
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """The mean gradient of what waits."""
+        out.zero_()
+        for offset, part in self._sums:
+            torch.mul(part, self._scale / max(self.tokens, 1), out=out[offset : offset + len(part)])
+
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
+        """See `Work.adopt`."""
+        self._state.layout.write(self._state.vector, self._part)
+        if contributed or carry is None:
+            self.tokens = self.samples = 0
+            for _, part in self._sums:
+                part.zero_()

@@ -1,0 +1,324 @@
+"""Pipelines of simulated peers for tests: hosts of a small model's stages, trainers, and what must hold among them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.errors import TemporaryError
+from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
+from p2ptrain.models import build_model, build_stage
+from p2ptrain.models.family import stage_shapes
+from p2ptrain.models.registry import model_blocks
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.node.presence import Presence
+from p2ptrain.node.training import find_the_others, step_in
+from p2ptrain.pipeline.device import Device
+from p2ptrain.pipeline.feeder import Accepted, Feeder
+from p2ptrain.pipeline.hops import Caller, HopLimits
+from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import Payload, pack
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.training.hosted_stage import HostedStage
+from p2ptrain.training.moving import Mover
+from p2ptrain.training.pipeline_view import PipelineView
+from p2ptrain.training.sync import RoundResult
+
+SAMPLES = 2
+HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0)
+
+
+def make_manifest(
+    num_stages: int = 2, *, tied: bool = False, codec: str = "fp32", layers: int = 3, **training: Any
+) -> Manifest:
+    """A small Llama in so many stages."""
+    return Manifest(
+        name="simulated",
+        model=ModelSpec(
+            layers=layers,
+            hidden=16,
+            heads=2,
+            kv_heads=2,
+            intermediate=24,
+            context=8,
+            vocabulary=20,
+            tied_embeddings=tied,
+        ),
+        training=TrainingSpec.model_validate(
+            {"every": 1, "global_batch": 12, "local_batch": SAMPLES, "warmup_steps": 0, "clip_norm": 0.0, **training}
+        ),
+        averaging=AveragingSpec.model_validate(
+            {
+                "codec": "fp32",
+                "aggregation": "mean",
+                "max_weight_ratio": 1e9,
+                "grace_seconds": 2.0,
+                "matchmaking_seconds": 10.0,
+                "round_seconds": 15.0,
+            }
+        ),
+        pipeline=PipelineSpec.model_validate({"stages": num_stages, "codec": codec}),
+    )
+
+
+def sample(manifest: Manifest, number: int) -> torch.Tensor:
+    """The tokens of a microbatch: ``[2, context + 1]``."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
+
+
+class PipelinePeer:
+    """One simulated peer: it hosts a stage, or trains, or both."""
+
+    def __init__(self, peer: SimulatedPeer, plan: PipelinePlan, stage: int | None, pass_seconds: float = 0.0) -> None:
+        manifest = plan.manifest
+        self.peer = peer
+        self.manifest = manifest
+        self.stage = stage
+        self.pass_seconds = pass_seconds
+        self.status = "starting"
+        self.rpc = Rpc(peer.transport, peer.runtime, manifest.digest)
+        self.plan = plan
+        self.view = PipelineView(self.plan, peer.peer_id, peer.runtime)
+        self.membership = Membership(peer.peer_id, peer.runtime)
+        self.presence = Presence(
+            peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
+        )
+        self.presence.on_records = self.view.update
+        self.mover: Mover | None = None
+        self.may_move = False
+        self.moves: list[tuple[int, int]] = []
+        self._hosted: list[HostedStage] = []
+        self.results: list[RoundResult] = []
+        self.feeder: Feeder | None = None
+        self.done: list[MicrobatchId] = []
+        if stage is not None:
+            device = SlowDevice(peer.runtime, pass_seconds)
+            self._hosted = [self._make_stage(stage, device)]
+            self._hosted[0].rounds.on_round = self._after_round
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether it takes on another stage while it hosts one."""
+        return len(self._hosted) > 1
+
+    @property
+    def hosted(self) -> HostedStage | None:
+        """What it hosts; while it moves, what it has hosted so far."""
+        return self._hosted[0] if self._hosted else None
+
+    def _make_stage(self, stage: int, device: Device) -> HostedStage:
+        return HostedStage(
+            self.view, stage, build_stage(self.manifest.model, self.plan.spans[stage]), device, self.rpc,
+            self.peer.runtime, self.peer.signer, hop_limits=HOP_LIMITS,
+        )  # fmt: skip
+
+    def _payloads(self, number: int) -> tuple[Payload, Payload]:
+        tokens, codec = sample(self.manifest, number), self.manifest.pipeline.codec
+        return pack(tokens[:, :-1], codec), pack(tokens[:, 1:], codec)
+
+    def _after_round(self, result: RoundResult) -> None:
+        self.results.append(result)
+        self.presence.changed()
+
+    def describe(self) -> PeerRecord:
+        return PeerRecord(
+            peer=self.peer.peer_id, name=self.peer.name, version="0", protocol=1,
+            role="trainer" if self.hosted is None else "stage", state=self.status, device="cpu", round=0,
+            lineage=bytes(32), digest=bytes(32), lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
+            bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
+            stages=tuple(report for hosted in self._hosted for report in hosted.reports()),
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        await self.rpc.start()
+        await self.presence.start()
+
+    async def host(self) -> None:
+        """Take on the stage's state, then take part in its rounds, and move if that may be."""
+        (hosted,) = self._hosted
+        self.status = "syncing"
+        await self._sync(hosted)
+        self.status = "training"
+        self.mover = Mover(self.view, self.rpc, self.peer.runtime, hosted, self._take_on, may_move=self.may_move)
+        self.mover.on_moved = self._moved
+        await self._step_in(hosted)
+        await self.mover.run()
+
+    async def _sync(self, hosted: HostedStage) -> None:
+        for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
+            await find_the_others(self.presence, membership, unit.synchronizer, unit.work)
+
+    async def _step_in(self, hosted: HostedStage) -> None:
+        hosted.participate()
+        await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
+
+    async def _take_on(self, stage: int) -> HostedStage:
+        made = self._make_stage(stage, SlowDevice(self.peer.runtime, self.pass_seconds))
+        made.rounds.on_round = self._after_round
+        self._hosted.append(made)
+        await self._sync(made)
+        await self._step_in(made)
+        return made
+
+    def _moved(self, after: HostedStage) -> None:
+        assert self.stage is not None
+        self.moves.append((self.stage, after.number))
+        self._hosted, self.stage = [after], after.number
+        self.presence.changed()
+
+    async def start_feeding(self) -> Feeder:
+        """Be a trainer, too."""
+        router = self.view.new_router()
+        caller = Caller(self.rpc, router, self.peer.runtime.random, self.view.local, HOP_LIMITS)
+        first = self.peer.incarnation << 32
+        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first)
+        self.feeder.on_done = lambda accepted: self.done.append(accepted.id)
+        await self.feeder.start()
+        return self.feeder
+
+    async def send(self, number: int) -> Accepted:
+        """Send the microbatch of a number through."""
+        assert self.feeder is not None
+        inputs, targets = self._payloads(number)
+        return await self.feeder.send(inputs, targets, targets.shape[0], targets.shape[0] * targets.shape[1])
+
+    async def close(self) -> None:
+        if self.feeder is not None:
+            await self.feeder.close()
+        await self.presence.close(farewell=False)
+        for hosted in self._hosted:
+            await hosted.close()
+        await self.rpc.close()
+        await self.peer.close()
+
+
+class SlowDevice(Device):
+    """A device whose passes take time in the simulation."""
+
+    def __init__(self, runtime: Any, seconds: float) -> None:
+        super().__init__(runtime)
+        self._seconds = seconds
+
+    async def _compute(self, work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self._seconds)
+        return await super()._compute(work)
+
+
+@dataclass
+class Pipeline:
+    """Simulated peers of one pipeline."""
+
+    network: SimulatedNetwork
+    manifest: Manifest
+    peers: list[PipelinePeer] = field(default_factory=list)
+    sent: dict[MicrobatchId, int] = field(default_factory=dict)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)
+    may_move: bool = False
+    is_stopping: bool = False
+    make: Callable[[SimulatedPeer, int | None, float], PipelinePeer] | None = None
+
+    async def add(self, name: str, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
+        """One more peer; a host begins to take part."""
+        return await self.begin(self.network.add_peer(name), stage, pass_seconds)
+
+    async def begin(self, simulated: SimulatedPeer, stage: int | None, pass_seconds: float = 0.0) -> PipelinePeer:
+        """Begin to host a stage, or to train, on a peer of the network."""
+        if self.make is not None:
+            peer = self.make(simulated, stage, pass_seconds)
+        else:
+            peer = PipelinePeer(simulated, PipelinePlan(self.manifest), stage, pass_seconds)
+        self.peers.append(peer)
+        await simulated.spawn(peer.start())
+        peer.may_move = self.may_move
+        if stage is None:
+            peer.status = "training"
+            await simulated.spawn(peer.start_feeding())
+        else:
+            self.tasks.append(simulated.spawn(peer.host()))
+        return peer
+
+    @property
+    def hosts(self) -> list[PipelinePeer]:
+        return [peer for peer in self.peers if peer.hosted is not None]
+
+    def rounds(self) -> set[int]:
+        """Those in which hosts are."""
+        return {peer.hosted.host.ledger.round for peer in self.alive if peer.hosted is not None}
+
+    @property
+    def alive(self) -> list[PipelinePeer]:
+        return [peer for peer in self.peers if peer.peer.alive]
+
+    async def feed(self, trainer: PipelinePeer, numbers: range, at_once: int) -> dict[int, Accepted | None]:
+        """Send microbatches, so many at once; what did not come through is None."""
+        results: dict[int, Accepted | None] = {}
+        waiting = iter(numbers)
+
+        async def feed_one_after_another() -> None:
+            for number in waiting:
+                results[number] = None
+                if not trainer.peer.alive or self.is_stopping:
+                    continue
+                sending = trainer.peer.spawn(trainer.send(number))
+                while not sending.done() and trainer.peer.alive:
+                    await asyncio.wait({sending}, timeout=1.0)
+                if sending.done() and not sending.cancelled():
+                    with contextlib.suppress(TemporaryError):
+                        results[number] = accepted = sending.result()
+                        self.sent[accepted.id] = number
+
+        await asyncio.gather(*(feed_one_after_another() for _ in range(at_once)))
+        return results
+
+    async def close(self) -> None:
+        """End all that live."""
+        for peer in self.alive:
+            self.network.resume(peer.peer)
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for peer in self.alive:
+            await peer.peer.spawn(peer.close())
+
+
+class WholeModel:
+    """The same training in one process: what the stages' parameters must come to."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.model = build_model(manifest.model)
+        spec = manifest.training
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
+        )
+
+    def step(self, numbers: list[int]) -> None:
+        """One step on these microbatches."""
+        tokens = torch.cat([sample(self.manifest, number) for number in numbers])
+        self.optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+
+    def parameters_of(self, stage: int) -> dict[str, torch.Tensor]:
+        """What a stage's own parameters should be."""
+        names = stage_shapes(model_blocks(self.manifest.model), PipelinePlan(self.manifest).spans[stage])
+        whole = dict(self.model.named_parameters())
+        return {name: whole[name].detach() for name in names if name in whole}
+
+
+def digest_of(peer: PipelinePeer) -> str:
+    """Of what a host has, for messages."""
+    assert peer.hosted is not None
+    return hashlib.sha256(b"".join(unit.synchronizer.head.digest for unit in peer.hosted.units)).hexdigest()[:8]
