@@ -155,13 +155,23 @@ class StopAfterSection(Section):
     """Leave this long after training started; 0 goes on."""
 
 
+class PipelineSection(Section):
+    """What this peer does in a swarm whose model is cut into stages."""
+
+    stage: int = Field(-1, ge=-1, le=255)
+    """The stage to host; -1 lets the peer choose the one that needs it most."""
+    credits: int = Field(8, ge=1, le=1024)
+    """Microbatches that a trainer has under way at a time: more hide more latency."""
+
+
 @register_root
 class PeerConfig(Section):
     """Everything that one peer is told by its owner. Paths in a role file are relative to that file's folder."""
 
-    role: Literal["bootstrap", "trainer", "auxiliary"]
+    role: Literal["bootstrap", "trainer", "auxiliary", "stage", "both"]
     """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too; ``auxiliary`` has no model, and
-    lends its bandwidth to the trainers' averaging."""
+    lends its bandwidth to the trainers' averaging. Where the model is cut into stages, ``stage`` hosts one, ``trainer``
+    sends microbatches through all of them, and ``both`` does both."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
     """A name for people, shown in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")
@@ -178,6 +188,7 @@ class PeerConfig(Section):
     log: LogSection = LogSection()
     metrics: MetricsSection = MetricsSection()
     stop_after: StopAfterSection = StopAfterSection()
+    pipeline: PipelineSection = PipelineSection()
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -6,11 +6,15 @@ Ctrl-C leaves in good order. Started again with the same --run-dir, this peer ha
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
 
 With --auxiliary it needs no GPU and no data, and has no model: it lends its bandwidth to the trainers' averaging.
+
+Where the swarm's model is cut into stages, it hosts the stage that needs it most, says why, and sends text through all
+of them; --role and --stage say otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not train: lend bandwidth to those who do, if the swarm admits it",
     )
+    parser.add_argument(
+        "--role",
+        choices=("trainer", "stage", "both"),
+        help="of a model in stages: send text, host one, or both (default)",
+    )
+    parser.add_argument("--stage", type=int, metavar="N", help="host this stage (default: the one that needs it most)")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default runs/join-DIGEST)"
@@ -62,9 +72,10 @@ def run(arguments: argparse.Namespace) -> int:
         "stop_after.minutes": arguments.minutes,
         "stop_after.rounds": arguments.rounds,
     }
-    config = PeerConfig.load(None, overrides)
     signed = run_async(_fetch(link))
     check_compatible(signed.manifest, lends=arguments.auxiliary)
+    overrides |= _in_pipeline(arguments, signed.manifest)
+    config = PeerConfig.load(None, overrides)
     print(describe_lending(signed, config) if arguments.auxiliary else describe(signed, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
@@ -72,6 +83,26 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.auxiliary:
         check_machine(signed.manifest, config)
     return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
+
+
+def _in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
+    """What --role and --stage mean in this swarm.
+
+    Raises:
+        UsageError: They mean nothing there.
+    """
+    from p2ptrain.errors import UsageError
+
+    if arguments.auxiliary or not manifest.pipeline.is_used:
+        given = (
+            "--role" if arguments.role not in (None, "trainer") else "--stage" if arguments.stage is not None else ""
+        )
+        if given:
+            raise UsageError(f"{given}: this swarm's model is not cut into stages; every trainer holds all of it")
+        return {}
+    if arguments.role == "trainer" and arguments.stage is not None:
+        raise UsageError("--stage: a trainer hosts none; use --role stage or both")
+    return {"role": arguments.role or "both", "pipeline.stage": arguments.stage}
 
 
 async def _fetch(link: SwarmLink) -> SignedManifest:
@@ -138,6 +169,8 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     from p2ptrain.monitor.formats import human_bytes, human_count
 
     manifest, resources = signed.manifest, config.resources
+    if manifest.pipeline.is_used:
+        return _describe_stages(signed, config)
     parameters = num_parameters(manifest.model)
     memory = estimate_memory_bytes(manifest.model, manifest.training)
     moments = 2 if manifest.training.every == 1 else _MOMENTS[manifest.training.outer]
@@ -159,6 +192,59 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     )
 
 
+def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
+    from p2ptrain.models import num_parameters
+    from p2ptrain.monitor.formats import human_bytes, human_count
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    manifest, resources = signed.manifest, config.resources
+    plan = PipelinePlan(manifest)
+    wanted = config.pipeline.stage
+    numbers = [wanted] if 0 <= wanted < plan.num_stages else list(range(plan.num_stages))
+    sizes = [num_parameters(manifest.model, plan.spans[number]) for number in numbers]
+    needs = [plan.needs[number].memory for number in numbers]
+
+    def between(values: list[int], show: Callable[[float], str]) -> str:
+        low, high = show(min(values)), show(max(values))
+        return low if low == high else f"{low} to {high}"
+
+    caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
+    parameters = human_count(num_parameters(manifest.model))
+    which = f"stage {wanted}" if wanted >= 0 else "the stage that needs it most"
+    hosts = [
+        f"downloads  the state of one of {plan.num_stages} stages, about"
+        f" {between([12 * size for size in sizes], human_bytes)}, from peers",
+        f"hosts      {which} of {manifest.model.family}, {parameters} parameters; device {resources.device}, about"
+        f" {between(needs, human_bytes)} of memory",
+    ]
+    feeds = [f"reads      {manifest.data.source}, and sends it through all stages"]
+    return "\n".join(
+        [
+            f"swarm      {manifest.name!r}, by organizer {signed.organizer}",
+            *(hosts if config.role != "trainer" else []),
+            *(feeds if config.role != "stage" else []),
+            f"sends      {manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
+            f"{'; ' + ', '.join(caps) if caps else ''}",
+            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
+            " public to the swarm; none of your files are",
+            f"writes     {config.run_dir}",
+        ]
+    )
+
+
+def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
+    """Bytes of memory and number of parameters of the stage to be hosted; of the smallest if that is open."""
+    from p2ptrain.models import num_parameters
+    from p2ptrain.models.registry import PROCESS_BYTES
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    if config.role == "trainer":
+        return PROCESS_BYTES, 0
+    plan = PipelinePlan(manifest)
+    numbers = [config.pipeline.stage] if 0 <= config.pipeline.stage < plan.num_stages else range(plan.num_stages)
+    return min((plan.needs[number].memory, num_parameters(manifest.model, plan.spans[number])) for number in numbers)
+
+
 def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     """Refuse what this machine has no room for, before anything is downloaded.
 
@@ -174,6 +260,9 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     from p2ptrain.monitor.formats import human_bytes
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
+    size = num_parameters(manifest.model)
+    if manifest.pipeline.is_used:
+        needed, size = _least_stage(manifest, config)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ResourceError(
@@ -182,7 +271,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
         )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     # A checkpoint is written beside the ones that are kept before the oldest is removed.
-    checkpoint = 5 * 4 * num_parameters(manifest.model)
+    checkpoint = 5 * 4 * size
     disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
     free = shutil.disk_usage(config.run_dir).free
     if disk > free:

@@ -77,14 +77,36 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
         "stop_after": {"at_round": at_round},
     }
     names = [f"trainer-{number}" for number in range(1, arguments.peers + 1)]
+    stages = _num_stages(manifest, arguments.peers)
+    roles = [
+        ("both", {"pipeline": {"stage": number % stages}}) if stages > 1 else ("trainer", {})
+        for number in range(arguments.peers)
+    ]
     minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)
     return Plan(
         run_dir,
         role_file("bootstrap", "bootstrap", {}),
-        tuple(role_file("trainer", name, sections) for name in names),
+        tuple(role_file(role, name, sections | more) for name, (role, more) in zip(names, roles, strict=True)),
         Goal(minutes, min(filter(None, (at_round, manifest.training.rounds)), default=0)),
         not arguments.no_monitor,
     )
+
+
+def _num_stages(manifest: Manifest, peers: int) -> int:
+    """How many stages the model is cut into.
+
+    Raises:
+        UsageError: There are not enough peers for them.
+        ManifestError: It cannot be cut like that.
+    """
+    if not manifest.pipeline.is_used:
+        return 1
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    stages = PipelinePlan(manifest).num_stages
+    if peers < stages:
+        raise UsageError(f"--peers {peers}: the model has {stages} stages, and each needs a host")
+    return stages
 
 
 def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
@@ -105,6 +127,8 @@ def _manifest_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(f"--data {data}: no such file or folder; datasets of a hub are written datasets:NAME")
         data = f"path:{Path(data).absolute()}"
     overrides = {"training.every": arguments.every, "averaging.codec": arguments.codec, "data.source": data}
+    if arguments.stages is not None:
+        overrides["pipeline.stages"] = arguments.stages
     return {key: value for key, value in overrides.items() if value is not None}
 
 

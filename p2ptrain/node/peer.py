@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +29,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.libp2p_directory import Libp2pDirectory
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records import PeerRecord, StageReport
 from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
 from p2ptrain.node.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.presence import Presence
@@ -40,6 +40,7 @@ from p2ptrain.runtime import Runtime
 
 if TYPE_CHECKING:
     from p2ptrain.averaging.lending import Lender
+    from p2ptrain.training.hosted_stage import HostedStage
     from p2ptrain.training.state import SharedState
     from p2ptrain.training.sync import Synchronizer
 
@@ -57,7 +58,7 @@ class PeerOptions:
     """How a peer appears and listens.
 
     Attributes:
-        role: ``bootstrap``, ``trainer``, ``auxiliary``, or ``client`` (looks only).
+        role: ``bootstrap``, ``trainer``, ``stage``, ``auxiliary``, or ``client`` (looks only).
         name: For people.
         device: What it computes on, for its record.
         run_dir: Where it keeps the addresses of peers it has met.
@@ -104,6 +105,7 @@ class Peer:
         jobs: What it does that takes long.
         synchronizer: When it trains.
         lender: When it lends its bandwidth.
+        hosted: The stages that it hosts; ``intended``: what its record says before it does.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -114,6 +116,8 @@ class Peer:
         self.jobs = JobBook(asyncio.get_running_loop())
         self.synchronizer: Synchronizer | None = None
         self.lender: Lender | None = None
+        self.hosted: list[HostedStage] = []
+        self.intended: tuple[StageReport, ...] = ()
         self.signed: SignedManifest
         self.transport: Libp2pTransport
         self.directory: Libp2pDirectory
@@ -332,6 +336,20 @@ class Peer:
         self.synchronizer.on_change = self.presence.changed
         return self.synchronizer
 
+    def host(self, stage: HostedStage) -> None:
+        """Show a stage that this peer hosts; it is closed with the peer."""
+        self._warm_up_codecs()
+        self.hosted.append(stage)
+        self.synchronizer = stage.units[0].synchronizer
+        self._stack.push_async_callback(stage.close)
+        for unit in stage.units:
+            unit.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
+            unit.synchronizer.on_change = self.presence.changed
+
+    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
+        """Have something that was started for this peer ended with it."""
+        self._stack.push_async_callback(end)
+
     def lend(self) -> Lender:
         """Lend this peer's bandwidth to the trainers' averaging; what is returned is closed with the peer.
 
@@ -374,7 +392,7 @@ class Peer:
     def set_state(self, state: str) -> None:
         """Change the state that the record shows; a peer in ``training`` is waited for by the others."""
         self.status.state = state
-        if self.synchronizer is not None:
+        if self.synchronizer is not None and not self.hosted:
             self.synchronizer.averager.matchmaker.participates = state == "training"
         self.presence.changed()
 
@@ -406,6 +424,7 @@ class Peer:
             direct_refusals=self.transport.direct.refusals.total(),
             trained_tokens=sync.trained_tokens if sync else 0,
             trained_rounds=sync.trained_rounds if sync else 0,
+            stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
             note=status.note or self._clock_note or self.reach.standing.note,
         )

@@ -100,7 +100,15 @@ async def run_peer(
                 if on_ready is not None:
                     on_ready(str(peer.link))
                 notify("READY=1")
-                if config.role == "trainer":
+                if peer.manifest.pipeline.is_used and config.role in ("trainer", "stage", "both"):
+                    from p2ptrain.node.pipeline import take_part
+
+                    await take_part(peer, config, signals)
+                elif config.role in ("stage", "both"):
+                    raise ConfigError(
+                        f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"'
+                    )
+                elif config.role == "trainer":
                     await _train(peer, config, run_dir, signals, runtime)
                 elif config.role == "auxiliary":
                     await lend_bandwidth(peer, config, signals)
@@ -156,7 +164,7 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
     network = config.network
     return PeerOptions(
-        role=config.role,
+        role="stage" if config.role == "both" else config.role,
         name=config.name or identity.peer_id[-6:],
         device=config.resources.device,
         run_dir=config.run_dir,

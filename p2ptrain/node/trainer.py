@@ -35,12 +35,12 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
     from p2ptrain.training.checkpoint import load_newest_valid
 
     loop = asyncio.get_running_loop()
-    device = _choose_device(config)
+    device = choose_device(config)
     module, corpus = await loop.run_in_executor(None, _load, peer, config, run_dir, device)
     optimizer, state = await peer.runtime.compute(_make_state, peer, module)
     checkpoint = await peer.runtime.compute(load_newest_valid, run_dir / "checkpoints", peer.swarm, peer.jobs)
     if checkpoint is not None:
-        await peer.runtime.compute(_restore, state, checkpoint)
+        await peer.runtime.compute(restore, state, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
     peer.train(state)
     await enter_training(peer)
@@ -48,13 +48,23 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
     return _assemble(peer, config, run_dir, bridge, module, corpus, optimizer, checkpoint)
 
 
-def _restore(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
+def restore(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
+    """Take over what a checkpoint holds.
+
+    Raises:
+        IntegrityError: It does not have the digest that it claims.
+    """
     state.replace(checkpoint.tensors, checkpoint.head)
     if state.tree().root != checkpoint.head.digest:
         raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
 
 
-def _choose_device(config: PeerConfig) -> torch.device:
+def choose_device(config: PeerConfig) -> torch.device:
+    """Where to compute, as the config says; sets the number of threads, too.
+
+    Raises:
+        ResourceError: The device is not there.
+    """
     import torch
 
     if config.resources.threads:

@@ -9,6 +9,7 @@ from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
 from p2ptrain.training.sync import Synchronizer
+from p2ptrain.training.work import Work
 
 SETTLE_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
@@ -41,7 +42,9 @@ def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
     return synchronizer.incompatible[trainers[0]] if trainers else ""
 
 
-async def find_the_others(presence: Presence, membership: Membership, synchronizer: Synchronizer) -> None:
+async def find_the_others(
+    presence: Presence, membership: Membership, synchronizer: Synchronizer, work: Work | None = None
+) -> None:
     """Follow the swarm until nobody who trains is ahead, or for `SETTLE_SECONDS`.
 
     A peer that sees nobody train looks again once its own record has spread: of two peers that start together at least
@@ -54,7 +57,7 @@ async def find_the_others(presence: Presence, membership: Membership, synchroniz
         if not await presence.refresh():  # That nobody could be asked does not mean that nobody is there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
-        followed = await synchronizer.follow_swarm(None)
+        followed = await synchronizer.follow_swarm(work)
         trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
         if not trainers and not was_alone:
             was_alone = True

@@ -1,0 +1,390 @@
+"""A peer of a swarm whose model is cut into stages: it hosts one, or sends microbatches through all, or both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Coroutine
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError
+from p2ptrain.network.records import StageReport
+from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
+from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.training import find_the_others, step_in
+from p2ptrain.pipeline.placement import Choice, choose
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
+
+if TYPE_CHECKING:
+    from p2ptrain.training.hosted_stage import HostedStage
+    from p2ptrain.training.moving import Mover
+    from p2ptrain.training.pipeline_trainer import PipelineTrainer
+    from p2ptrain.training.sync import RoundResult
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 20.0
+LINGER_SECONDS = 20.0
+"""After the last round hosts go on answering trainers that measure the result."""
+MAX_CHOICES = 6
+SPREADING_SECONDS = 1.5
+"""How long a record may take to be seen by everybody."""
+QUIET_SECONDS = 4.0
+"""If nobody asked for so long, they have."""
+
+
+@dataclass(frozen=True)
+class PipelineSummary:
+    """How one peer's part in a pipeline went; written to ``summary.json`` in its run directory."""
+
+    peer: str
+    name: str
+    stage: int | None
+    heldout_loss_before: float | None
+    heldout_loss_after: float | None
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+    rounds_committed: int
+    rounds_aborted: int
+    state_digest: str
+    round: int
+    exit_reason: str
+
+
+async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    """Host, feed, or both, until told to stop, the rounds are done, or as long as the config says; then drain.
+
+    Raises:
+        ManifestError: The model cannot be cut as the manifest says.
+        ResourceError: No stage fits into this machine.
+        ConfigError: There is no such stage, or the text cannot be read.
+        TemporaryError: Microbatches do not come through.
+    """
+    started = time.monotonic()
+    if config.resources.threads:
+        import torch
+
+        torch.set_num_threads(config.resources.threads)
+    plan = PipelinePlan(peer.manifest)
+    view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
+    peer.presence.on_records = view.update
+    await peer.presence.refresh()
+    mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
+    feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
+    peer.set_state("training")
+    if mover is not None:
+        await _step_in(peer, mover.hosted)
+    parts: list[Coroutine[Any, Any, None]] = []
+    if mover is not None:
+        parts.append(_host(mover))
+    if feeding is not None:
+        parts.append(feeding.run())
+    working = asyncio.create_task(_all(parts), name="pipeline")
+    wanted = asyncio.create_task(signals.requested.wait(), name="stop")
+    try:
+        timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
+        await asyncio.wait({working, wanted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        reason = signals.reason or ("rounds" if working.done() else "minutes")
+        if feeding is not None:
+            feeding.stop()
+        if mover is not None:
+            mover.stop()
+        await asyncio.wait({working}, timeout=DRAIN_SECONDS)
+    finally:
+        for task in (working, wanted):
+            task.cancel()
+        results = await asyncio.gather(working, wanted, return_exceptions=True)
+    hosted = mover.hosted if mover is not None else None
+    if hosted is not None:
+        await peer.runtime.compute(_save, config, hosted)
+    await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, time.monotonic() - started, reason)
+    peer.remember_peers()
+    if isinstance(results[0], Exception):
+        raise results[0]
+
+
+async def _all(parts: list[Coroutine[Any, Any, None]]) -> None:
+    """Run them together; the first error ends all."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(part) for part in parts]
+    for task in tasks:
+        task.result()
+
+
+# Hosting
+
+
+async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> Mover:
+    from p2ptrain.training.moving import Mover
+
+    choice = await _choose_stage(peer, config, view)
+    logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
+    hosted = await _take_on(peer, config, view, choice.stage)
+
+    async def take_on(stage: int) -> HostedStage:
+        made = await _take_on(peer, config, view, stage)
+        await _step_in(peer, made)
+        return made
+
+    memory = config.resources.max_memory or 1 << 62
+    mover = Mover(view, peer.rpc, peer.runtime, hosted, take_on, memory, may_move=config.pipeline.stage < 0)
+
+    def moved(after: HostedStage) -> None:
+        peer.hosted = [after]
+        peer.synchronizer = after.units[0].synchronizer
+        peer.presence.changed()
+
+    mover.on_moved = moved
+    return mover
+
+
+async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: int) -> HostedStage:
+    """A stage with its state: the others', or this machine's last checkpoint of it."""
+    from p2ptrain.pipeline.device import Device
+    from p2ptrain.training.hosted_stage import HostedStage
+
+    stage = await asyncio.to_thread(_build, peer, config, view.plan, number)
+    hosted = HostedStage(
+        view, number, stage, Device(peer.runtime), peer.rpc, peer.runtime, peer.identity,
+        bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
+    )  # fmt: skip
+    try:
+        await peer.runtime.compute(_restore, config, hosted)
+        peer.host(hosted)
+        for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
+            await find_the_others(peer.presence, membership, unit.synchronizer, unit.work)
+            if unit.synchronizer.incompatible:
+                raise IncompatibleError(
+                    f"{next(iter(unit.synchronizer.incompatible.values()))}: build the model that the manifest"
+                    " describes"
+                )
+    except BaseException:
+        peer.hosted = [other for other in peer.hosted if other is not hosted]
+        await hosted.close()
+        raise
+    hosted.rounds.last_round = _last_round(peer, config, hosted.units[0].round)
+    hosted.rounds.on_round = _Rounds(peer, config, hosted).after
+    return hosted
+
+
+def _last_round(peer: Peer, config: PeerConfig, now: int) -> int:
+    """The round at which this peer leaves; 0 for never."""
+    stop = config.stop_after
+    limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
+    return min(filter(None, limits), default=0)
+
+
+async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView) -> Choice:
+    """The stage that the config names, or the one that needs this peer most.
+
+    Raises:
+        ConfigError: There is no such stage.
+        ResourceError: No stage fits.
+    """
+    plan, memory = view.plan, config.resources.max_memory or 1 << 62
+    if config.pipeline.stage >= plan.num_stages:
+        raise ConfigError(
+            f"pipeline.stage = {config.pipeline.stage}: this swarm has the stages 0 to {plan.num_stages - 1}"
+        )
+    if config.pipeline.stage >= 0:
+        need = plan.needs[config.pipeline.stage].memory
+        if need > memory:
+            raise ResourceError(
+                f"stage {config.pipeline.stage} takes about {need / 1e9:.1f} GB, and the limit is {memory / 1e9:.1f}"
+                " GB: raise --max-memory, or let the peer choose a stage"
+            )
+        peer.set_state(DECIDED_STATE)
+        return Choice(config.pipeline.stage, "asked for")
+    choice = Choice(-1, "")
+    for _ in range(MAX_CHOICES):
+        before = choice
+        choice = choose(plan.needs, view.hosts(), view.medium_speed(), memory)
+        if choice.stage == before.stage:
+            break
+        # Others that come now should see it, and this peer what they want.
+        peer.intended = (StageReport(choice.stage, 0, EMPTY_HASH, EMPTY_HASH, 0),)
+        await peer.presence.publish()
+        await asyncio.sleep(SPREADING_SECONDS * peer.runtime.random.uniform(1.0, 1.5))
+        await peer.presence.refresh()
+    peer.status.state = DECIDED_STATE
+    await peer.presence.publish()
+    return choice
+
+
+def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> Any:
+    from p2ptrain.models import build_stage
+    from p2ptrain.node.trainer import choose_device
+
+    with peer.jobs("building the stage", ""):
+        return build_stage(peer.manifest.model, plan.spans[stage]).to(choose_device(config))
+
+
+async def _step_in(peer: Peer, hosted: HostedStage) -> None:
+    """Have the others wait for this peer, and send it microbatches."""
+    hosted.participate()
+    await asyncio.gather(*(step_in(peer.presence, unit.synchronizer) for unit in hosted.units))
+
+
+async def _host(mover: Mover) -> None:
+    await mover.run()
+    hosted = mover.hosted
+    if hosted.rounds.is_done:  # Trainers may measure what came of it.
+        deadline = time.monotonic() + LINGER_SECONDS
+        left = QUIET_SECONDS
+        while left > 0:
+            await asyncio.sleep(left)
+            left = min(deadline - time.monotonic(), QUIET_SECONDS - hosted.host.seconds_idle)
+
+
+class _Rounds:
+    """What a host does after each round: say so, save, publish."""
+
+    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
+        from p2ptrain.training.metrics import MetricsWriter
+
+        self._peer = peer
+        self._config = config
+        self._hosted = hosted
+        self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
+        self._saved_round = hosted.units[0].round
+        self._saving: asyncio.Task[None] | None = None
+
+    def after(self, result: RoundResult) -> None:
+        """Called with each result."""
+        hosted, head = self._hosted, self._hosted.units[0].synchronizer.head
+        if result.committed:
+            logger.info(
+                "round %d of stage %d: %d of %d hosts contributed, %.1f s%s", result.round, hosted.number,
+                result.contributors, result.members, result.seconds, f" ({result.reason})" if result.reason else "",
+            )  # fmt: skip
+        else:
+            logger.warning("round %d of stage %d was not committed: %s", result.round, hosted.number, result.reason)
+        self._metrics.write(
+            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
+            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
+            members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
+            tokens=hosted.units[0].synchronizer.trained_tokens, stage=hosted.number,
+        )  # fmt: skip
+        due = self._config.checkpoints.every_rounds
+        is_idle = self._saving is None or self._saving.done()
+        if result.committed and due and is_idle and result.round - self._saved_round >= due:
+            self._saved_round = result.round
+            saving = self._peer.runtime.compute(_save, self._config, hosted)
+            self._saving = asyncio.create_task(saving, name="save")
+        self._peer.presence.changed()
+
+
+def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
+    name = f"stage-{unit}" if unit == hosted.number else "tied"
+    return config.run_dir / "checkpoints" / name
+
+
+def _save(config: PeerConfig, hosted: HostedStage) -> None:
+    """Write what this peer hosts to disk; what cannot be written is said, and training goes on."""
+    from p2ptrain.errors import CheckpointError
+    from p2ptrain.training.checkpoint import save_checkpoint
+
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        state = unit.synchronizer.state
+        try:
+            save_checkpoint(
+                _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
+                extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
+            )  # fmt: skip
+        except (ResourceError, CheckpointError) as error:
+            logger.error("%s", error)
+
+
+def _restore(config: PeerConfig, hosted: HostedStage) -> None:
+    """Take up the newest checkpoint of what this peer hosts, if there is one."""
+    from p2ptrain.node.trainer import restore
+    from p2ptrain.training.checkpoint import load_newest_valid
+
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
+        if checkpoint is not None:
+            restore(unit.synchronizer.state, checkpoint)
+            unit.synchronizer.averager.set_head(checkpoint.head)
+            unit.work.adopt(False, None)
+            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+
+
+# Feeding
+
+
+async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
+    from p2ptrain.models import check_reads_text
+    from p2ptrain.pipeline.feeder import Feeder
+    from p2ptrain.pipeline.hops import Caller
+    from p2ptrain.training.metrics import MetricsWriter
+    from p2ptrain.training.pipeline_trainer import PipelineTrainer
+    from p2ptrain.training.text import load_corpus
+
+    manifest, model = peer.manifest, peer.manifest.model
+    check_reads_text(model)
+    cache = config.run_dir.parent / "data"
+    corpus = await asyncio.to_thread(load_corpus, manifest.data, model.context, model.vocabulary, cache, peer.jobs)
+    router = view.new_router()
+    caller = Caller(peer.rpc, router, peer.runtime.random, view.local)
+    # Numbers of a former life of this peer may still be known to hosts.
+    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, int(peer.runtime.now() * 1000))
+    await feeder.start()
+    peer.on_close(feeder.close)
+    trainer = PipelineTrainer(
+        feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
+        MetricsWriter(config.run_dir / "metrics.jsonl"), lambda now: _last_round(peer, config, now),
+    )  # fmt: skip
+    progress = trainer.progress
+    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)
+
+    def publish() -> None:
+        peer.status.note = progress.note
+        peer.presence.changed()
+
+    trainer.on_progress = publish
+    return trainer
+
+
+def _write_summary(
+    peer: Peer,
+    config: PeerConfig,
+    hosted: HostedStage | None,
+    feeding: PipelineTrainer | None,
+    seconds: float,
+    reason: str,
+) -> None:
+    sync = hosted.units[0].synchronizer if hosted is not None else None
+    progress = feeding.progress if feeding is not None else None
+    tokens = progress.tokens if progress is not None else 0
+    summary = PipelineSummary(
+        peer=peer.identity.peer_id,
+        name=peer.options.name,
+        stage=hosted.number if hosted is not None else None,
+        heldout_loss_before=progress.held_out_loss_before if progress is not None else None,
+        heldout_loss_after=progress.held_out_loss_after if progress is not None else None,
+        tokens=tokens,
+        tokens_per_second=tokens / seconds,
+        seconds=seconds,
+        bytes_sent=peer.rpc.bytes_sent,
+        bytes_received=peer.rpc.bytes_received,
+        rounds_committed=sync.rounds_committed if sync is not None else feeding.rounds if feeding is not None else 0,
+        rounds_aborted=sync.rounds_aborted if sync is not None else 0,
+        state_digest=sync.head.digest.hex() if sync is not None else "",
+        round=sync.head.round if sync is not None else 0,
+        exit_reason=reason,
+    )
+    text = json.dumps(asdict(summary), indent=2) + "\n"
+    for path in (config.run_dir / "summary.json", *([config.summary] if config.summary else [])):
+        try:
+            path.write_text(text)
+        except OSError as error:
+            logger.error("cannot write the summary to %s: %s", path, error.strerror)

@@ -1,0 +1,116 @@
+"""A model in stages, hosted by real processes: they choose what to host, die, stop, and training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import wait_until
+from tests.support.processes import background_command, nothing_left_behind, run_command
+from tests.support.tellers import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.timeout(300)
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+MODEL = """
+name = "stages"
+[model]
+layers = 2
+hidden = 32
+heads = 2
+kv_heads = 2
+intermediate = 64
+context = 32
+[data]
+source = "path:{text}"
+[training]
+every = 1
+global_batch = 16
+local_batch = 4
+warmup_steps = 0
+learning_rate = 0.003
+[averaging]
+grace_seconds = 2.0
+matchmaking_seconds = 10.0
+round_seconds = 15.0
+[pipeline]
+stages = 2
+"""
+
+
+class Stages:
+    """A bootstrap peer of a swarm whose model is cut in two, and peers that join it."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self.directory = directory
+        self._stack = stack
+        text = directory / "text"
+        text.mkdir(parents=True)
+        for number in range(60):
+            (text / f"{number}.txt").write_text(f"the {number}th of many lines that say nearly the same\n" * 40)
+        swarm = directory / "swarm"
+        assert run_command("init", swarm).returncode == 0
+        (swarm / "run.toml").write_text(MODEL.format(text=text))
+        log = directory / "seed.log"
+        stack.enter_context(background_command(log, "seed", swarm, "--listen", LOOPBACK))
+        link_file = swarm / "bootstrap" / "link.txt"
+        wait_until(link_file.exists, PATIENCE_SECONDS)
+        self.link = link_file.read_text().strip()
+
+    def join(self, name: str, *options: str) -> tuple[int, Path]:
+        """Let a peer join; its process and its log."""
+        log = self.directory / f"{name}.log"
+        arguments = ["join", self.link, "--yes", "--run-dir", str(self.directory / name), "--listen", LOOPBACK]
+        process = self._stack.enter_context(background_command(log, *arguments, "--threads", "1", *options))
+        return process.pid, log
+
+
+@pytest.fixture
+def stages(tmp_path: Path) -> Iterator[Stages]:
+    with nothing_left_behind(), ExitStack() as stack:
+        yield Stages(tmp_path, stack)
+
+
+def rounds(log: Path) -> list[int]:
+    """The rounds that a trainer has seen begin."""
+    return [int(number) for number in re.findall(r"pipeline_trainer: round (\d+)", log.read_text())]
+
+
+def hosts(log: Path) -> int | None:
+    """The stage that a peer says that it hosts."""
+    found = re.search(r"hosting .* as stage (\d+): (.*)", log.read_text())
+    return int(found[1]) if found else None
+
+
+def wait_for_rounds(log: Path, more: int, seconds: float = 90.0) -> None:
+    """Wait until a trainer has seen so many rounds more."""
+    before = len(rounds(log))
+    wait_until(lambda: len(rounds(log)) >= before + more, seconds)
+
+
+def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed_and_stopped(stages: Stages) -> None:
+    peers = [stages.join(f"host{number}", "--role", "stage") for number in range(4)]
+    _, trainer = stages.join("trainer", "--role", "trainer")
+    wait_until(lambda: all(hosts(log) is not None for _, log in peers), PATIENCE_SECONDS)
+    assert sorted(hosts(log) for _, log in peers) == [0, 0, 1, 1]  # type: ignore[type-var]
+    wait_for_rounds(trainer, 3)
+    first = [pid for pid, log in peers if hosts(log) == 0]
+    second = [pid for pid, log in peers if hosts(log) == 1]
+    os.kill(first[0], signal.SIGKILL)
+    wait_for_rounds(trainer, 3)
+    os.kill(second[0], signal.SIGSTOP)
+    try:
+        wait_for_rounds(trainer, 3)
+    finally:
+        os.kill(second[0], signal.SIGCONT)
+    wait_for_rounds(trainer, 3)
+    lines = [json.loads(line) for line in (stages.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "step" and line["loss"] is not None]
+    assert losses[-1] < losses[0]
