@@ -11,10 +11,12 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
+from p2ptrain.cli.stages import stage_lines
 from p2ptrain.cli.table import clipped, human_time, printable
 from p2ptrain.monitor.formats import human_bytes, human_count, human_seconds
+from p2ptrain.monitor.stages import TRAINING_ROLES
 from p2ptrain.monitor.views import Headline, Snapshot, StageView
-from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.network.records import PeerRecord, RoundReport, StageReport
 from p2ptrain.node.progress import Job, PeerProgress
 
 LABEL_CHARS = 9
@@ -115,9 +117,10 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     """
     headline = snapshot.headline
     lines = [line("", [health(headline)], width), *reasons(headline, width)]
-    lines += [stage_line(stage, len(snapshot.stages), width) for stage in snapshot.stages[:MAX_STAGES]]
-    if len(snapshot.stages) > MAX_STAGES:
-        lines.append(line("", [f"and {len(snapshot.stages) - MAX_STAGES} more stages"], width))
+    if len(snapshot.stages) > 1:
+        lines += stage_lines(snapshot.stages, width, MAX_STAGES)
+    else:
+        lines += [model_line(stage, width) for stage in snapshot.stages]
     if headline.training:
         lines.append(line("round", [str(headline.round), *_round_parts(in_round, width)], width))
         lines.append(line("speed", [
@@ -142,18 +145,16 @@ def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:
     return [bar(tokens, needed, width), percent(tokens, needed), shown]
 
 
-def stage_line(stage: StageView, num_stages: int, width: int) -> Text:
-    """Who covers one stage, or the whole model where it is the only one."""
+def model_line(stage: StageView, width: int) -> Text:
+    """Who covers a model that is not cut."""
     first, end = stage.blocks
     num_hosts = len(stage.hosts)
     cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
     length = min(end - first, MAX_CELLS, max(4, width // 5))
     cells = Text(cell * length, "green" if num_hosts > 1 else "yellow")
-    blocks = counted(end - first, "block") if num_stages == 1 else f"blocks {first}-{end - 1}"
-    return line("model" if num_stages == 1 else f"stage {stage.number}", [
+    return line("model", [
         cells, counted(num_hosts, "replica"), f"{len(stage.syncing)} on the way" if stage.syncing else "",
-        Text("bottleneck", "bold yellow") if stage.is_bottleneck else "", blocks,
-        "" if stage.risk else "losing any one breaks nothing",
+        counted(end - first, "block"), "" if stage.risk else "losing any one breaks nothing",
     ], width)  # fmt: skip
 
 
@@ -190,7 +191,13 @@ def peer_lines(
     record = progress.record
     lines = [title_line([f"{clipped(record.name, max(8, width // 3))} in {swarm}", human_time(seconds)], width)]
     lines.append(line("now", _doing(progress, width), width))
-    if record.role == "trainer":
+    if snapshot is not None and len(snapshot.stages) > 1:
+        lines += [
+            _hosted_line(record.peer, each, snapshot, width)
+            for each in record.stages
+            if each.unit < len(snapshot.stages)
+        ]
+    if record.role in TRAINING_ROLES:
         lines.append(line("learning", [
             f"loss {record.loss:.3f}" if record.loss is not None else "",
             f"{human_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else "",
@@ -205,12 +212,32 @@ def peer_lines(
         record.bytes_sent, record.bytes_received, *rates, reached.get(record.reachability, record.reachability), width
     ))  # fmt: skip
     if snapshot is not None:
-        replicas = counted(len(snapshot.stages[0].hosts), "replica") if len(snapshot.stages) == 1 else ""
-        lines.append(line("swarm", [health(snapshot.headline), replicas], width))
+        lines.append(line("swarm", [health(snapshot.headline), _cover(snapshot.stages)], width))
         lines += reasons(snapshot.headline, width, most=1)
     if record.note:
         lines.append(line("note", [record.note], width))
     return [*lines, *job_lines(progress.jobs, width)]
+
+
+def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int) -> Text:
+    stage = snapshot.stages[report.unit]
+    first, end = stage.blocks
+    others = len(set(stage.hosts) - {peer})
+    return line("hosting", [
+        f"stage {stage.number}, {f'blocks {first}-{end - 1}' if end - first > 1 else f'block {first}'}",
+        f"{human_count(report.tokens_per_second)} tokens/s" if report.tokens_per_second > 0 else "",
+        f"{report.waiting} waiting",
+        Text("bottleneck", "bold yellow") if stage.is_bottleneck else "",
+        f"with {counted(others, 'other')}" if others > 0 else Text("the only host", "yellow"),
+    ], width)  # fmt: skip
+
+
+def _cover(stages: Sequence[StageView]) -> str:
+    """How many hold the model, or the stage of it that fewest hold."""
+    if len(stages) == 1:
+        return counted(len(stages[0].hosts), "replica")
+    weakest = min(stages, key=lambda stage: (len(stage.hosts), stage.number))
+    return f"{counted(len(weakest.hosts), 'host')} at least" if weakest.hosts else ""
 
 
 def _doing(progress: PeerProgress, width: int) -> list[Part]:

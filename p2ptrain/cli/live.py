@@ -79,6 +79,7 @@ class View:
         self._rate = TokenRate()
         self._state = ""
         self._held_out: float | None = None
+        self._num_stages = 1
         self._others: list[tuple[str, ...]] = []
         self._ours: dict[str, tuple[str, ...]] = {}
         self._ended: set[str] = set()
@@ -167,6 +168,8 @@ class View:
             snapshot: What the status page would show of the swarm; None where that has not changed.
             in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
         """
+        if snapshot is not None:
+            self._num_stages = len(snapshot.stages)
         if (tokens := most_tokens(records)) is not None:
             self._rate.update(time.monotonic(), tokens)
         for child in trainers:
@@ -218,13 +221,16 @@ class View:
         """Peers that are not ours, then ours; a child keeps its last numbers when it has ended."""
         children = {child.name: child for child in trainers}
         if records:
-            self._others = [peer_row(record) for record in records if record.name not in children]
-        self._ours |= {record.name: peer_row(record) for record in records if record.name in children}
+            self._others = [self._row(record) for record in records if record.name not in children]
+        self._ours |= {record.name: self._row(record) for record in records if record.name in children}
         rows = sorted(self._others)
         for name, child in children.items():
             row = self._ours.get(name, (name, "starting", *[""] * (len(COLUMNS) - 2)))
             rows.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
         return rows
+
+    def _row(self, record: PeerRecord) -> tuple[str, ...]:
+        return peer_row(record, self._num_stages)
 
     def _child_state(self, child: Child, state: str) -> str:
         if child.exit_code is not None:

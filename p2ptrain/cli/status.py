@@ -1,6 +1,7 @@
 """``p2ptrain status LINK``
 
 Show the peers of a swarm: what they do, which round they are in, how fast they are and whether their state agrees.
+Of a model that is cut into stages also who hosts each, which one is the slowest, and what losing a host would break.
 With --watch also whether the swarm is healthy, who covers the model, how far the round in progress is, and traffic.
 It reads the swarm's directory only, and takes no part.
 """
@@ -11,6 +12,8 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
     import tempfile
     from pathlib import Path
 
+    from p2ptrain.monitor.serve import stage_spans
     from p2ptrain.node.observe import Observer
 
     with tempfile.TemporaryDirectory(prefix="p2ptrain-status-") as folder:
@@ -48,18 +52,51 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
 
                 await watch_swarm(observer, link)
             else:
-                print(_rendered(await observer.peers(), observer.manifest.name, link, as_json=as_json))
+                spans = stage_spans(observer.manifest)
+                print(rendered(await observer.peers(), observer.manifest.name, link, spans, as_json=as_json))
 
 
 def _title(name: str, peers: int) -> str:
     return f"swarm {name}: {peers} peer{'s' if peers != 1 else ''}"
 
 
-def _rendered(records: list[PeerRecord], name: str, link: SwarmLink, *, as_json: bool) -> str:
-    from p2ptrain.cli.table import peer_row, plain_table, record_values
+def rendered(
+    records: Sequence[PeerRecord],
+    name: str,
+    link: SwarmLink,
+    spans: Sequence[tuple[int, int]],
+    *,
+    as_json: bool = False,
+    width: int | None = None,
+) -> str:
+    """What ``status`` prints.
 
+    Args:
+        records: Of all peers.
+        name: The swarm's.
+        link: Which swarm.
+        spans: By stage: its first block and the one after its last; one where the model is not cut.
+        as_json: Whether for machines.
+        width: Of the terminal; None: that of standard output, or any width where that is none.
+    """
+    from p2ptrain.cli.stages import risk_lines, stage_lines
+    from p2ptrain.cli.table import peer_row, plain_table, record_values
+    from p2ptrain.monitor.snapshot import Sighting, peer_views
+    from p2ptrain.monitor.stages import stage_views
+
+    stages = stage_views(spans, peer_views([Sighting(record, 0.0) for record in records], {}, spans, 0.0))
     if as_json:
-        values = {"swarm": name, "digest": link.digest.hex(), "peers": [record_values(record) for record in records]}
+        values = {
+            "swarm": name,
+            "digest": link.digest.hex(),
+            "stages": [asdict(stage) for stage in stages],
+            "peers": [record_values(record) for record in records],
+        }
         return json.dumps(values, indent=2)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return f"{_title(name, len(records))}\n{plain_table([peer_row(record) for record in records], width)}"
+    if width is None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    lines = [_title(name, len(records))]
+    if len(stages) > 1:
+        lines += [line.plain for line in stage_lines(stages, width)]
+        lines += [*risk_lines(stages, width), ""]
+    return "\n".join([*lines, plain_table([peer_row(record, len(stages)) for record in records], width)])

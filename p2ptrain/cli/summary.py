@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ class SwarmSummary:
         heldout_loss_before: Nats per token before training, mean over trainers; None if nobody measured it.
         tokens_per_second: All trainers' tokens by the time of the one that trained longest.
         rounds_committed: By the trainer that committed most; ``rounds_aborted`` by the one that aborted most.
-        state_digests: Hexadecimal digest of the state at the end, by peer name.
+        state_digests: Hexadecimal digest of the state at the end, by peer name; of its stage, if the model is cut.
+        stages: Which stage each peer hosted, by its name; empty if the model is not cut.
         peers: How many trainers were started.
         reporting_peers: How many of them ended in good order, so that they are in these numbers.
     """
@@ -36,6 +37,7 @@ class SwarmSummary:
     seconds: float
     peers: int
     reporting_peers: int
+    stages: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Indented JSON, one key for each field."""
@@ -43,9 +45,12 @@ class SwarmSummary:
 
     def to_text(self) -> str:
         """A few lines for people."""
-        agree = len(set(self.state_digests.values())) == 1
-        digests = "none" if not self.state_digests else "all equal" if agree else "they differ"
-        shown = " ".join(sorted({digest[:8] for digest in self.state_digests.values()}))
+        states = sorted({(self.stages.get(name, 0), digest) for name, digest in self.state_digests.items()})
+        stages = {stage for stage, _ in states}
+        agree = len(states) == len(stages)
+        equal = f"equal in each of {len(stages)} stages" if len(stages) > 1 else "all equal"
+        digests = "none" if not states else equal if agree else "they differ"
+        shown = " ".join(f"{stage}:{digest[:8]}" if self.stages else digest[:8] for stage, digest in states)
         return "\n".join(
             [
                 f"held-out loss     {_loss(self.heldout_loss_before)} -> {_loss(self.heldout_loss_after)} nats",
@@ -78,10 +83,16 @@ def combine(summaries: Mapping[str, Mapping[str, Any]], peers: int) -> SwarmSumm
         bytes_received=sum(int(value["bytes_received"]) for value in values),
         rounds_committed=max((int(value["rounds_committed"]) for value in values), default=0),
         rounds_aborted=max((int(value["rounds_aborted"]) for value in values), default=0),
-        state_digests={name: str(value["state_digest"]) for name, value in summaries.items()},
+        # Who only feeds a pipeline has no state.
+        state_digests={
+            name: digest
+            for name, value in summaries.items()
+            if (digest := str(value["state_digest"])) or "stage" not in value
+        },
         seconds=seconds,
         peers=peers,
         reporting_peers=len(values),
+        stages={name: value["stage"] for name, value in summaries.items() if type(value.get("stage")) is int},
     )
 
 

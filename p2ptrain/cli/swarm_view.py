@@ -80,7 +80,7 @@ def peer_rows(snapshot: Snapshot, records: Sequence[PeerRecord], room: int) -> l
 
     rows = []
     for record in sorted(records, key=by_name if len(records) <= room else by_interest):
-        row = peer_row(record)
+        row = peer_row(record, len(snapshot.stages))
         rows.append((*row[:_STATE], ASTRAY, *row[_STATE + 1 :]) if record.peer in astray else row)
     return rows
 

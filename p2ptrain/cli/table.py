@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.monitor.formats import human_bytes, human_count
+from p2ptrain.monitor.stages import TRAINING_ROLES
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -14,20 +15,30 @@ if TYPE_CHECKING:
     from p2ptrain.network.records import PeerRecord, RoundReport
 
 COLUMNS = (
-    "peer", "state", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
+    "peer", "state", "stage", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
 )  # fmt: skip
 _RIGHT = {"round", "tokens/s", "loss", "given", "group", "sent", "received"}
 _LEAVE_OUT_FIRST = ("given", "reached", "received", "group", "sent", "digest", "tokens/s")
 _MAX_NAME_CHARS = 24
+FEEDS = "feeds"
+"""In place of a stage: it hosts none, and sends microbatches through all."""
 
 
-def peer_row(record: PeerRecord) -> tuple[str, ...]:
-    """One peer as text, in the order of `COLUMNS`; what a bootstrap peer has not is left out."""
-    trains = record.role != "bootstrap"
+def peer_row(record: PeerRecord, num_stages: int = 1) -> tuple[str, ...]:
+    """One peer as text, in the order of `COLUMNS`; what a bootstrap peer has not is left out.
+
+    Args:
+        record: What it publishes.
+        num_stages: Into which the swarm's model is cut.
+    """
+    stages = hosted_stages(record, num_stages)
+    # Who only sends microbatches through a pipeline is in no round.
+    trains = record.role != "bootstrap" if num_stages == 1 else bool(stages)
     last = record.last_rounds[-1] if record.last_rounds else None
     return (
         record.name or record.peer[-8:],
         record.state,
+        FEEDS if num_stages > 1 and record.role == "trainer" else ",".join(map(str, stages)),
         str(record.round) if trains else "",
         human_count(record.tokens_per_second) if record.tokens_per_second > 0 else "",
         f"{record.loss:.3f}" if record.loss is not None else "",
@@ -40,6 +51,17 @@ def peer_row(record: PeerRecord) -> tuple[str, ...]:
     )
 
 
+def hosted_stages(record: PeerRecord, num_stages: int) -> list[int]:
+    """Numbers of the stages that a peer hosts, of so many; empty where the model is not cut."""
+    return [stage.unit for stage in record.stages if stage.unit < num_stages] if num_stages > 1 else []
+
+
+def _shown_columns(rows: Sequence[Sequence[str]]) -> list[int]:
+    """Those of `COLUMNS` that are there at all: stages only where a model is cut."""
+    stage = COLUMNS.index("stage")
+    return [index for index in range(len(COLUMNS)) if index != stage or any(row[stage] for row in rows)]
+
+
 def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ...]]:
     """The header and rows made by `peer_row`, made to fit in lines of ``width`` characters.
 
@@ -50,7 +72,7 @@ def fit_columns(rows: Sequence[Sequence[str]], width: int) -> list[tuple[str, ..
 
     lines = [COLUMNS, *(tuple(printable(cell) for cell in row) for row in rows)]
     lines = [(clipped(line[0], _MAX_NAME_CHARS), *line[1:]) for line in lines]
-    kept = list(range(len(COLUMNS)))
+    kept = _shown_columns(rows)
     for name in _LEAVE_OUT_FIRST:
         if sum(max(cell_len(line[index]) for line in lines) + 2 for index in kept) - 2 <= width:
             break
@@ -71,7 +93,11 @@ def plain_table(rows: Iterable[Sequence[str]], width: int | None = None) -> str:
     from rich.cells import cell_len
 
     rows = list(rows)
-    lines = fit_columns(rows, width) if width is not None else [COLUMNS, *(tuple(map(printable, row)) for row in rows)]
+    if width is not None:
+        lines = fit_columns(rows, width)
+    else:
+        kept = _shown_columns(rows)
+        lines = [tuple(printable(row[index]) for index in kept) for row in (COLUMNS, *rows)]
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
 
     def padded(cell: str, width: int, name: str) -> str:
@@ -108,30 +134,60 @@ def _with_hex(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def most_tokens(records: Iterable[PeerRecord]) -> int | None:
-    """Tokens of the lineage that is furthest, for `TokenRate`; None while nobody trains."""
-    return max(
-        (record.lineage_tokens for record in records if record.role == "trainer" and record.state != "starting"),
-        default=None,
-    )
+    """Tokens of the lineage that is furthest, for `TokenRate`; None while nobody trains.
+
+    In a pipeline, of the stage that is least far: a token counts when all stages have counted it.
+    """
+    furthest: dict[int | None, int] = {}
+    for record in records:
+        if record.role in TRAINING_ROLES and record.state != "starting":
+            stage = _own_stage(record)
+            furthest[stage] = max(furthest.get(stage, 0), record.lineage_tokens)
+    if len(furthest) > 1:
+        furthest.pop(None, None)  # Those who feed a pipeline have no lineage.
+    return min(furthest.values(), default=None)
 
 
 def committed_rounds(records: Iterable[PeerRecord], after: int) -> list[RoundReport]:
     """The committed rounds that the trainers report, in order, each as the peer saw it that saw most contributors.
 
+    In a pipeline each stage has rounds of its own: one is told when no stage is behind it, with the members of all.
+
     Args:
         records: Of all peers.
         after: Leave out this many of the swarm's first rounds.
     """
-    done: dict[int, RoundReport] = {}
+    by_stage: dict[int | None, dict[int, RoundReport]] = {}
     for record in records:
-        for report in record.last_rounds if record.role == "trainer" else ():
+        if record.role not in TRAINING_ROLES or not (record.last_rounds or record.stages):
+            continue
+        done = by_stage.setdefault(_own_stage(record), {})
+        for report in record.last_rounds:
             # A report names the round that was worked on, counted from 0; people count the rounds that are done.
             if report.committed and report.round + 1 > after:
                 done[report.round] = max(done.get(report.round, report), report, key=lambda other: other.contributors)
-    return [done[number] for number in sorted(done)]
+    everywhere = min((max(done, default=-1) for done in by_stage.values()), default=-1)
+    numbers = {number for done in by_stage.values() for number in done if number <= everywhere}
+    return [
+        _of_all_stages([done[number] for done in by_stage.values() if number in done]) for number in sorted(numbers)
+    ]
 
 
-def rounds_line(rounds: Sequence[RoundReport], records: Iterable[PeerRecord], state: str) -> str:
+def _of_all_stages(reports: Sequence[RoundReport]) -> RoundReport:
+    slowest = max(reports, key=lambda report: report.seconds)
+    return replace(
+        slowest,
+        members=sum(report.members for report in reports),
+        contributors=sum(report.contributors for report in reports),
+    )
+
+
+def _own_stage(record: PeerRecord) -> int | None:
+    """The stage that a peer tells of in the rest of its record; None where it holds the whole model, or nothing."""
+    return record.stages[0].unit if record.stages else None
+
+
+def rounds_line(rounds: Sequence[RoundReport], records: Sequence[PeerRecord], state: str) -> str:
     """One line about the rounds that were committed since the last line; of several, it counts the peers of the worst.
 
     Args:
@@ -142,21 +198,29 @@ def rounds_line(rounds: Sequence[RoundReport], records: Iterable[PeerRecord], st
     first, last = rounds[0].round + 1, rounds[-1].round + 1
     fewest = min(rounds, key=lambda report: report.contributors / max(report.members, 1))
     seconds = sum(report.seconds for report in rounds) / len(rounds)
-    digests = {record.digest.hex()[:8] for record in records if record.role == "trainer" and record.round == last}
+    digests = sorted(
+        {
+            (_own_stage(record) or 0, record.digest.hex()[:8])
+            for record in records
+            if record.role in TRAINING_ROLES and record.round == last and any(record.digest)
+        }
+    )
+    is_cut = any(record.stages for record in records)
+    shown = " ".join(f"{stage}:{digest}" if is_cut else digest for stage, digest in digests)
     return "  ".join(
         [
             f"round {last}" if first == last else f"rounds {first}-{last}",
             f"{fewest.contributors}/{fewest.members} peers",
             f"averaged in {seconds:.1f} s",
             *([state] if state else []),
-            *([f"digest {' '.join(sorted(digests))}"] if digests else []),
+            *([f"{'stage digests' if is_cut else 'digest'} {shown}"] if digests else []),
         ]
     )
 
 
 def present_state(records: Iterable[PeerRecord], tokens_per_second: float | None, held_out: float | None) -> str:
     """How a swarm is doing: the mean training loss, the held-out loss and the speed, as far as they are known."""
-    losses = [record.loss for record in records if record.role == "trainer" and record.loss is not None]
+    losses = [record.loss for record in records if record.role in TRAINING_ROLES and record.loss is not None]
     return "  ".join(
         [
             *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),

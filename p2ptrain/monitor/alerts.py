@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from p2ptrain.monitor.headline import SEVERITIES
+from p2ptrain.monitor.stages import ARRIVING, TRAINING_ROLES
 from p2ptrain.monitor.views import Alert, PeerView, RoundView, StageView
 
 MAX_SKEW_SECONDS = 5.0
@@ -54,7 +55,7 @@ class Scene:
     @property
     def trainers(self) -> list[PeerView]:
         """Peers that train, or are about to."""
-        return [peer for peer in self.peers if peer.role == "trainer"]
+        return [peer for peer in self.peers if peer.role in TRAINING_ROLES]
 
 
 def find_alerts(
@@ -73,26 +74,40 @@ def _directory(scene: Scene) -> Iterator[Alert]:
 
 
 def _stages(scene: Scene) -> Iterator[Alert]:
-    if not scene.trainers:
-        return
+    if all(peer.state in ARRIVING for peer in scene.trainers):
+        return  # Nobody is here, or all are about to begin.
+    what = "hosts it" if len(scene.stages) > 1 else "trains"
     for stage in scene.stages:
-        if not stage.hosts and not (len(scene.stages) == 1 and stage.syncing):
-            yield Alert("stage", "critical", str(stage.number), f"{stage.risk}; start a peer that trains")
+        if not stage.hosts and stage.syncing:
+            if len(scene.stages) > 1:
+                yield Alert("stage", "warning", str(stage.number), f"{stage.risk} for a peer that is on the way")
+        elif not stage.hosts:
+            yield Alert("stage", "critical", str(stage.number), f"{stage.risk}; start a peer that {what}")
         elif len(stage.hosts) == 1:
             yield Alert("replica", "warning", str(stage.number), f"{stage.risk}; let another peer join")
 
 
 def _digests(scene: Scene) -> Iterator[Alert]:
     for peer in scene.peers:
-        if peer.agrees is False:
+        if peer.agrees is False and not peer.hosting:
             text = (
                 f"{peer.name} holds another state than the others of round {peer.round}:"
                 " restart it if it does not fetch theirs by itself"
             )
             yield Alert("digest", "critical", peer.peer, text)
+        for hosted in [each for each in peer.hosting if each.agrees is False][:1]:  # One alert for each peer.
+            what = f"stage {hosted.unit}" if hosted.unit < len(scene.stages) else "the shared embeddings"
+            text = (
+                f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}:"
+                " restart it if it does not fetch theirs by itself"
+            )
+            yield Alert("digest", "critical", peer.peer, text)
+    whose = "hosts of one stage" if len(scene.stages) > 1 else "peers"
     for view in scene.rounds[:1]:
         if view.agrees is False:
-            text = f"round {view.round + 1} left peers with {len(view.digests)} different states: compare their digests"
+            text = (
+                f"round {view.round + 1} left {whose} with {len(view.digests)} different states: compare their digests"
+            )
             yield Alert("digest", "critical", "", text)  # One alert, however many rounds it lasts.
 
 

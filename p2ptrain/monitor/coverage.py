@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from p2ptrain.monitor.stages import TRAINING_ROLES, holds
 from p2ptrain.monitor.views import PeerView, Snapshot
 
 MAX_ROWS = 20
@@ -22,7 +23,9 @@ class StageSummary:
     blocks: tuple[int, int]
     hosts: int
     syncing: int
+    waiting: int
     tokens_per_second: float
+    load: float | None
     is_bottleneck: bool
     risk: str
 
@@ -46,7 +49,7 @@ class Coverage:
     """What is drawn.
 
     Attributes:
-        rows: At most `MAX_ROWS`; ``others``: trainers without one.
+        rows: At most `MAX_ROWS`; ``others``: peers without one that hold blocks, or are about to.
         states: (role and state, number of peers), the most frequent first.
     """
 
@@ -60,13 +63,15 @@ class Coverage:
 def coverage(snapshot: Snapshot) -> Coverage:
     """The picture of one moment."""
     num_blocks = snapshot.swarm.num_blocks
-    trainers = sorted((peer for peer in snapshot.peers if peer.role in ("trainer", "stage")), key=_interest)
+    # Who only feeds a pipeline holds nothing, and never will.
+    roles = ("stage",) if len(snapshot.stages) > 1 else TRAINING_ROLES
+    trainers = sorted((peer for peer in snapshot.peers if peer.role in roles), key=_interest)
     states = Counter(peer.state for peer in snapshot.peers)
     return Coverage(
         stages=tuple(
             StageSummary(
-                each.number, each.blocks, len(each.hosts), len(each.syncing), each.tokens_per_second,
-                each.is_bottleneck, each.risk,
+                each.number, each.blocks, len(each.hosts), len(each.syncing), each.waiting, each.tokens_per_second,
+                each.load, each.is_bottleneck, each.risk,
             )
             for each in snapshot.stages
         ),
@@ -84,10 +89,9 @@ def _interest(peer: PeerView) -> tuple[bool, bool, tuple[int, int], str]:
 def _row(peer: PeerView, num_blocks: int) -> Row:
     num_cells = min(num_blocks, MAX_CELLS)
     borders = [cell * num_blocks // num_cells for cell in range(num_cells + 1)]
-    low, high = peer.blocks
     return Row(
         peer.peer,
         peer.name,
         peer.state if peer.agrees is not False else "astray",
-        tuple(low <= borders[cell] and borders[cell + 1] <= high for cell in range(num_cells)),
+        tuple(holds(peer, (borders[cell], borders[cell + 1])) for cell in range(num_cells)),
     )

@@ -89,9 +89,26 @@ def _of_rounds(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _of_stages(snapshot: Snapshot) -> Iterator[Metric]:
     hosts = GaugeMetricFamily("p2ptrain_stage_hosts", "Peers that host a stage", labels=["stage"])
+    syncing = GaugeMetricFamily("p2ptrain_stage_syncing", "Peers that are about to host a stage", labels=["stage"])
+    speed = GaugeMetricFamily(
+        "p2ptrain_stage_tokens_per_second", "What all hosts of a stage can do together", labels=["stage"]
+    )
     for stage in snapshot.stages:
         hosts.add_metric([str(stage.number)], len(stage.hosts))
-    yield hosts
+        syncing.add_metric([str(stage.number)], len(stage.syncing))
+        speed.add_metric([str(stage.number)], stage.tokens_per_second)
+    yield from (hosts, syncing, speed)
+    if len(snapshot.stages) == 1:
+        return
+    waiting = GaugeMetricFamily("p2ptrain_stage_waiting_passes", "In the queues of a stage's hosts", labels=["stage"])
+    load = GaugeMetricFamily(
+        "p2ptrain_stage_load_ratio", "Speed of the slowest stage by that of this one: 1 for that", labels=["stage"]
+    )
+    for stage in snapshot.stages:
+        waiting.add_metric([str(stage.number)], stage.waiting)
+        if stage.load is not None:
+            load.add_metric([str(stage.number)], stage.load)
+    yield from (waiting, load)
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:

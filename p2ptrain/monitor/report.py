@@ -47,7 +47,8 @@ def facts(run: Run) -> list[tuple[str, str]]:
     rounds = [line for peer in run.peers for line in peer.of_kind("round")]
     done = [line for line in rounds if line.values.get("committed") is True]
     seconds = [taken for line in done if (taken := line.number("seconds")) is not None]
-    states = {state for peer in run.peers if (state := _state(peer))}
+    states = {(_stage(peer), state) for peer in run.peers if (state := _state(peer))}
+    stages = {stage for stage, _ in states}
     tokens, sent, received = (_total(summaries, name) for name in ("tokens", "bytes_sent", "bytes_received"))
     return [
         ("held-out loss", f"{_loss(before)} → {_loss(after)} nats"),
@@ -58,7 +59,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("tokens", formats.human_count(tokens)),
         ("traffic", f"{formats.human_bytes(sent)} sent, {formats.human_bytes(received)} received"),
         ("bytes a token", f"{sent / tokens:.0f}" if tokens else "unknown"),
-        ("state at the end", "equal everywhere" if len(states) == 1 else f"{len(states)} different ones"),
+        ("state at the end", _agreement(len(states), len(stages))),
     ]  # fmt: skip
 
 
@@ -126,6 +127,20 @@ def _state(peer: PeerRun) -> str:
     rounds = peer.of_kind("round")
     digest = peer.summary.get("state_digest") or (rounds[-1].values.get("digest") if rounds else "")
     return digest if isinstance(digest, str) else ""
+
+
+def _stage(peer: PeerRun) -> int | None:
+    """Which stage of a model that is cut a peer hosted; None if it held the whole model, or nothing."""
+    rounds = peer.of_kind("round")
+    stage = peer.summary.get("stage", rounds[-1].values.get("stage") if rounds else None)
+    return stage if type(stage) is int else None
+
+
+def _agreement(num_states: int, num_stages: int) -> str:
+    """Hosts of one stage should end with one state; those of two never do."""
+    if num_stages < 2:
+        return "equal everywhere" if num_states == 1 else f"{num_states} different ones"
+    return "equal in each stage" if num_states == num_stages else f"{num_states} different ones in {num_stages} stages"
 
 
 def _mean(values: Sequence[Any]) -> float | None:

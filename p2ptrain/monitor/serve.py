@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.errors import TemporaryError
-from p2ptrain.manifest import SignedManifest
+from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching
@@ -106,8 +106,9 @@ def answer_first() -> None:
 
 
 def swarm_view(signed: SignedManifest, link: SwarmLink) -> SwarmView:
-    """What a swarm agreed on, for the page."""
+    """What a swarm agreed on, for the page; raises as `stage_spans`."""
     manifest = signed.manifest
+    spans = stage_spans(manifest)
     return SwarmView(
         name=manifest.name,
         digest=manifest.digest.hex(),
@@ -116,9 +117,23 @@ def swarm_view(signed: SignedManifest, link: SwarmLink) -> SwarmView:
         signer=signed.organizer,
         manifest=manifest.model_dump(mode="json"),
         protocol=manifest.protocol,
-        num_blocks=manifest.model.layers,
+        num_blocks=spans[-1][1],
         group_size=manifest.averaging.group_size,
+        spans=spans,
     )
+
+
+def stage_spans(manifest: Manifest) -> tuple[tuple[int, int], ...]:
+    """Of each stage of a swarm's model: its first block and the one after its last. One stage, if it is not cut.
+
+    Raises:
+        ManifestError, UsageError, IncompatibleError: As `PipelinePlan`; only for a model that is cut.
+    """
+    if not manifest.pipeline.is_used:
+        return ((0, manifest.model.layers),)  # Whoever looks need not know the model.
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
 
 
 def bootstraps(link: SwarmLink) -> list[str]:

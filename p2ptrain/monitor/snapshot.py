@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from p2ptrain.monitor.alerts import Facts, find_alerts
 from p2ptrain.monitor.headline import headline
-from p2ptrain.monitor.views import Alert, GroupView, PeerView, RoundView, Snapshot, StageView, SwarmView
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.monitor.stages import WHOLE, joined, reports_of, stage_views, standings
+from p2ptrain.monitor.views import Alert, GroupView, HostedView, PeerView, RoundView, Snapshot, SwarmView
+from p2ptrain.network.records import PeerRecord, StageReport
 
-HOSTING = ("training", "serving", "paused")
-ARRIVING = ("starting", "syncing")
 EMPTY = bytes(32)
+Place = tuple[int, bytes, int]
+"""A stage, a lineage, a round: who stands there holds what all others hold who do."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ class Observation:
 
 def build_snapshot(seen: Observation, now: float) -> Snapshot:
     """The swarm at ``now``, in seconds since the epoch."""
-    peers = peer_views(seen.sightings, seen.rates, seen.swarm.num_blocks, now)
-    stages = stage_views([(0, seen.swarm.num_blocks)], peers)
+    peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
+    stages = stage_views(seen.swarm.spans, peers)
     alerts: Sequence[Alert] = find_alerts(peers, stages, seen.rounds, seen.facts, now)
     return Snapshot(
         at=now,
         swarm=seen.swarm,
-        headline=headline(peers, seen.rounds, alerts, seen.tokens_per_second, seen.committed, seen.aborted),
+        headline=headline(peers, stages, seen.rounds, alerts, seen.tokens_per_second, seen.committed, seen.aborted),
         alerts=tuple(alerts),
         stages=tuple(stages),
         peers=tuple(peers),
@@ -78,20 +79,28 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
 
 
 def peer_views(
-    sightings: Sequence[Sighting], rates: Mapping[str, Rates], num_blocks: int, now: float
+    sightings: Sequence[Sighting], rates: Mapping[str, Rates], spans: Sequence[tuple[int, int]], now: float
 ) -> list[PeerView]:
-    """One view for each peer, ordered by name, then id."""
-    usual = usual_digests([each.record for each in sightings])
-    views = [_peer_view(each, rates.get(each.record.peer, Rates()), usual, num_blocks, now) for each in sightings]
+    """One view for each peer, ordered by name, then id.
+
+    Args:
+        sightings: Of each peer one.
+        rates: By peer id; what is missing counts as 0.
+        spans: By stage: its first block and the one after its last; one where the model is not cut.
+        now: Wall-clock second.
+    """
+    usual = usual_digests([each.record for each in sightings], len(spans))
+    views = [_peer_view(each, rates.get(each.record.peer, Rates()), usual, spans, now) for each in sightings]
     return sorted(views, key=lambda view: (view.name.casefold(), view.peer))
 
 
-def usual_digests(records: Sequence[PeerRecord]) -> dict[tuple[bytes, int], bytes]:
-    """By lineage and round: the state digest of most peers that report one, where at least two do."""
-    reported: dict[tuple[bytes, int], Counter[bytes]] = {}
+def usual_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict[Place, bytes]:
+    """By stage, lineage and round: the state digest of most peers that report one, where at least two do."""
+    reported: dict[Place, Counter[bytes]] = {}
     for record in records:
-        if record.digest != EMPTY:
-            reported.setdefault((record.lineage, record.round), Counter())[record.digest] += 1
+        for unit, round_, lineage, digest, _ in standings(record, num_stages):
+            if digest != EMPTY:
+                reported.setdefault((unit, lineage, round_), Counter())[digest] += 1
     # Of as many, the smaller digest: the same for everybody who looks.
     return {
         place: min(digests, key=lambda digest: (-digests[digest], digest))
@@ -101,11 +110,18 @@ def usual_digests(records: Sequence[PeerRecord]) -> dict[tuple[bytes, int], byte
 
 
 def _peer_view(
-    seen: Sighting, rates: Rates, usual: Mapping[tuple[bytes, int], bytes], num_blocks: int, now: float
+    seen: Sighting, rates: Rates, usual: Mapping[Place, bytes], spans: Sequence[tuple[int, int]], now: float
 ) -> PeerView:
-    record = seen.record
+    record, num_stages = seen.record, len(spans)
     has_state = record.digest != EMPTY
-    expected = usual.get((record.lineage, record.round)) if has_state else None
+    hosting = [_hosted_view(each, usual, spans) for each in reports_of(record, num_stages)]
+    if num_stages > 1:
+        held = joined([each.blocks for each in hosting if each.unit < num_stages and each.digest])
+        agreements = {each.agrees for each in hosting} - {None}
+    else:
+        held = tuple(spans) if record.role == "trainer" and has_state else ()
+        place = (WHOLE, record.lineage, record.round)
+        agreements = {record.digest == usual[place]} if has_state and place in usual else set()
     last = record.last_rounds[-1] if record.last_rounds else None
     return PeerView(
         peer=record.peer,
@@ -116,11 +132,14 @@ def _peer_view(
         version=record.version,
         protocol=record.protocol,
         reachability=record.reachability,
-        blocks=(0, num_blocks if record.role == "trainer" and has_state else 0),
+        blocks=(held[0][0], held[-1][1]) if held else (0, 0),
+        spans=held,
+        stages=tuple(each.unit for each in hosting if each.unit < num_stages),
+        hosting=tuple(hosting),
         round=record.round,
         digest=record.digest.hex() if has_state else "",
         lineage=record.lineage.hex() if has_state else "",
-        agrees=None if expected is None else record.digest == expected,
+        agrees=all(agreements) if agreements else None,
         loss=record.loss,
         diverged=record.diverged,
         tokens_per_second=record.tokens_per_second,
@@ -140,41 +159,17 @@ def _peer_view(
     )
 
 
-def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> list[StageView]:
-    """Who hosts each stage of the model, and what losing one host would break.
-
-    Args:
-        spans: By stage: its first block and the one after its last.
-        peers: All of them.
-    """
-    hosts = [
-        [peer for peer in peers if peer.blocks[0] <= low and high <= peer.blocks[1] and peer.state in HOSTING]
-        for low, high in spans
-    ]
-    syncing = [peer.peer for peer in peers if peer.role == "trainer" and peer.state in ARRIVING]
-    speeds = [sum(peer.tokens_per_second for peer in of_stage) for of_stage in hosts]
-    slowest = min(speeds, default=0.0)
-    return [
-        StageView(
-            number=number,
-            blocks=span,
-            hosts=tuple(peer.peer for peer in of_stage),
-            syncing=tuple(syncing),
-            tokens_per_second=speed,
-            is_bottleneck=len(spans) > 1 and speed == slowest,
-            risk=_risk(number, len(spans), of_stage),
-        )
-        for number, (span, of_stage, speed) in enumerate(zip(spans, hosts, speeds, strict=True))
-    ]
-
-
-def _risk(number: int, num_stages: int, hosts: Sequence[PeerView]) -> str:
-    if len(hosts) > 1:
-        return ""
-    if num_stages == 1:
-        if not hosts:
-            return "nobody trains: the swarm stands still"
-        return f"only {hosts[0].name} holds the model: losing it loses all since its last checkpoint"
-    if not hosts:
-        return f"stage {number} has no host: training stands still"
-    return f"stage {number} has one host, {hosts[0].name}: losing it stops training"
+def _hosted_view(report: StageReport, usual: Mapping[Place, bytes], spans: Sequence[tuple[int, int]]) -> HostedView:
+    has_state = report.digest != EMPTY
+    expected = usual.get((report.unit, report.lineage, report.round)) if has_state else None
+    return HostedView(
+        unit=report.unit,
+        blocks=spans[report.unit] if report.unit < len(spans) else (0, 0),
+        round=report.round,
+        digest=report.digest.hex() if has_state else "",
+        lineage=report.lineage.hex() if has_state else "",
+        agrees=None if expected is None else report.digest == expected,
+        tokens_per_second=report.tokens_per_second,
+        waiting=report.waiting,
+        samples=report.samples,
+    )

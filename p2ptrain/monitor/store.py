@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import aiosqlite
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.monitor.stages import TRAINING_ROLES
 from p2ptrain.monitor.views import PeerView, RoundView
 
 logger = logging.getLogger(__name__)
@@ -280,7 +281,7 @@ class Store:
                 peer.started_at, tokens, rounds,
             )
             for peer in peers
-            if peer.role == "trainer"
+            if peer.role in TRAINING_ROLES
             for tokens in [min(MAX_CONTRIBUTED, peer.trained_tokens)]
             for rounds in [min(MAX_CONTRIBUTED, peer.trained_rounds)]
         ]  # fmt: skip

@@ -10,6 +10,32 @@ Health = Literal["healthy", "degraded", "stopped", "empty"]
 
 
 @dataclass(frozen=True)
+class HostedView:
+    """What one peer says of one stage that it hosts, or of what it averages beside it.
+
+    Attributes:
+        unit: The stage's number; the number of stages for embeddings that the first and the last one share.
+        blocks: First block of the stage and the one after its last; equal for what is shared.
+        round: The round that it is working towards there.
+        digest, lineage: In hexadecimal; empty before it has a state.
+        agrees: Whether its state is that of most hosts of the stage, lineage and round; None where nobody else has one.
+        tokens_per_second: What it can do, forward and backward; 0 before it was measured.
+        waiting: Passes in its queue.
+        samples: Settled in this round.
+    """
+
+    unit: int
+    blocks: tuple[int, int]
+    round: int
+    digest: str
+    lineage: str
+    agrees: bool | None
+    tokens_per_second: float
+    waiting: int
+    samples: int
+
+
+@dataclass(frozen=True)
 class PeerView:
     """One peer, as its record says; what it says is checked for shape and signature, not for truth.
 
@@ -18,8 +44,12 @@ class PeerView:
     Attributes:
         peer: Its id.
         blocks: First block that it hosts and the one after its last; equal when it hosts none.
-        digest, lineage: In hexadecimal; empty for peers without state.
-        agrees: Whether its state is that of most peers of its lineage and round; None where nobody else has one.
+        spans: The same, without what lies between stages that it hosts; empty when it hosts none.
+        stages: Numbers of the stages that it hosts, of a model that is cut into several.
+        hosting: What it says of each of them, and of what it averages beside them.
+        digest, lineage: In hexadecimal; empty for peers without state. Those of its stage, if it hosts one.
+        agrees: Whether its state is that of most peers of its lineage and round; None where nobody else has one. In a
+            pipeline, of most hosts of the same stage, for all that it hosts.
         sent_per_second, received_per_second: Bytes.
         hours: Since it started.
         last_seen: Wall-clock second at which it published its record.
@@ -35,6 +65,9 @@ class PeerView:
     protocol: int
     reachability: str
     blocks: tuple[int, int]
+    spans: tuple[tuple[int, int], ...]
+    stages: tuple[int, ...]
+    hosting: tuple[HostedView, ...]
     round: int
     digest: str
     lineage: str
@@ -65,7 +98,10 @@ class StageView:
         blocks: First block and the one after the last.
         hosts: Peers that hold all of it and take part in rounds.
         syncing: Peers that are about to.
+        waiting: Passes in the queues of all hosts together.
         tokens_per_second: Of all hosts together.
+        load: The slowest stage's speed by this one's, which is how much of it is used when nothing but stages limits
+            the pipeline: 1 for the slowest; None where there is no other stage, or not all speeds are known.
         is_bottleneck: Whether it is the slowest of several stages.
         risk: What happens when one more host is lost; empty when nothing does.
     """
@@ -74,7 +110,9 @@ class StageView:
     blocks: tuple[int, int]
     hosts: tuple[str, ...]
     syncing: tuple[str, ...]
+    waiting: int
     tokens_per_second: float
+    load: float | None
     is_bottleneck: bool
     risk: str
 
@@ -201,6 +239,7 @@ class SwarmView:
         manifest: By section: names and values.
         num_blocks: Of the model.
         group_size: Peers that average together at most.
+        spans: Of each stage: its first block and the one after its last; one for a model that is not cut.
     """
 
     name: str
@@ -212,6 +251,7 @@ class SwarmView:
     protocol: int
     num_blocks: int
     group_size: int
+    spans: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from p2ptrain.errors import P2PTrainError, ResourceError
 from p2ptrain.monitor.alert_book import AlertBook
 from p2ptrain.monitor.alerts import Facts
 from p2ptrain.monitor.rate import TokenRate
-from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.snapshot import EMPTY, Observation, Rates, Sighting, build_snapshot
+from p2ptrain.monitor.stage_rounds import SwarmRounds
+from p2ptrain.monitor.stages import TRAINING_ROLES, standings
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import Snapshot, SwarmView
 from p2ptrain.network.records import PeerRecord
@@ -86,7 +87,8 @@ class Watch:
         self._bootstraps = tuple(bootstraps)
         self._stall_seconds = stall_seconds
         self._notify = notify
-        self._book = RoundBook(swarm.group_size)
+        self._num_stages = len(swarm.spans)
+        self._book = SwarmRounds(swarm.group_size, self._num_stages)
         self._alerts = AlertBook()
         self._rate = TokenRate()
         self._since = source.now()
@@ -134,9 +136,9 @@ class Watch:
         records = await self._source.look()
         now = self._source.now()
         events = self._take_in(records, now) if records is not None else []
-        trainers = [each.record for each in self._sightings.values() if each.record.role == "trainer"]
-        if records is not None:
-            self._follow(trainers)
+        trainers = [each.record for each in self._sightings.values() if each.record.role in TRAINING_ROLES]
+        if records is not None and self._num_stages == 1:
+            self._follow(trainers)  # Certificates of stages are those of other swarms.
         observation = Observation(
             swarm=self._swarm,
             sightings=list(self._sightings.values()),
@@ -167,20 +169,19 @@ class Watch:
         """Compare what peers say now with what they said before; who joined and who left."""
         before, is_first = self._sightings, not self._has_looked
         self._has_looked = True
-        trainers = [record for record, _ in records if record.role == "trainer"]
-        # However many newcomers there are, the swarm is where those are who train.
-        trainers = [record for record in trainers if record.state == "training"] or trainers
-        usual_round = statistics.median_high([record.round for record in trainers]) if trainers else 0
+        places = usual_places([record for record, _ in records], self._num_stages)
+        usual = {unit: round_ for unit, (round_, _) in places.items()}
         for record, at in records:
             if (known := before.get(record.peer)) is not None and known.at < at:
                 self._rates[record.peer] = _rates(known, Sighting(record, at))
-            if self._book.learn(record, min(at, now), usual_round):
-                self._last_commit = now
+            self._book.learn(record, min(at, now), usual)
+        if self._book.settle(usual):
+            self._last_commit = now
         self._sightings = {record.peer: Sighting(record, at) for record, at in records}
         self._rates = {peer: rates for peer, rates in self._rates.items() if peer in self._sightings}
         self._book.forget_peers(self._sightings)
-        if trainers:
-            self._rate.update(now, statistics.median_high([record.lineage_tokens for record in trainers]))
+        if len(places) >= self._num_stages:  # A token counts when all stages have counted it.
+            self._rate.update(now, min(tokens for _, tokens in places.values()))
         if is_first:
             return []
         joined = [each.record for peer, each in self._sightings.items() if peer not in before]
@@ -225,10 +226,11 @@ class Watch:
             self._losses.append((now, statistics.median(losses)))
         while self._losses and self._losses[0][0] < now - 2 * TREND_SECONDS:
             self._losses.popleft()
-        lineages: dict[int, set[bytes]] = {}
+        lineages: dict[tuple[int, int], set[bytes]] = {}
         for record in trainers:
-            if record.state == "training" and record.digest != EMPTY:
-                lineages.setdefault(record.round, set()).add(record.lineage)
+            for unit, round_, lineage, digest, _ in standings(record, self._num_stages):
+                if record.state == "training" and digest != EMPTY:
+                    lineages.setdefault((unit, round_), set()).add(lineage)
         if not any(len(each) > 1 for each in lineages.values()):
             self._forked_since = None
         elif self._forked_since is None:
@@ -289,6 +291,26 @@ class Watch:
             "received_per_second": sum(peer.received_per_second for peer in snapshot.peers),
         }
         return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def usual_places(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tuple[int, int]]:
+    """Where most who train are: by stage (`WHOLE` where there is one), the round and the tokens of the lineage.
+
+    However many newcomers there are, the swarm is where those are who train.
+    """
+    places: dict[int, list[tuple[bool, int, int]]] = {}
+    for record in records:
+        for each in standings(record, num_stages):
+            if each.unit < num_stages:
+                places.setdefault(each.unit, []).append((record.state == "training", each.round, each.tokens))
+    found = {}
+    for unit, told in places.items():
+        here = [each for each in told if each[0]] or told
+        found[unit] = (
+            statistics.median_high([round_ for _, round_, _ in here]),
+            statistics.median_high([tokens for _, _, tokens in here]),
+        )
+    return found
 
 
 def _rates(before: Sighting, now: Sighting) -> Rates:

@@ -43,9 +43,9 @@ MAX_LIMIT = 5_000
 STALE_SECONDS = 60.0
 """A snapshot that is older than this makes ``/healthz`` fail."""
 TABLE_COLUMNS = (
-    "peer", "name", "role", "state", "round", "blocks", "version", "reachability", "loss", "tokens_per_second",
-    "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens", "trained_rounds",
-    "hours", "last_seen", "agrees",
+    "peer", "name", "role", "state", "round", "blocks", "spans", "stages", "version", "reachability", "loss",
+    "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
+    "trained_rounds", "hours", "last_seen", "agrees",
 )  # fmt: skip
 NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"

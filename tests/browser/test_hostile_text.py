@@ -11,21 +11,23 @@ from playwright.sync_api import Browser
 
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import Alert, GroupView, RoundView, Snapshot, SwarmView
+from p2ptrain.monitor.views import Alert, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
 from tests.support.daemons import wait_until
 from tests.support.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
 from tests.support.visits import PHONE, Visit, visiting
-from tests.support.watched import LINEAGE, START, SWARM, FakeSource, aborted, report, result, snapshot_of, trainer
+from tests.support.watched import LINEAGE, START, SWARM, FakeSource, aborted, host, report, result, snapshot_of, trainer
 from tests.support.web_thread import ServedPage, served_page
 
 pytestmark = pytest.mark.timeout(240)
 
 TOLD = (report(6, contributed=False, reason="late"), aborted(7, "no quorum"), report(7), aborted(8, "too few"))
 RECORD = trainer(
-    "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",), clock_skew_seconds=60.0
-)
+    "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",),
+    clock_skew_seconds=60.0, stages=host("a", 0).stages,
+)  # fmt: skip
+HOSTED = HostedView(0, (0, 4), 8, "digest", "lineage", False, 1.0, 1, 1)
 PLAIN = frozenset({"peer", "role", "state"})
 UNEXPECTED = """() => [...document.querySelectorAll('*')].filter((each) =>
     ['IMG', 'IFRAME', 'OBJECT', 'EMBED', 'BASE', 'FRAME', 'APPLET', 'STYLE'].includes(each.tagName)
@@ -65,6 +67,7 @@ def hostile_snapshot(payload: str) -> Snapshot:
         alerts=(Alert("rule", "critical", "a", "text"), Alert("other", "warning", "b", "text")),
         groups=(GroupView(0, (("a", "counted"), ("b", "late"), ("c", "delegate"), ("d", "absent"))),),
         stages=tuple(replace(each, risk="a risk", syncing=("c",)) for each in usual.stages),
+        peers=tuple(replace(each, hosting=(HOSTED,)) for each in usual.peers),
     )
     assert text_fields(Snapshot) - filled_text_fields(filled) == set(), "these fields are not tried: fill them"
     return poisoned(filled, payload)

@@ -166,3 +166,33 @@ def test_everything_is_within_the_keyboards_reach_and_shows_where_one_is(
             f"({CONTROLS})().filter((each) => !window.reached.has(each)).map((each) => each.outerHTML.slice(0, 200))"
         )
         assert missed == []
+
+
+@pytest.mark.parametrize("with_scripts", [True, False])
+def test_the_stages_of_a_pipeline_are_seen_with_what_is_wrong(
+    browser: Browser, pictures: Path, with_scripts: bool
+) -> None:
+    swarm = MadeUpSwarm(10, num_stages=4, bare_stages=[2])
+    with (
+        served_page(swarm, swarm.swarm) as site,
+        visiting(browser, site.url, size=PHONE, with_scripts=with_scripts) as visit,
+    ):
+        settle(visit, "/") if with_scripts else visit.open("/")
+        page, snapshot = visit.page, site.snapshot()
+        assert "stage 2 has no host" in page.locator("#summary").inner_text()
+        boxes = page.locator("#stages > li").all_inner_texts()
+        assert [box.split("\n")[0].strip() for box in boxes] == [
+            f"Stage {stage.number} blocks {stage.blocks[0]}\N{EN DASH}{stage.blocks[1] - 1}"
+            for stage in snapshot.stages
+        ]
+        assert [stage.risk in box for stage, box in zip(snapshot.stages, boxes, strict=True)] == [True] * 4
+        assert page.locator("#stages > .uncovered").count() == 1
+        assert page.locator("#blocks tbody tr").count() == sum(len(stage.hosts) for stage in snapshot.stages)
+        held = page.locator("#blocks tbody tr").first.locator("rect.held").count()
+        assert held == snapshot.stages[0].blocks[1]
+        assert "stage 0" in page.locator("#peer-table").inner_text()
+        visit.assert_no_sideways_scrolling()
+        screenshot(page, pictures / f"pipeline-{'live' if with_scripts else 'without-scripts'}.png")
+        found = Axe().run(page) if with_scripts else None
+        barriers = [each for each in found.response["violations"] if each["impact"] in SERIOUS] if found else []
+        assert not barriers

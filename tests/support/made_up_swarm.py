@@ -21,7 +21,7 @@ import base58
 from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.head import Head
-from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, SignedManifest
+from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
 from p2ptrain.monitor.serve import answer_first, bootstraps, swarm_view
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import SwarmView
@@ -29,7 +29,7 @@ from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport
+from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport, StageReport
 from tests.support.signers import NamedSigner
 
 MAX_PEERS = 2000
@@ -66,6 +66,8 @@ class MadeUpSwarm:
         group_size: int = 16,
         num_astray: int = 0,
         hostile: bool = False,
+        num_stages: int = 1,
+        bare_stages: Sequence[int] = (),
     ) -> None:
         """
         Args:
@@ -76,6 +78,8 @@ class MadeUpSwarm:
             group_size: Peers that average together at most.
             num_astray: Peers whose state is not that of the others.
             hostile: Whether peers try to break the page by what they say.
+            num_stages: Into which the model is cut.
+            bare_stages: Those that nobody hosts.
         """
         if not 0 <= num_peers <= MAX_PEERS:
             raise ValueError(f"num_peers = {num_peers}: give a number from 0 to {MAX_PEERS}")
@@ -85,13 +89,16 @@ class MadeUpSwarm:
         self._round_seconds = round_seconds
         self._num_astray = num_astray
         self._hostile = hostile
+        self._num_stages = num_stages
+        self._hosted = [number for number in range(num_stages) if number not in bare_stages]
         self._genesis = clock() - 10.5 * round_seconds
         self._ids = [base58.b58encode(b"\x12\x20" + self._hash("peer", i)).decode() for i in range(num_peers)]
         self._num_bootstraps = min(3, max(1, num_peers // 20))
         self._cells = Cells(group_size)
         manifest = Manifest(
-            name="made-up-swarm", model=ModelSpec(layers=12), averaging=AveragingSpec(group_size=group_size)
-        )
+            name="made-up-swarm", model=ModelSpec(layers=12), averaging=AveragingSpec(group_size=group_size),
+            training=TrainingSpec(every=1 if num_stages > 1 else 32), pipeline=PipelineSpec(stages=num_stages),
+        )  # fmt: skip
         self._digest = manifest.digest
         self.link = SwarmLink(manifest.digest, tuple(
             f"/ip4/203.0.113.{5 + i}/tcp/31337/p2p/{peer}"
@@ -140,12 +147,13 @@ class MadeUpSwarm:
         started_at = self._started_at(index, at)
         role = self._role(index)
         is_new = at - started_at < 1.5 * self._round_seconds
-        trains = role == "trainer" and not is_new
+        joins = role in ("trainer", "stage")
+        trains = joins and not is_new
+        feeds = trains and self._num_stages > 1 and role == "trainer"
         first = max(FIRST_ROUND, self._round_at(started_at) + 2)
         done = range(max(first, round_ - MAX_REPORTS), round_) if trains else range(0)
         num_rounds = max(0, round_ - first) if trains else 0
         speed = self._speed(index) if trains else 0.0
-        astray = self._num_bootstraps <= index < self._num_bootstraps + self._num_astray
         in_round = (at - self._genesis) % self._round_seconds
         moved = num_rounds if trains else round_ - FIRST_ROUND if role == "auxiliary" else -1
         traffic = int(ROUND_BYTES * (moved + in_round / self._round_seconds)) if moved >= 0 else 0
@@ -157,9 +165,9 @@ class MadeUpSwarm:
             role=role,
             state={"bootstrap": "serving", "auxiliary": "lending"}.get(role, "syncing" if is_new else "training"),
             device=("cuda: NVIDIA RTX 4090", "cuda: NVIDIA A100", "cpu", "mps")[self._hash("device", index)[0] % 4],
-            round=round_ if role == "trainer" else 0,
-            lineage=self._lineage(round_) if trains else ABSENT,
-            digest=ABSENT if not trains else self._hash("state", round_, int(astray and index)),
+            round=round_ if joins and not feeds else 0,
+            lineage=self._lineage(round_) if trains and not feeds else ABSENT,
+            digest=ABSENT if not trains or feeds else self._state(index, self._stage(index), round_),
             lineage_tokens=self._chain[round_ - 1 - FIRST_ROUND].tokens_before if round_ > FIRST_ROUND else 0,
             round_tokens=int(speed * in_round),
             loss=made_up_loss(round_) * (0.98 + 0.04 * self._chance("loss", index, round_)) if trains else None,
@@ -169,11 +177,38 @@ class MadeUpSwarm:
             reachability="direct" if self._chance("reach", index) < 0.7 else "relay",
             addresses=(f"/ip4/198.51.100.{index % 256}/tcp/31337",),
             started_at=started_at,
-            last_rounds=tuple(self._report(index, number) for number in done),
+            last_rounds=tuple(self._report(index, number) for number in (() if feeds else done)),
             trained_tokens=int(num_rounds * speed * self._round_seconds * 0.9),
             trained_rounds=num_rounds,
             note=f"{HOSTILE_NAMES[index % 3]} {'x' * 150}"[:200] if self._hostile else "",
+            stages=self._stages(index, round_, int(speed * in_round)) if role == "stage" and trains else (),
         )
+
+    def _stages(self, index: int, round_: int, tokens: int) -> tuple[StageReport, ...]:
+        """What a host of a pipeline reports: its stage, and embeddings that the first and the last one share."""
+        stage = self._stage(index)
+        tied = [self._num_stages] if stage in (0, self._num_stages - 1) else []
+        return tuple(
+            StageReport(
+                unit, round_, self._hash("lineage", unit, round_), self._state(index, unit, round_),
+                self._chain[round_ - 1 - FIRST_ROUND].tokens_before if round_ > FIRST_ROUND else 0,
+                self._speed(index) if unit == stage else 0.0,
+                self._hash("waiting", index, round_)[0] % 7 if unit == stage else 0,
+                tokens // 256 if unit == stage else 0,
+            )
+            for unit in (stage, *tied)
+        )  # fmt: skip
+
+    def _stage(self, index: int) -> int:
+        """Which stage a host has; of a model that is not cut, 0."""
+        if self._num_stages == 1:
+            return 0
+        return self._hosted[(index - self._num_bootstraps) % len(self._hosted)]
+
+    def _state(self, index: int, unit: int, round_: int) -> bytes:
+        astray = self._num_bootstraps <= index < self._num_bootstraps + self._num_astray
+        cut = (unit,) if self._num_stages > 1 else ()
+        return self._hash("state", round_, int(astray and index), *cut)
 
     def _name(self, index: int) -> str:
         if self._hostile and index < len(HOSTILE_NAMES):
@@ -183,7 +218,10 @@ class MadeUpSwarm:
     def _role(self, index: int) -> str:
         if index < self._num_bootstraps:
             return "bootstrap"
-        return "auxiliary" if len(self._ids) >= 12 and index % 40 == 9 else "trainer"
+        if len(self._ids) >= 12 and index % 40 == 9:
+            return "auxiliary"
+        # In a pipeline every sixth peer only sends microbatches through.
+        return "stage" if self._num_stages > 1 and index % 6 != 5 else "trainer"
 
     def _speed(self, index: int) -> float:
         return 2000.0 * math.exp(2 * self._chance("speed", index) - 1)
@@ -222,21 +260,28 @@ class MadeUpSwarm:
         matchmaking = self._round_seconds * (0.05 + 0.05 * self._chance("matchmaking", round_))
         transfer = self._round_seconds * (0.08 + 0.12 * self._chance("transfer", round_))
         body = self._chain[round_ - FIRST_ROUND]
-        astray = self._num_bootstraps <= index < self._num_bootstraps + self._num_astray
         report = self._reports[index, round_] = RoundReport(
             round=round_,
             committed=committed,
             reason=reason,
             seconds=matchmaking + transfer,
-            members=sum(body.peers),
-            contributors=sum(body.peers),
+            members=self._num_members(body, index),
+            contributors=self._num_members(body, index),
             contributed=not reason,
-            digest=self._hash("state", round_ + 1, int(astray and index)) if committed else ABSENT,
+            digest=self._state(index, self._stage(index), round_ + 1) if committed else ABSENT,
             compute_seconds=self._round_seconds - matchmaking - transfer,
             matchmaking_seconds=matchmaking,
             transfer_seconds=transfer,
         )
         return report
+
+    def _num_members(self, body: Body, index: int) -> int:
+        """In the round of this peer: of a pipeline, of its stage."""
+        if self._num_stages == 1:
+            return sum(body.peers)
+        return sum(
+            self._role(other) == "stage" and self._stage(other) == self._stage(index) for other in range(len(self._ids))
+        )
 
     def _lineage(self, round_: int) -> bytes:
         return self._chain[round_ - 1 - FIRST_ROUND].next_lineage if round_ > FIRST_ROUND else self._hash("lineage")
@@ -250,7 +295,7 @@ class MadeUpSwarm:
         at = self._genesis + (round_ - FIRST_ROUND) * self._round_seconds
         present = [
             index for index in range(len(self._ids))
-            if self._role(index) == "trainer" and self._is_present(index, at)
+            if self._role(index) in ("trainer", "stage") and self._is_present(index, at)
         ]  # fmt: skip
         before = self._chain[-1] if self._chain else None
         lineage = before.next_lineage if before else self._hash("lineage")
@@ -364,9 +409,13 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8090, help="port on 127.0.0.1, 0 for a free one (default 8090)")
     parser.add_argument("--astray", type=int, default=0, help="peers with another state than the rest (default none)")
     parser.add_argument("--hostile", action="store_true", help="let peers try to break the page")
+    parser.add_argument("--stages", type=int, default=1, help="into which the model is cut (default 1)")
+    parser.add_argument("--bare", type=int, action="append", default=[], help="a stage that nobody hosts")
     parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
     asked = parser.parse_args()
-    swarm = MadeUpSwarm(asked.peers, num_astray=asked.astray, hostile=asked.hostile)
+    swarm = MadeUpSwarm(
+        asked.peers, num_astray=asked.astray, hostile=asked.hostile, num_stages=asked.stages, bare_stages=asked.bare
+    )
     answer_first()
     asyncio.run(_serve(swarm, asked.port, asked.db))
 

@@ -11,13 +11,16 @@ from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.monitor.alerts import Facts
 from p2ptrain.monitor.snapshot import Observation, Sighting, build_snapshot
 from p2ptrain.monitor.views import PeerView, RoundView, Snapshot, SwarmView
-from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.network.records import PeerRecord, RoundReport, StageReport
 
 START = 1_700_000_000.0
 SWARM = SwarmView(
     name="tiny", digest="ab" * 32, link="p2ptrain://swarm", command="p2ptrain join p2ptrain://swarm",
     signer="organizer", manifest={"model": {"layers": 4}}, protocol=1, num_blocks=4, group_size=4,
+    spans=((0, 4),),
 )  # fmt: skip
+CUT = replace(SWARM, num_blocks=8, spans=((0, 2), (2, 4), (4, 6), (6, 8)))
+"""The same, of a model that is cut into four stages."""
 LINEAGE, DIGEST = b"l" * 32, b"d" * 32
 
 
@@ -50,6 +53,31 @@ def trainer(peer: str, **changes: Any) -> PeerRecord:
         started_at=START - 3600.0, last_rounds=(), trained_tokens=500, trained_rounds=8,
     )  # fmt: skip
     return replace(usual, **changes)
+
+
+def host(peer: str, stage: int, *tied: int, **changes: Any) -> PeerRecord:
+    """A healthy host of a stage, in round 8 of it; ``tied`` names what it averages beside it."""
+    stages = tuple(
+        StageReport(
+            unit, 8, hashlib.sha256(b"lineage %d" % unit).digest(), hashlib.sha256(b"state %d" % unit).digest(), 8000,
+            tokens_per_second=100.0 if unit == stage else 0.0, waiting=3 if unit == stage else 0,
+        )
+        for unit in (stage, *tied)
+    )  # fmt: skip
+    usual = trainer(peer, role="stage", lineage=stages[0].lineage, digest=stages[0].digest, stages=stages)
+    return replace(usual, **changes)
+
+
+def feeder(peer: str, **changes: Any) -> PeerRecord:
+    """Who only sends microbatches through a pipeline: no stage, no round, no state."""
+    return replace(trainer(peer, round=0, lineage=bytes(32), digest=bytes(32), lineage_tokens=0), **changes)
+
+
+def pipeline() -> list[PeerRecord]:
+    """Two hosts for each of four stages, of which the first and the last share embeddings, and one who feeds them."""
+    tied = {0: (4,), 3: (4,)}
+    hosts = [host(f"{name}{stage}", stage, *tied.get(stage, ())) for stage in range(4) for name in "ab"]
+    return [*hosts, feeder("f")]
 
 
 def result(round_: int, lineage: bytes, members: Sequence[str] = ("a", "b", "c"), **changes: Any) -> Body:

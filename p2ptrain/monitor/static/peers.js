@@ -14,7 +14,9 @@ const NUMBERS = new Set([
 ]);
 const CELLS = {
   peer: (row) => shortId(row.peer),
-  blocks: ({ blocks: [first, end] }) => (end > first ? `${first}–${end - 1}` : "–"),
+  blocks: ({ spans, stages }) =>
+    (spans.map(([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`)).join(", ") || "–")
+    + (stages.length ? ` stage ${stages.join(", ")}` : ""),
   state: (row) => (row.agrees === false ? `${row.state}, astray` : row.state),
   loss: (row) => orDash(row.loss, (loss) => loss.toFixed(3)),
   tokens_per_second: (row) => count(row.tokens_per_second),

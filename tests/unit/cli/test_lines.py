@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
-from p2ptrain.cli.lines import bar, job_line, line, peer_lines, stage_line, swarm_lines
+from p2ptrain.cli.lines import bar, job_line, line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.swarm_view import block, frame, what_changes
 from p2ptrain.cli.table import clipped, plain_table, table_lines
 from p2ptrain.manifest import Manifest
@@ -122,15 +122,12 @@ def test_the_terminal_says_what_the_status_page_says() -> None:
     assert f"{len(snapshot.stages[0].hosts)} replicas" in shown
 
 
-def test_coverage_makes_sense_for_one_stage_and_for_many() -> None:
-    def stage(number: int, hosts: int, risk: str) -> StageView:
-        return StageView(number, (4 * number, 4 * number + 4), tuple("abc"[:hosts]), (), 1.0, number == 1, risk)
-
-    assert (
-        stage_line(stage(0, 2, ""), 1, 80).plain == "model    ████  2 replicas  4 blocks  losing any one breaks nothing"
-    )
-    assert stage_line(stage(1, 1, "losing it"), 2, 80).plain == "stage 1  ▂▂▂▂  1 replica  bottleneck  blocks 4-7"
-    assert "····  0 replicas" in stage_line(stage(0, 0, "none"), 2, 80).plain
+def test_a_model_that_is_not_cut_has_one_line() -> None:
+    whole = StageView(0, (0, 4), ("a", "b"), (), 0, 1.0, None, False, "")
+    assert model_line(whole, 80).plain == "model    ████  2 replicas  4 blocks  losing any one breaks nothing"
+    alone = replace(whole, hosts=("a",), syncing=("c",), risk="only Ada holds the model")
+    assert model_line(alone, 80).plain == "model    ▂▂▂▂  1 replica  1 on the way  4 blocks"
+    assert "····  0 replicas" in model_line(replace(whole, hosts=()), 80).plain
 
 
 def test_a_block_is_plain_and_changes_with_states_and_rounds_alone() -> None:
@@ -170,7 +167,7 @@ def test_a_job_of_unknown_length_shows_what_is_known(width: int) -> None:
 def test_wide_characters_take_two_columns() -> None:
     assert clipped("日本語", 5) == "日本…"
     assert clipped("日本語", 6) == "日本語"
-    rows = [("日" * 30, *[""] * 10), ("plain", "training", *[""] * 9)]
+    rows = [("日" * 30, *[""] * 11), ("plain", "training", *[""] * 10)]
     header, wide, narrow = [Text(line) for line in plain_table(rows, 120).splitlines()]
     assert wide.cell_len <= 24
     assert header.plain.index("state") == narrow.plain.index("training") == wide.cell_len + 2

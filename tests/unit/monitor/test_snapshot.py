@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.errors import IntegrityError
-from p2ptrain.monitor.snapshot import Rates, Sighting, peer_views, stage_views, usual_digests
+from p2ptrain.monitor.coverage import coverage
+from p2ptrain.monitor.snapshot import Rates, Sighting, peer_views, usual_digests
+from p2ptrain.monitor.stages import stage_views
 from p2ptrain.monitor.web import to_json
-from p2ptrain.network.records import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport
-from tests.support.watched import START, snapshot_of, trainer, views_of
+from p2ptrain.network.records import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
+from tests.support.watched import CUT, START, snapshot_of, trainer, views_of
 
 A, B = b"a" * 32, b"b" * 32
 OTHER_LINEAGE = b"o" * 32
@@ -59,7 +61,7 @@ def test_a_peer_without_a_name_goes_by_the_end_of_its_id() -> None:
 def test_a_view_says_what_the_record_says_and_never_its_addresses() -> None:
     last = RoundReport(7, True, "late: this peer's work waits for the next round", 1.0, 3, 2)
     record = trainer("a", addresses=("/ip4/10.1.2.3/tcp/1",), last_rounds=(last,), clock_skew_seconds=-2.0)
-    [view] = peer_views([Sighting(record, START + 5.0)], {"a": Rates(7.0, 8.0)}, 4, START)
+    [view] = peer_views([Sighting(record, START + 5.0)], {"a": Rates(7.0, 8.0)}, [(0, 4)], START)
     assert (view.sent_per_second, view.received_per_second) == (7.0, 8.0)
     assert view.hours == pytest.approx(1.0)
     assert view.last_seen == START, "nobody was seen in the future"
@@ -90,7 +92,7 @@ def test_of_several_stages_the_slowest_is_the_bottleneck_and_each_names_its_risk
     stages = stage_views([(0, 2), (2, 4), (4, 6)], views)
     assert [len(stage.hosts) for stage in stages] == [2, 2, 0]
     assert [stage.is_bottleneck for stage in stages] == [False, False, True]
-    assert [stage.risk for stage in stages] == ["", "", "stage 2 has no host: training stands still"]
+    assert [stage.risk for stage in stages] == ["", "", "stage 2 has no host: training waits"]
     assert [stage.tokens_per_second for stage in stages] == [200.0, 200.0, 0.0]
     alone = stage_views([(0, 2), (2, 4)], views[:1])
     assert alone[1].risk == "stage 1 has one host, Ada: losing it stops training"
@@ -116,10 +118,15 @@ REPORTS = st.builds(
     contributors=COUNTS, contributed=st.booleans(), digest=HASHES, compute_seconds=AMOUNTS,
     matchmaking_seconds=AMOUNTS, transfer_seconds=AMOUNTS,
 )  # fmt: skip
+STAGES = st.builds(
+    StageReport, unit=COUNTS | st.integers(0, 4), round=COUNTS, lineage=HASHES, digest=HASHES, lineage_tokens=COUNTS,
+    tokens_per_second=AMOUNTS, waiting=COUNTS, samples=COUNTS,
+)  # fmt: skip
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "str": TEXT, "int": COUNTS, "float": AMOUNTS, "float | None": st.none() | NUMBERS, "bytes": HASHES,
     "bool": st.booleans(), "tuple[str, ...]": st.just(()),
     "tuple[RoundReport, ...]": st.lists(REPORTS, max_size=8).map(tuple),
+    "tuple[StageReport, ...]": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
 }  # fmt: skip
 OF_FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "role": st.sampled_from(ROLES), "state": st.sampled_from(STATES), "reachability": st.sampled_from(REACHABILITIES),
@@ -143,6 +150,15 @@ def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(records:
     assert "<" not in text
     values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert len(values["peers"]) == len(records)
+
+
+@settings(max_examples=40)
+@given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
+def test_nor_can_hosts_of_stages_break_it(records: list[PeerRecord], now: float) -> None:
+    received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
+    snapshot = snapshot_of(received, now=now, swarm=CUT)
+    values = json.loads(to_json([asdict(snapshot), asdict(coverage(snapshot))]).decode())
+    assert len(values[0]["stages"]) == len(CUT.spans)
 
 
 def test_a_name_that_cannot_be_encoded_never_gets_here() -> None:
