@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 
 TORCH_FREE = LAYERS[-1] | {"network", "kernels", "cli", "__main__"}
-HEAVY = frozenset({"torch", "transformers", "bitsandbytes"})
+HEAVY = frozenset({"torch", "transformers", "bitsandbytes", "peft"})
 
 
 @dataclass(frozen=True)
