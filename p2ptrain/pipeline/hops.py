@@ -42,7 +42,8 @@ BAD_ANSWER = "bad answer"
 """What a host is counted for that sends what no honest one sends."""
 
 News = Callable[[int, str], Awaitable[None]]
-"""Called with a stage and the host that is through with its forward there; on the last stage, that has begun."""
+"""Called with a stage and a host, when it is given the microbatch there though another one was planned, and when it
+is through with its forward; on the last stage, when it begins."""
 
 
 class HopFailedError(TemporaryError):
@@ -127,7 +128,7 @@ class Caller:
         refused: set[str] = set()
         pause, route = limits.first_pause_seconds, list(hop.route)
 
-        num_told = 0
+        told, num_told = planned, 0
 
         async def heard(number: int, host: str) -> None:
             nonlocal num_told
@@ -154,6 +155,9 @@ class Caller:
                 pause = min(2 * pause, limits.longest_pause_seconds)
                 continue
             planned = ""
+            if host != told:  # If this peer dies meanwhile, its substitute has to know.
+                told = host
+                await heard(hop.stage, host)
             try:
                 reply = await self._send(host, replace(hop, route=tuple(route)), heard)
                 if hop.learns:

@@ -542,40 +542,42 @@ def _half(payload: Payload) -> Payload:
     return Payload(payload.codec, (1, *payload.shape[1:]), bytes(payload.data)[: len(payload.data) // 2])
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("is_stalled", [False, True])
 @pytest.mark.parametrize("is_planned", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 3])
 def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts_once(
-    is_planned: bool, is_stalled: bool
+    num_stages: int, is_planned: bool, is_stalled: bool, seed: int
 ) -> None:
     """Also to one that nobody planned: it was drawn on the way."""
 
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network, (0, 0, 1, 1, 1)) as swarm:
-            trainer, (first, substitute, *lasts) = swarm.trainers[0], swarm.hosts
-            network.stall(lasts[0].peer, 3600.0)
-            hop = swarm.hop(trainer, 0, lasts[1] if is_planned else lasts[0])
+        async with hosts(network, (0, 0, 1, 1, 1, 2)[: num_stages + 3]) as swarm:
+            trainer, (first, substitute, *rest) = swarm.trainers[0], swarm.hosts
+            seconds, after = rest[:3], rest[3:]
+            network.stall(seconds[0].peer, 3600.0)
+            hop = swarm.hop(trainer, 0, seconds[1] if is_planned else seconds[0], *after)
             sending = trainer.peer.spawn(swarm.send(trainer, hop, first))
-            await until(lambda: any(last.host.ledger.num_running for last in lasts))
-            called = next(last for last in lasts if last.host.ledger.num_running)
-            await asyncio.sleep(0.9 * PASS_SECONDS)
+            await until(lambda: any(each.host.ledger.num_running for each in seconds))
+            called = next(each for each in seconds if each.host.ledger.num_running)
+            await asyncio.sleep(0.7 * PASS_SECONDS)
+            assert called.compute.passes == 0, "it is in its first pass"
             if is_stalled:
                 network.stall(first.peer, 60.0)
             else:
                 network.crash(first.peer)
             reply = await sending
-            assert [leg.host for leg in reply.legs] == [substitute.id, called.id]
-            assert sum(last.compute.passes for last in lasts) == 1
-            for each in (substitute, called):
+            assert [leg.host for leg in reply.legs] == [each.id for each in (substitute, called, *after)]
+            assert sum(each.compute.passes for each in seconds) == 1
+            for each in (substitute, called, *after):
                 assert await swarm.settle(trainer, each, 0) == [True]
-            expected = expected_sums(swarm.plan, [0])
-            assert torch.equal(substitute.compute.sum, expected[0])
-            assert torch.equal(called.compute.sum, expected[1])
+                assert torch.equal(each.compute.sum, expected_sums(swarm.plan, [0])[each.host.stage])
             network.resume(first.peer)
             if is_stalled:  # What it did meanwhile counts for nobody.
                 await first.host.close_round(1.0)
                 assert not first.compute.sum.any()
 
-    simulate(main, seed=26)
+    simulate(main, seed)
 
 
 def test_who_repeats_a_hop_is_told_how_far_it_is_and_is_not_held_up_by_who_is_gone() -> None:
