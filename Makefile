@@ -9,7 +9,7 @@ ARGS ?=
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 
 .PHONY: help venv demo test test-nat test-systemd test-browser test-docker test-gpu wheels schedules lint format \
-	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor clean
+	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -84,6 +84,9 @@ bench-groups: $(STAMP)  ## how groups form among 8 to 512 peers, and when leader
 
 bench-monitor: $(STAMP)  ## the status page under 2,000 peers and 50 viewers; ARGS="--soak-minutes 10"
 	$(BIN)/python -m benchmarks.bench_monitor $(ARGS)
+
+bench-pipeline: $(STAMP)  ## stages against one process, links, bits and faults; ARGS="--only utilisation --json FILE"
+	$(BIN)/python -m benchmarks.bench_pipeline $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

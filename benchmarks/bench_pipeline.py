@@ -1,0 +1,85 @@
+"""A pipeline of stages: what it costs beside one process, how busy links leave it, what few bits do, how it recovers.
+
+    make bench-pipeline ARGS="--json results/pipeline.json"
+    python -m benchmarks.bench_pipeline --only utilisation
+
+Each part is a module of its own, which says what is measured and how: `benchmarks.pipeline_utilisation`,
+`pipeline_codecs`, `pipeline_recovery`. These simulate: a busy machine changes how long they take, and no result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks import pipeline_codecs, pipeline_recovery, pipeline_utilisation
+from benchmarks.findings import Section, goal_table
+from benchmarks.harness import exit_on_signals, machine
+
+
+def utilisation(options: argparse.Namespace) -> Section:
+    """Busy devices, against round trips."""
+    return pipeline_utilisation.compare(tflops=options.tflops, in_flight=options.in_flight, workers=options.workers)
+
+
+def codecs(options: argparse.Namespace) -> Section:
+    """Loss, by how activations travel."""
+    return pipeline_codecs.compare(range(1, options.seeds + 1), options.steps, workers=options.workers)
+
+
+def recovery(options: argparse.Namespace) -> Section:
+    """Hosts that die."""
+    return pipeline_recovery.compare(options.schedules, options.first_schedule, options.workers)
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
+    "utilisation": utilisation,
+    "codecs": codecs,
+    "recovery": recovery,
+}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
+    parser.add_argument("--tflops", type=float, help="utilisation: of every device, instead of the published ones")
+    parser.add_argument("--in-flight", type=int, default=0, help="utilisation: microbatches; 0: as many as it takes")
+    parser.add_argument("--seeds", type=int, default=3, help="codecs: how many")
+    parser.add_argument("--steps", type=int, default=200, help="codecs: how many")
+    parser.add_argument("--schedules", type=int, default=100, help="recovery: how many of each fault")
+    parser.add_argument("--first-schedule", type=int, default=0, help="recovery: the seed of the first one")
+    parser.add_argument("--workers", type=int, default=2, help="processes that simulate at the same time")
+    parser.add_argument("--json", metavar="FILE", help="also write all values here")
+    options = parser.parse_args(arguments)
+    if min(options.seeds, options.steps, options.schedules, options.workers) < 1:
+        parser.error("--seeds, --steps, --schedules and --workers must be at least 1")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    options = parse(arguments)
+    exit_on_signals()
+    found: dict[str, Section] = {}
+    for name in options.only or SECTIONS:
+        started = time.monotonic()
+        found[name] = SECTIONS[name](options)
+        sys.stdout.write(f"{found[name]}\n({name} took {time.monotonic() - started:.0f} s)\n\n")
+        sys.stdout.flush()
+    findings = [finding for section in found.values() for finding in section.findings]
+    sys.stdout.write(f"{goal_table(findings)}\n")
+    if options.json:
+        results = {name: section.to_json() for name, section in found.items()}
+        payload = {"benchmark": "pipeline", "machine": machine(), "results": results}
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(payload, indent=2) + "\n", encoding="utf-8")
+        sys.stdout.write(f"\nwritten to {options.json}\n")
+
+
+if __name__ == "__main__":
+    main()
