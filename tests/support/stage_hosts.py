@@ -192,6 +192,39 @@ def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
     return [compute.sum for compute in computes]
 
 
+def bits(each: HostPeer) -> bytes:
+    """Of a host's sum."""
+    return each.compute.sum.numpy().tobytes()
+
+
+def check_sums(swarm: Hosts, numbers: list[int]) -> None:
+    """Each host's sum is, bit by bit, that of these microbatches and no others."""
+    expected = expected_sums(swarm.plan, numbers)
+    for each in swarm.hosts:
+        assert torch.equal(each.compute.sum, expected[each.host.stage]), f"stage {each.host.stage}"
+
+
+def check_untouched(swarm: Hosts, *numbers: int) -> None:
+    """What is in the sums is what was settled, and nothing is kept of anything else."""
+    check_sums(swarm, list(numbers))
+    for each in swarm.hosts:
+        assert {id.number for id in each.host.ledger.settled()} == set(numbers)
+        assert (each.host.ledger.num_bytes, each.host.ledger.num_unsettled) == (0, 0)
+
+
+async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: list[HostPeer]) -> None:
+    """An honest microbatch, from its way there to its settlement."""
+    reply = await swarm.send(trainer, swarm.hop(trainer, number, *route[1:]), route[0])
+    assert [leg.host for leg in reply.legs] == [each.id for each in route]
+    for each in route:
+        assert await swarm.settle(trainer, each, number) == [True]
+
+
+def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+    """A hop as it goes over the wire."""
+    return hop.to_wire(), [hop.inputs.data, hop.targets.data]
+
+
 @asynccontextmanager
 async def hosts(
     network: SimulatedNetwork, stages: tuple[int, ...] = (0, 1), limits: Limits | None = None, num_trainers: int = 1
