@@ -22,6 +22,7 @@ from p2ptrain.codecs.base import CodecError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.compute import NotFiniteError, StageCompute
 from p2ptrain.pipeline.device import Device
+from p2ptrain.pipeline.evaluations import Evaluations
 from p2ptrain.pipeline.hops import Caller, News, OtherRoundError
 from p2ptrain.pipeline.host_service import HostService, take_here
 from p2ptrain.pipeline.ledger import FullError, Ledger, Limits, MicrobatchId, State, WrongRoundError
@@ -38,7 +39,6 @@ FORGET_SECONDS = 120.0
 NEXT_ROUND_SECONDS = 120.0
 """How long one that came early waits for its round."""
 MAX_EARLY = 256
-MAX_EVALUATIONS = 8
 MAX_REMEMBERED_ROUNDS = 8
 
 Check = Callable[[Payload, Payload, int, int], None]
@@ -98,13 +98,13 @@ class StageHost:
         self._num_after = num_stages - 1 - stage
         self._is_last = stage == num_stages - 1
         self._passes = Passes(stage, num_stages, compute, device, codec, num_ids, num_classes)
+        self._evaluations = Evaluations(peer_id, stage, self._passes, None if self._is_last else self._onward)
         self._caller = caller
         self._service = HostService(self, limits)
         self._check = check
         self._running: dict[MicrobatchId, Running] = {}
         self._changed = asyncio.Event()
         self._num_early = 0
-        self._num_evaluations = 0
         self._done: dict[int, frozenset[MicrobatchId]] = {}
         self._asked_at = asyncio.get_running_loop().time()
         self._is_closed = False
@@ -189,7 +189,7 @@ class StageHost:
         self._asked_at = asyncio.get_running_loop().time()
         self._check_hop(hop)
         if not hop.learns:
-            return await self._evaluate(hop, news)
+            return await self._evaluations.take(hop, news)
         await self._in_its_round(hop.id)
         known = self.ledger.find(hop.id)
         running = self._running.get(hop.id)
@@ -305,26 +305,6 @@ class StageHost:
         assert self._caller is not None
         onward = replace(hop, stage=self._stage + 1, inputs=output, route=hop.route[1:])
         return await self._caller.through(onward, hop.route[0] if hop.route else "", news)
-
-    async def _evaluate(self, hop: Hop, news: News) -> Reply:
-        """Take a microbatch forward alone; nothing of it counts."""
-        if self._num_evaluations >= MAX_EVALUATIONS:
-            raise FullError(f"{MAX_EVALUATIONS} evaluations are under way: come again, or go to another host")
-        self._num_evaluations += 1
-        try:
-            inputs, loop = self._passes.inputs_of(hop), asyncio.get_running_loop()
-            began = loop.time()
-            if self._is_last:
-                loss = await self._passes.evaluate(hop, inputs)
-                return Reply(loss, (Leg(self._stage, self._peer_id, loop.time() - began, 0.0),), None)
-            output = await self._passes.forward(inputs)
-            await news(self._stage, self._peer_id)
-            after = await self._onward(hop, output.payload, news)
-            return replace(after, legs=(Leg(self._stage, self._peer_id, output.seconds, 0.0), *after.legs))
-        except (CodecError, NotFiniteError) as error:
-            raise BadMicrobatchError(f"{hop.id} in stage {self._stage}: {error}") from error
-        finally:
-            self._num_evaluations -= 1
 
     def _count(self, hop: Hop, passed: Passed, reply: Reply) -> Reply:
         loop = asyncio.get_running_loop()
