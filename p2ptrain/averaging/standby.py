@@ -107,7 +107,8 @@ class Standby:
         leader = self._leader(key)
         head = self._place.head.without_proof().to_dict()
         if leader == self._rpc.peer_id:
-            self._conductor.take_pass(leader, self._place.head)
+            with contextlib.suppress(PeerRefusedError):  # It is leaving.
+                self._conductor.take_pass(leader, self._place.head)
         else:
             try:
                 reply = await self._rpc.call(leader, "rally.pass", {"head": head}, probe_seconds(self._spec))

@@ -2,7 +2,7 @@
 
 Look after the checkpoints of a peer. A path is a checkpoint's folder, a folder of checkpoints, or a peer's run
 directory; where one checkpoint is needed, the newest is taken. 'export' writes a Hugging Face folder that
-from_pretrained loads.
+from_pretrained loads. Of a model in stages it takes a folder with the run directories of a host of each stage.
 """
 
 from __future__ import annotations
@@ -40,18 +40,21 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointError: There is none, or one is torn or tampered with.
         UsageError: OUTPUT is missing, or there where it does not belong.
     """
+    from p2ptrain.cli.stage_checkpoints import export_stages, find_stage_checkpoints
     from p2ptrain.training.checkpoint import load_checkpoint, verify_checkpoint
 
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)
-    if arguments.action == "export":
+    if arguments.action == "export" and find_stage_checkpoints(arguments.path):
+        export_stages(arguments.path, paths, arguments.manifest, arguments.output)
+    elif arguments.action == "export":
         loaded = load_checkpoint(paths[-1], bars)
         _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output)
     elif arguments.action == "verify":
         for path in paths:
             info = verify_checkpoint(path, bars)
-            print(f"{info.path.name}: intact, round {info.head.round}, digest {info.head.digest.hex()}")
+            print(f"{_name(info.path)}: intact, round {info.head.round}, digest {info.head.digest.hex()}")
     else:
         _list(paths)
     return 0
@@ -65,6 +68,7 @@ def find_checkpoints(path: Path) -> list[Path]:
     Raises:
         CheckpointError: There is none.
     """
+    from p2ptrain.cli.stage_checkpoints import find_stage_checkpoints
     from p2ptrain.training.checkpoint import DESCRIPTION_FILE
 
     if (path / DESCRIPTION_FILE).is_file():
@@ -74,7 +78,16 @@ def find_checkpoints(path: Path) -> list[Path]:
             found = [entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)]
             if found:
                 return sorted(found, key=lambda entry: int(entry.name.partition("-")[0]))
+    if of_stages := find_stage_checkpoints(path):
+        return of_stages
     raise CheckpointError(f"there is no checkpoint in {path}: give a peer's run directory, or a checkpoint's folder")
+
+
+def _name(path: Path) -> str:
+    """A checkpoint's; of a stage's also which."""
+    from p2ptrain.cli.stage_checkpoints import is_of_stage
+
+    return f"{path.parent.name}/{path.name}" if is_of_stage(path) else path.name
 
 
 def _list(paths: list[Path]) -> None:
@@ -85,11 +98,11 @@ def _list(paths: list[Path]) -> None:
         try:
             info: CheckpointInfo = verify_checkpoint(path, bars)
         except CheckpointError as error:
-            print(f"{path.name}  damaged: {error}")
+            print(f"{_name(path)}  damaged: {error}")
             continue
         head = info.head
         print(
-            f"{path.name}  round {head.round}  {human_count(head.tokens)} tokens  {human_bytes(info.num_bytes)}"
+            f"{_name(path)}  round {head.round}  {human_count(head.tokens)} tokens  {human_bytes(info.num_bytes)}"
             f"  digest {head.digest.hex()[:8]}"
         )
 

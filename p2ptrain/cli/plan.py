@@ -116,7 +116,8 @@ def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
     except (OSError, ManifestError):
         return 0
     assert former.manifest == manifest
-    names = [path.name for path in run_dir.glob("*/checkpoints/*-round-*")]
+    patterns = ("*/checkpoints/*-round-*", "*/checkpoints/*/*-round-*")  # The second are those of stages.
+    names = [path.name for pattern in patterns for path in run_dir.glob(pattern)]
     return max((int(number) for name in names if (number := name.rpartition("-")[2]).isdecimal()), default=0)
 
 

@@ -18,7 +18,7 @@ from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.pipeline.placement import Choice, choose
-from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.plan import TIED_FOLDER, PipelinePlan, stage_folder
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
 
 if TYPE_CHECKING:
@@ -113,11 +113,14 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
 
 
 async def _all(parts: list[Coroutine[Any, Any, None]]) -> None:
-    """Run them together; the first error ends all."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(part) for part in parts]
-    for task in tasks:
-        task.result()
+    """Run them together; the first error ends all, and is raised as it is."""
+    tasks = [asyncio.create_task(part, name="part") for part in parts]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # Hosting
@@ -172,7 +175,8 @@ async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: i
         await hosted.close()
         raise
     hosted.rounds.last_round = _last_round(peer, config, hosted.units[0].round)
-    hosted.rounds.on_round = _Rounds(peer, config, hosted).after
+    rounds = _Rounds(peer, config, hosted)
+    hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
     return hosted
 
 
@@ -255,7 +259,6 @@ class _Rounds:
         self._config = config
         self._hosted = hosted
         self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
-        self._saved_round = hosted.units[0].round
         self._saving: asyncio.Task[None] | None = None
 
     def after(self, result: RoundResult) -> None:
@@ -274,18 +277,19 @@ class _Rounds:
             members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
             tokens=hosted.units[0].synchronizer.trained_tokens, stage=hosted.number,
         )  # fmt: skip
-        due = self._config.checkpoints.every_rounds
-        is_idle = self._saving is None or self._saving.done()
-        if result.committed and due and is_idle and result.round - self._saved_round >= due:
-            self._saved_round = result.round
-            saving = self._peer.runtime.compute(_save, self._config, hosted)
-            self._saving = asyncio.create_task(saving, name="save")
         self._peer.presence.changed()
+
+    def begun(self, round: int) -> None:
+        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together."""
+        every = self._config.checkpoints.every_rounds
+        is_idle = self._saving is None or self._saving.done()
+        if every and is_idle and round % every == 0:
+            saving = self._peer.runtime.compute(_save, self._config, self._hosted)
+            self._saving = asyncio.create_task(saving, name="save")
 
 
 def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
-    name = f"stage-{unit}" if unit == hosted.number else "tied"
-    return config.run_dir / "checkpoints" / name
+    return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
 
 
 def _save(config: PeerConfig, hosted: HostedStage) -> None:

@@ -69,6 +69,7 @@ class StageRounds:
     Attributes:
         last_round: Stop when this round begins; 0 for never.
         on_round: Called with the result of each synchronisation of the stage's own unit.
+        on_begun: Called when a round begins, and all units are at it.
     """
 
     def __init__(self, host: StageHost, units: Sequence[HostedUnit], grace_seconds: float, max_rounds: int = 0) -> None:
@@ -84,6 +85,7 @@ class StageRounds:
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
         self.on_round: Callable[[RoundResult], None] = lambda result: None
+        self.on_begun: Callable[[int], None] = lambda round: None
         host.on_change = self._stir
         host.on_over = self._over_elsewhere
         if host.stage == 0:
@@ -172,6 +174,8 @@ class StageRounds:
         await asyncio.gather(*(self._advance(unit, before + 1) for unit in self._units))
         await self._level()
         self._host.begin_round(self._units[0].round)
+        if len({unit.round for unit in self._units}) == 1:
+            self.on_begun(self._units[0].round)
 
     async def _level(self) -> None:
         """Bring all units to one round."""
@@ -218,6 +222,7 @@ class StageRounds:
         if await synchronizer.follow_swarm(unit.work):
             return
         patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        if asyncio.get_running_loop().time() - since > patience and self._is_over_elsewhere:
+        is_over = self._is_over_elsewhere or any(other.round > unit.round for other in self._units)
+        if asyncio.get_running_loop().time() - since > patience and is_over:
             logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)
             unit.work.add(1, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.pipeline.plan import PipelinePlan
 from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest
 from tests.support.simulation import until
 
@@ -61,3 +62,32 @@ def test_without_failures_stages_train_as_one_process_does(num_stages: int, repl
         await pipeline.close()
 
     simulate(main, seed=1)
+
+
+def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> None:
+    """As hosts leave them that are stopped while they average."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = await start(network, 2, 1, tied=True)
+        assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND), at_once=4)).values())
+        await until(lambda: pipeline.rounds() == {1})
+        hosts, plan = pipeline.hosts, PipelinePlan(pipeline.manifest)
+        for before in hosts:
+            assert before.hosted is not None
+            state = before.hosted.units[0].synchronizer.state
+            saved = [(name, tensor.clone()) for name, tensor in state.tensors()]
+            network.crash(before.peer)
+            after = PipelinePeer(network.restart(before.peer), plan, before.stage)
+            assert after.hosted is not None
+            own = after.hosted.units[0]
+            own.synchronizer.state.replace(saved, state.head)
+            own.synchronizer.averager.set_head(state.head)
+            own.work.adopt(False, None)
+            pipeline.peers.append(after)
+            await after.peer.spawn(after.start())
+            pipeline.tasks.append(after.peer.spawn(after.host()))
+        assert all((await pipeline.feed(trainer_of(pipeline), range(ROUND, 2 * ROUND), at_once=4)).values())
+        await until(lambda: pipeline.rounds() == {2})
+        await pipeline.close()
+
+    simulate(main, seed=3)
