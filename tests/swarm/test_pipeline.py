@@ -114,3 +114,28 @@ def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed
     lines = [json.loads(line) for line in (stages.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "step" and line["loss"] is not None]
     assert losses[-1] < losses[0]
+
+
+def test_a_run_goes_on_from_its_stages_checkpoints_which_are_exported_as_one_model(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run_dir, summary = tmp_path / "run", tmp_path / "run" / "summary.json"
+    options = ["--stages", "2", "--peers", "2", "--threads", "1", "--set", "model.layers=2", "--no-monitor"]
+    with nothing_left_behind():
+        for rounds_before, rounds in ((0, 11), (11, 4)):
+            done = run_command("up", *options, "--run-dir", run_dir, "--rounds", str(rounds), timeout_seconds=200)
+            assert done.returncode == 0, done.stderr
+            peer = json.loads((run_dir / "trainer-1" / "summary.json").read_text())
+            assert peer["round"] == rounds_before + rounds
+    values = json.loads(summary.read_text())
+    done = run_command("checkpoint", "export", run_dir, tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")  # In evaluation mode.
+    text = (Path(os.__file__).parent / "argparse.py").read_bytes()[: 16 * 129]
+    tokens = torch.tensor(list(text)).view(16, 129)
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(float(loss) - values["heldout_loss_after"]) < 0.7  # Other text, but the same model.
+    assert float(loss) < 5.0
