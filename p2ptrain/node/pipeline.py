@@ -22,6 +22,7 @@ from p2ptrain.pipeline.plan import TIED_FOLDER, PipelinePlan, stage_folder
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
 
 if TYPE_CHECKING:
+    from p2ptrain.pipeline.feeder import Feeder
     from p2ptrain.training.hosted_stage import HostedStage
     from p2ptrain.training.moving import Mover
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
@@ -325,10 +326,24 @@ def _restore(config: PeerConfig, hosted: HostedStage) -> None:
 # Feeding
 
 
-async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
-    from p2ptrain.models import check_reads_text
+async def start_feeder(peer: Peer, view: PipelineView) -> Feeder:
+    """What sends microbatches; it is closed with the peer."""
     from p2ptrain.pipeline.feeder import Feeder
     from p2ptrain.pipeline.hops import Caller
+    from p2ptrain.pipeline.outputs import Outputs
+
+    router, view.outputs = view.new_router(), Outputs(peer.rpc)
+    caller = Caller(peer.rpc, router, peer.runtime.random, view.local)
+    # Numbers of a former life of this peer may still be known to hosts.
+    first = int(peer.runtime.now() * 1000)
+    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, first, view.outputs)
+    await feeder.start()
+    peer.on_close(feeder.close)
+    return feeder
+
+
+async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
+    from p2ptrain.models import check_reads_text
     from p2ptrain.training.metrics import MetricsWriter
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
     from p2ptrain.training.text import load_corpus
@@ -337,12 +352,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     check_reads_text(model)
     cache = config.run_dir.parent / "data"
     corpus = await asyncio.to_thread(load_corpus, manifest.data, model.context, model.vocabulary, cache, peer.jobs)
-    router = view.new_router()
-    caller = Caller(peer.rpc, router, peer.runtime.random, view.local)
-    # Numbers of a former life of this peer may still be known to hosts.
-    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, int(peer.runtime.now() * 1000))
-    await feeder.start()
-    peer.on_close(feeder.close)
+    feeder = await start_feeder(peer, view)
     trainer = PipelineTrainer(
         feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
         MetricsWriter(config.run_dir / "metrics.jsonl"), lambda now: _last_round(peer, config, now),

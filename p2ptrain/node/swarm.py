@@ -21,7 +21,10 @@ from p2ptrain.runtime import Runtime, real_runtime
 if TYPE_CHECKING:
     import torch
 
+    from p2ptrain.pipeline.feeder import Feeder
+    from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.pipeline_module import PipelineModule
     from p2ptrain.training.sync import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class Swarm:
         self._runtime = runtime
         self._resources = resources
         self._optimizer: SwarmOptimizer | None = None
+        self._module: PipelineModule | None = None
 
     @classmethod
     def join(
@@ -181,6 +185,38 @@ class Swarm:
         self._peer.status.pace = lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round)
         self._optimizer = wrapped
         return wrapped
+
+    def pipeline(self) -> PipelineModule:
+        """The swarm's model, which is cut into stages on its hosts, as a module whose forward and backward go there.
+
+        Raises:
+            UsageError: The swarm's model is not cut into stages, or this peer trains already.
+        """
+        from p2ptrain.pipeline.plan import PipelinePlan
+        from p2ptrain.training.optimizer import Bridge
+        from p2ptrain.training.pipeline_module import PipelineModule
+
+        if not self.manifest.pipeline.is_used:
+            raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")
+        if self._optimizer is not None or self._module is not None:
+            raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
+        plan, bridge = PipelinePlan(self.manifest), Bridge(self._thread.loop)
+        feeder = self._thread.call(self._feed(plan))
+        self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
+        module = self._module = PipelineModule(feeder, plan, bridge)
+        self._peer.status.pace = lambda: Pace(module.loss, 0.0, 0)
+        return module
+
+    async def _feed(self, plan: PipelinePlan) -> Feeder:
+        from p2ptrain.node.pipeline import start_feeder
+        from p2ptrain.training.pipeline_view import PipelineView
+
+        view = PipelineView(plan, self.peer_id, self._runtime)
+        self._peer.presence.on_records = view.update
+        await self._peer.presence.refresh()
+        feeder = await start_feeder(self._peer, view)
+        self._peer.set_state("training")
+        return feeder
 
     def close(self) -> None:
         """Leave the swarm: say goodbye, stop the daemon; idempotent."""

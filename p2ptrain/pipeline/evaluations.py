@@ -24,7 +24,8 @@ class Evaluations:
         peer_id: Of this peer.
         stage: The number of the stage.
         passes: Runs them.
-        onward: What the stages after this one make of its output; None on the last stage.
+        onward: What the stages after this one, or the trainer, make of its output.
+        is_last: Whether it is the last stage.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class Evaluations:
         peer_id: str,
         stage: int,
         passes: Passes,
-        onward: Callable[[Hop, Payload, News], Awaitable[Reply]] | None,
+        onward: Callable[[Hop, Payload, News], Awaitable[Reply]],
+        is_last: bool,
     ) -> None:
         self._peer_id = peer_id
         self._stage = stage
         self._passes = passes
         self._onward = onward
+        self._is_last = is_last
         self._number = 0
 
     async def take(self, hop: Hop, news: News) -> Reply:
@@ -48,7 +51,7 @@ class Evaluations:
         try:
             inputs, loop = self._passes.inputs_of(hop), asyncio.get_running_loop()
             began = loop.time()
-            if self._onward is None:
+            if self._is_last and not hop.goes_home:
                 loss = await self._passes.evaluate(hop, inputs)
                 return Reply(loss, (Leg(self._stage, self._peer_id, loop.time() - began, 0.0),), None)
             output = await self._passes.forward(inputs)

@@ -13,14 +13,19 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
+from p2ptrain.models.family import Shape
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import Caller, OtherRoundError, service
 from p2ptrain.pipeline.ledger import MicrobatchId
-from p2ptrain.pipeline.messages import Hop, Leg, Payload
+from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload
+from p2ptrain.pipeline.outputs import Outputs, Waiting
 from p2ptrain.pipeline.routing import NoHostError, Router
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +62,30 @@ class Accepted:
     sends: int
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A microbatch that is through with its forward.
+
+    Attributes:
+        id: Which.
+        waiting: Has its output.
+        task: Ends when it is accepted.
+    """
+
+    id: MicrobatchId
+    waiting: Waiting
+    task: asyncio.Task[Accepted]
+
+    async def backward(self, gradient: torch.Tensor) -> Accepted:
+        """Take the gradient of the loss in the output back through all stages.
+
+        Raises:
+            TemporaryError: It did not come through; nothing of it counts, or (`LostError`) not everywhere.
+        """
+        self.waiting.give(gradient)
+        return await self.task
+
+
 @dataclass
 class Tally:
     """What became of a trainer's microbatches."""
@@ -77,6 +106,7 @@ class Feeder:
         caller: Sends to the first stage.
         random: Spreads retries in time.
         first_number: Of its microbatches; larger than any that this peer has used in the round before a restart.
+        outputs: Takes the model's outputs, for `open`.
 
     Attributes:
         round: The round in progress, as far as it is known; -1 before.
@@ -85,11 +115,20 @@ class Feeder:
         on_done: Called with each microbatch that the committed rounds of all stages have.
     """
 
-    def __init__(self, rpc: Rpc, router: Router, caller: Caller, random: Random, first_number: int = 0) -> None:
+    def __init__(
+        self,
+        rpc: Rpc,
+        router: Router,
+        caller: Caller,
+        random: Random,
+        first_number: int = 0,
+        outputs: Outputs | None = None,
+    ) -> None:
         self.round = -1
         self.tally = Tally()
         self.on_round: Callable[[int], None] = lambda round: None
         self.on_done: Callable[[Accepted], None] = lambda accepted: None
+        self._outputs = outputs
         self._rpc = rpc
         self._router = router
         self._caller = caller
@@ -169,6 +208,78 @@ class Feeder:
         route = self._router.draw(0.0)
         hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns=False)
         return (await self._caller.through(hop, route[0], news)).loss
+
+    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, learns: bool) -> Opened:
+        """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
+
+        Args:
+            inputs: Of the first stage.
+            samples: How many it has.
+            tokens: Its weight.
+            shape: Of the output.
+            learns: Whether `Opened.backward` will be called. If not in time, hosts give it up.
+
+        Raises:
+            TemporaryError: It did not come through.
+        """
+        assert self._outputs is not None
+        pause, failure = FIRST_PAUSE_SECONDS, ""
+        for _ in range(MAX_SENDS):
+            opened = await self._opened(inputs, samples, tokens, shape, learns)
+            try:
+                either: set[asyncio.Future[Any]] = {opened.waiting.output, opened.task}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if opened.waiting.output.done():
+                    return opened
+                await opened.task
+            except OtherRoundError:
+                self._full = max(self._full, opened.id.round)
+                continue
+            except TemporaryError as error:
+                failure = str(error)
+                self.tally.resent += 1
+                await asyncio.sleep(pause * (0.5 + self._random.random()))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            except asyncio.CancelledError:
+                opened.task.cancel()
+                raise
+        raise TemporaryError(f"a microbatch did not come through, and was sent {MAX_SENDS} times: {failure}")
+
+    async def _opened(self, inputs: Payload, samples: int, tokens: int, shape: Shape, learns: bool) -> Opened:
+        assert self._outputs is not None
+        await self._hosts_everywhere()
+        round = await self._open_round()
+        id, waiting = MicrobatchId(self._rpc.peer_id, round, self._next), Waiting(shape)
+        self._next += 1
+        self._outputs.expect(id, waiting)
+        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
+        route = self._router.draw(tokens)
+        hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns, goes_home=True)
+        task = asyncio.create_task(self._bring(hop, route[0]), name=f"opened-{id.number}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
+        return Opened(id, waiting, task)
+
+    async def _bring(self, hop: Hop, first: str) -> Accepted:
+        """Take an opened microbatch there and back."""
+        assert self._outputs is not None
+        told: set[tuple[int, str]] = set()
+
+        async def news(stage: int, host: str) -> None:
+            told.add((stage, host))
+
+        try:
+            reply = await self._caller.through(hop, first, news)
+            if not hop.learns:
+                return Accepted(hop.id, reply.loss, reply.legs, 1)
+            return await self._settle(hop.id, reply.loss, reply.legs, 1)
+        except LostError:
+            self.tally.lost += 1
+            raise
+        except BaseException:
+            self._spawn(self._give_up(hop.id, told), "give-up")
+            raise
+        finally:
+            self._outputs.forget(hop.id)
 
     async def _hosts_everywhere(self) -> None:
         """Wait until every stage has a host.

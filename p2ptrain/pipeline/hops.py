@@ -17,6 +17,7 @@ from p2ptrain.codecs.base import CodecError
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError, ProtocolError, TemporaryError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import NOT_SERVED, Rpc
+from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import (
     Hop,
     Payload,
@@ -44,6 +45,12 @@ BAD_ANSWER = "bad answer"
 News = Callable[[int, str], Awaitable[None]]
 """Called with a stage and a host, when it is given the microbatch there though another one was planned, and when it
 is through with its forward; on the last stage, when it begins."""
+
+
+AtHome = Callable[[MicrobatchId, Payload, bool], Awaitable[Payload | None]]
+"""Given a microbatch, the model's output for it, and whether its gradient is wanted; gives that."""
+HOME = "pipeline.home"
+"""The name under which trainers take outputs."""
 
 
 class HopFailedError(TemporaryError):
@@ -94,6 +101,7 @@ class Caller:
         random: Spreads retries in time.
         local: This peer's own hosts, by stage: what goes there never leaves the process.
         limits: Bounds.
+        at_home: Where outputs of this peer's own microbatches go.
     """
 
     def __init__(
@@ -103,12 +111,14 @@ class Caller:
         random: Random,
         local: Mapping[int, Callable[[Hop, News], Awaitable[Reply]]],
         limits: HopLimits | None = None,
+        at_home: AtHome | None = None,
     ) -> None:
         self._rpc = rpc
         self._router = router
         self._random = random
         self._local = local
         self._limits = limits or HopLimits()
+        self._at_home = at_home
 
     async def through(self, hop: Hop, planned: str, news: News) -> Reply:
         """Take a microbatch through a stage, and all after it.
@@ -189,6 +199,57 @@ class Caller:
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
+    async def home(self, hop: Hop, output: Payload) -> Reply:
+        """What the trainer makes of the model's output: its gradient, if one is wanted.
+
+        Raises:
+            HopFailedError: It does not answer, or with what is no gradient; nobody else can.
+        """
+        trainer, limits = hop.id.trainer, self._limits
+        request = {"id": list(hop.id), "stage": hop.stage, "learns": hop.learns, "output": output.head()}
+        if trainer == self._rpc.peer_id:
+            if self._at_home is None:
+                raise HopFailedError(f"{hop.id} is to go home, and nobody waits for it there")
+            return Reply(0.0, (), await self._at_home(hop.id, output, hop.learns))
+        try:
+            opened = self._rpc.open(trainer, HOME, request, limits.open_seconds, expected_bytes=2 * output.num_bytes)
+            async with opened as channel:
+                await channel.send_bytes(output.data)
+                deadline = asyncio.get_running_loop().time() + self._longest_seconds(hop.stage)
+                while asyncio.get_running_loop().time() < deadline:
+                    message = await channel.receive(limits.quiet_seconds, 1 << 16)
+                    if "beat" not in message:
+                        return Reply(0.0, (), await self._gradient(channel, hop, output, message, deadline))
+        except (PeerError, DeadlineError) as error:
+            raise HopFailedError(f"{hop.id} did not come home to its trainer: {error}") from error
+        raise HopFailedError(f"{hop.id} came home, and its trainer gave no gradient in time")
+
+    async def _gradient(
+        self, channel: Channel, hop: Hop, of: Payload, message: dict[str, object], deadline: float
+    ) -> Payload | None:
+        """The gradient in a payload that a host, or the trainer, sends back.
+
+        Raises:
+            ProtocolError: It is none.
+        """
+        host, head = channel.remote, message.get("gradient")
+        if not hop.learns:
+            if head is not None:
+                raise ProtocolError(host, "sent a gradient that nobody asked for")
+            return None
+        codec, shape, length = head_from_wire(head, host, 4 * math.prod(of.shape) + 64)
+        if shape != of.shape:
+            raise ProtocolError(host, f"sent a gradient of shape {list(shape)} for {list(of.shape)}")
+        if codec != of.codec:
+            raise ProtocolError(host, f"sent a gradient in {codec} for {of.codec}")
+        left = max(deadline - asyncio.get_running_loop().time(), self._limits.quiet_seconds)
+        gradient = Payload(codec, shape, await channel.receive_bytes(length, left))
+        try:
+            check_values(gradient)
+        except CodecError as error:
+            raise ProtocolError(host, f"sent a gradient that is none: {error}") from error
+        return gradient
+
     async def _rest(self, seconds: float) -> None:
         await asyncio.sleep(seconds * (0.5 + self._random.random()))
 
@@ -232,20 +293,9 @@ class Caller:
         legs = legs_from_wire(message.get("legs"), host, hop.stage)
         if legs[0].host != host or hop.stage + len(legs) != len(self._router.stages):
             raise ProtocolError(host, "sent a trail that is not its own")
-        loss, head = loss_from_wire(message["loss"], host), message.get("gradient")
-        if hop.stage == 0 or not hop.learns:
-            if head is not None:
-                raise ProtocolError(host, "sent a gradient that nobody asked for")
-            return Reply(loss, legs, None)
-        codec, shape, length = head_from_wire(head, host, 4 * math.prod(hop.inputs.shape) + 64)
-        if shape != hop.inputs.shape:
-            raise ProtocolError(host, f"sent a gradient of shape {list(shape)} for {list(hop.inputs.shape)}")
-        if codec != hop.inputs.codec:
-            raise ProtocolError(host, f"sent a gradient in {codec} for {hop.inputs.codec}")
-        left = max(deadline - asyncio.get_running_loop().time(), self._limits.quiet_seconds)
-        gradient = Payload(codec, shape, await channel.receive_bytes(length, left))
-        try:
-            check_values(gradient)
-        except CodecError as error:
-            raise ProtocolError(host, f"sent a gradient that is none: {error}") from error
-        return Reply(loss, legs, gradient)
+        loss = loss_from_wire(message["loss"], host)
+        if hop.stage > 0:
+            return Reply(loss, legs, await self._gradient(channel, hop, hop.inputs, message, deadline))
+        if message.get("gradient") is not None:
+            raise ProtocolError(host, "sent a gradient that nobody asked for")
+        return Reply(loss, legs, None)

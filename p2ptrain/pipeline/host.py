@@ -62,7 +62,7 @@ class StageHost:
         num_stages: How many there are.
         compute: Its arithmetic.
         device: Where passes run.
-        caller: Sends microbatches on; None on the last stage.
+        caller: Sends microbatches on.
         codec: How activations and their gradients travel.
         limits: What it takes on at a time.
         round: The round in progress.
@@ -84,7 +84,7 @@ class StageHost:
         num_stages: int,
         compute: StageCompute,
         device: Device,
-        caller: Caller | None,
+        caller: Caller,
         codec: str,
         limits: Limits,
         round: int,
@@ -98,7 +98,7 @@ class StageHost:
         self._num_after = num_stages - 1 - stage
         self._is_last = stage == num_stages - 1
         self._passes = Passes(stage, num_stages, compute, device, codec, num_ids, num_classes)
-        self._evaluations = Evaluations(peer_id, stage, self._passes, None if self._is_last else self._onward)
+        self._evaluations = Evaluations(peer_id, stage, self._passes, self._onward, self._is_last)
         self._caller = caller
         self._service = HostService(self, limits)
         self._check = check
@@ -272,7 +272,8 @@ class StageHost:
             inputs = self._passes.inputs_of(hop)
             if self.admit is not None and not await self.admit(hop.samples):
                 raise WrongRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
-            return await (self._last(hop, inputs) if self._is_last else self._middle(hop, inputs))
+            ends_here = self._is_last and not hop.goes_home
+            return await (self._last(hop, inputs) if ends_here else self._middle(hop, inputs))
         except (CodecError, NotFiniteError) as error:
             raise BadMicrobatchError(f"{hop.id} in stage {self._stage}: {error}") from error
 
@@ -301,8 +302,9 @@ class StageHost:
         return self._count(hop, passed, Reply(after.loss, (leg, *after.legs), passed.gradient))
 
     async def _onward(self, hop: Hop, output: Payload, news: News) -> Reply:
-        """What the stages after this one make of its output."""
-        assert self._caller is not None
+        """What the stages after this one make of its output; after the last one, the trainer."""
+        if self._is_last:
+            return await self._caller.home(hop, output)
         onward = replace(hop, stage=self._stage + 1, inputs=output, route=hop.route[1:])
         return await self._caller.through(onward, hop.route[0] if hop.route else "", news)
 

@@ -142,6 +142,7 @@ class Hop:
         inputs: Of the stage.
         targets: Of the last stage.
         learns: Whether gradients are wanted; else the loss alone.
+        goes_home: Whether the model's output goes to the trainer, which makes a loss of it, rather than to the targets.
     """
 
     id: MicrobatchId
@@ -152,12 +153,14 @@ class Hop:
     inputs: Payload
     targets: Payload
     learns: bool = True
+    goes_home: bool = False
 
     def to_wire(self) -> dict[str, Any]:
         """Plain values, without the payloads' bytes."""
         return {
             "id": list(self.id), "samples": self.samples, "tokens": self.tokens, "route": list(self.route),
             "inputs": self.inputs.head(), "targets": self.targets.head(), "learns": self.learns,
+            "goes_home": self.goes_home,
         }  # fmt: skip
 
 
@@ -172,6 +175,7 @@ class HopHead:
     inputs: tuple[str, tuple[int, ...], int]
     targets: tuple[str, tuple[int, ...], int]
     learns: bool
+    goes_home: bool
 
     @classmethod
     def from_wire(cls, values: dict[str, Any], peer: str, max_bytes: int) -> HopHead:
@@ -196,8 +200,11 @@ class HopHead:
         inputs = head_from_wire(values.get("inputs"), peer, max_bytes)
         targets = head_from_wire(values.get("targets"), peer, max_bytes)
         _expect(targets[0] == IDS, peer, "targets that are no class indices")
-        _expect(type(values.get("learns")) is bool, peer, "a microbatch that says not what it is for")
-        return cls(MicrobatchId(*id), samples, tokens, tuple(route), inputs, targets, values["learns"])
+        learns, goes_home = values.get("learns"), values.get("goes_home")
+        _expect(type(learns) is bool and type(goes_home) is bool, peer, "a microbatch that says not what it is for")
+        assert isinstance(learns, bool)
+        assert isinstance(goes_home, bool)
+        return cls(MicrobatchId(*id), samples, tokens, tuple(route), inputs, targets, learns, goes_home)
 
     @property
     def num_bytes(self) -> int:
@@ -209,7 +216,9 @@ class HopHead:
     ) -> Hop:
         """The hop to a stage, with its payloads or, to look at their shapes, without."""
         first, second = Payload(*self.inputs[:2], inputs), Payload(*self.targets[:2], targets)
-        return Hop(self.id, stage, self.samples, self.tokens, self.route, first, second, self.learns)
+        return Hop(
+            self.id, stage, self.samples, self.tokens, self.route, first, second, self.learns, self.goes_home
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

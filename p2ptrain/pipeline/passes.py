@@ -31,12 +31,14 @@ class Added:
         inputs: Of the stage.
         back: What came back; on the last stage, the targets.
         tokens: Its weight.
+        is_loss: Whether what came back are targets.
         is_in: Whether it is in the sum; known on the device alone, between passes.
     """
 
     inputs: Payload
     back: Payload
     tokens: int
+    is_loss: bool
     is_in: bool = False
 
 
@@ -100,7 +102,6 @@ class Passes:
     ) -> None:
         self.tokens_per_second = 0.0
         self._is_first = stage == 0
-        self._is_last = stage == num_stages - 1
         self._compute = compute
         self._device = device
         self._codec = codec
@@ -159,10 +160,12 @@ class Passes:
             NotFiniteError, CodecError: Loss or gradients are not finite, or too large for the codec.
             BadMicrobatchError: A target is none of the model's.
         """
-        return await self._add(Added(hop.inputs, hop.targets, hop.tokens), inputs, self._targets_of(hop), 0.0)
+        return await self._add(
+            Added(hop.inputs, hop.targets, hop.tokens, is_loss=True), inputs, self._targets_of(hop), 0.0
+        )
 
     async def add_backward(self, hop: Hop, inputs: torch.Tensor, gradient: Payload, forward_seconds: float) -> Passed:
-        """The backward pass of any other stage.
+        """The backward pass of any other stage, or of the last one where the trainer made the loss.
 
         Args:
             hop: Which microbatch.
@@ -173,7 +176,8 @@ class Passes:
         Raises:
             NotFiniteError, CodecError: Gradients are not finite, or too large for the codec.
         """
-        return await self._add(Added(hop.inputs, gradient, hop.tokens), inputs, unpack(gradient), forward_seconds)
+        added = Added(hop.inputs, gradient, hop.tokens, is_loss=False)
+        return await self._add(added, inputs, unpack(gradient), forward_seconds)
 
     async def _add(self, added: Added, inputs: torch.Tensor, back: torch.Tensor, forward_seconds: float) -> Passed:
         """Run a pass that adds to the sum; if nothing comes of it, what was added is taken out again."""
@@ -186,7 +190,7 @@ class Passes:
             began = loop.time()
 
         def add() -> LossPass:
-            found = self._pass(inputs, back, float(added.tokens))
+            found = self._pass(inputs, back, float(added.tokens), added.is_loss)
             added.is_in = True
             return found
 
@@ -205,8 +209,8 @@ class Passes:
             raise
         return Passed(found.loss, gradient, loop.time() - asked, added)
 
-    def _pass(self, inputs: torch.Tensor, back: torch.Tensor, weight: float) -> LossPass:
-        if self._is_last:
+    def _pass(self, inputs: torch.Tensor, back: torch.Tensor, weight: float, is_loss: bool) -> LossPass:
+        if is_loss:
             return self._compute.loss(inputs, back, weight)
         return LossPass(0.0, self._compute.backward(inputs, back, weight))
 
@@ -227,7 +231,7 @@ class Passes:
     async def _take_out(self, added: Added) -> None:
         def undo() -> None:
             if added.is_in:  # What ran when it was given up may have failed.
-                self._pass(unpack(added.inputs), unpack(added.back), -float(added.tokens))
+                self._pass(unpack(added.inputs), unpack(added.back), -float(added.tokens), added.is_loss)
                 added.is_in = False
 
         await self._device.run(Pass.UNDO, undo)

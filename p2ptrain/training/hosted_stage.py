@@ -75,8 +75,7 @@ class HostedStage:
         self._participates = False
         self._view = view
         self._compute = compute or StageCompute(stage)
-        is_last = number == plan.num_stages - 1
-        caller = None if is_last else Caller(rpc, view.new_router(), runtime.random, view.local, hop_limits)
+        caller = Caller(rpc, view.new_router(), runtime.random, view.local, hop_limits, view.come_home)
         self.host = StageHost(
             rpc.peer_id, number, plan.num_stages, self._compute, device, caller, plan.manifest.pipeline.codec,
             limits or Limits(), NOT_YET,

@@ -7,8 +7,10 @@ from collections.abc import Awaitable, Callable
 
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records import PeerRecord
-from p2ptrain.pipeline.hops import News
-from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.hops import HopFailedError, News
+from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import Hop, Payload, Reply
+from p2ptrain.pipeline.outputs import Outputs
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing import HostState, Router
@@ -24,17 +26,25 @@ class PipelineView:
     Attributes:
         plan: The stages.
         local: This peer's own hosts, by stage.
+        outputs: Where outputs of its own microbatches go, if they come home.
     """
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
         self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
+        self.outputs: Outputs | None = None
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
         self._routers: list[Router] = []
         self._records: dict[str, tuple[PeerRecord, int, float]] = {}
         self._own_sequence = 0
+
+    async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
+        """See `p2ptrain.pipeline.hops.AtHome`."""
+        if self.outputs is None:
+            raise HopFailedError(f"{id} is to come home, and nobody waits for it there")
+        return await self.outputs.come_home(id, output, learns)
 
     def membership(self, unit: int) -> Membership:
         """Who averages a unit."""

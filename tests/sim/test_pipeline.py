@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
+import torch
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.pipeline.feeder import Opened
+from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest
+from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample
 from tests.support.simulation import until
 
 ROUND = 6
@@ -91,3 +96,52 @@ def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> Non
         await pipeline.close()
 
     simulate(main, seed=3)
+
+
+@pytest.mark.parametrize("fault", ["", "last host", "first host"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(num_stages: int, fault: str) -> None:
+    """Also if a host dies while the output is with the trainer: the gradient goes to another one."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = await start(network, num_stages, 3)
+        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+        await asyncio.sleep(10.0)  # Until all know of all.
+        harmed: list[PipelinePeer] = []
+
+        def harm(opened: Opened) -> None:
+            stage = 0 if fault == "first host" else num_stages - 1
+            if fault and not harmed:  # Nothing is settled yet, so nothing is lost with it.
+                busy = [peer for peer in pipeline.alive if peer.stage == stage]
+                harmed.append(next(peer for peer in busy if peer.hosted and peer.hosted.host.ledger.num_running))
+                network.crash(harmed[0].peer)
+
+        for number in range(3):
+            numbers = range(ROUND * number, ROUND * (number + 1))
+            sending = [trainer.peer.spawn(trainer.send_own(each, harm)) for each in numbers]
+            await asyncio.gather(*sending)
+            whole.step(list(numbers))
+            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
+        pipeline.peers = [peer for peer in pipeline.peers if peer.peer.alive]
+        check_parameters(pipeline, whole)
+        await pipeline.close()
+
+    simulate(main, seed=4)
+
+
+def test_an_output_that_no_gradient_is_asked_for_counts_nowhere() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = await start(network, 2, 1)
+        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+        tokens = sample(pipeline.manifest, 0)
+        assert trainer.feeder is not None
+        inputs = pack(tokens[:, :-1], "fp32")
+        shape = (*inputs.shape, pipeline.manifest.model.vocabulary)
+        looking = trainer.feeder.open(inputs, inputs.shape[0], inputs.shape[0] * inputs.shape[1], shape, learns=False)
+        opened = await trainer.peer.spawn(looking)
+        torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
+        await opened.task
+        assert all(peer.hosted and peer.hosted.host.ledger.samples() == 0 for peer in pipeline.hosts)
+        await pipeline.close()
+
+    simulate(main, seed=5)

@@ -24,10 +24,11 @@ from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.pipeline.device import Device
-from p2ptrain.pipeline.feeder import Accepted, Feeder
+from p2ptrain.pipeline.feeder import Accepted, Feeder, Opened
 from p2ptrain.pipeline.hops import Caller, HopLimits
 from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import Payload, pack
+from p2ptrain.pipeline.outputs import Outputs
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.hosted_stage import HostedStage
 from p2ptrain.training.moving import Mover
@@ -182,7 +183,8 @@ class PipelinePeer:
         router = self.view.new_router()
         caller = Caller(self.rpc, router, self.peer.runtime.random, self.view.local, HOP_LIMITS)
         first = self.peer.incarnation << 32
-        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first)
+        self.view.outputs = Outputs(self.rpc)
+        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first, self.view.outputs)
         self.feeder.on_done = lambda accepted: self.done.append(accepted.id)
         await self.feeder.start()
         return self.feeder
@@ -192,6 +194,20 @@ class PipelinePeer:
         assert self.feeder is not None
         inputs, targets = self._payloads(number)
         return await self.feeder.send(inputs, targets, targets.shape[0], targets.shape[0] * targets.shape[1])
+
+    async def send_own(self, number: int, harm: Callable[[Opened], None] = lambda opened: None) -> Accepted:
+        """Send a microbatch through, and make the loss here; ``harm`` happens between forward and backward."""
+        assert self.feeder is not None
+        tokens = sample(self.manifest, number)
+        inputs, targets = self._payloads(number)
+        shape = (*targets.shape, self.manifest.model.vocabulary)
+        count = targets.shape[0] * targets.shape[1]
+        opened = await self.feeder.open(inputs, targets.shape[0], count, shape, learns=True)
+        harm(opened)
+        output = opened.waiting.output.result().requires_grad_()
+        loss = functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())
+        (gradient,) = torch.autograd.grad(loss, output)
+        return await opened.backward(gradient)
 
     async def close(self) -> None:
         if self.feeder is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from p2ptrain.errors import UsageError
 from tests.support.daemons import wait_until
 from tests.support.processes import background_command, nothing_left_behind, run_command
 from tests.support.tellers import PATIENCE_SECONDS
@@ -114,6 +115,30 @@ def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed
     lines = [json.loads(line) for line in (stages.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "step" and line["loss"] is not None]
     assert losses[-1] < losses[0]
+
+
+def test_a_script_trains_a_model_of_which_it_holds_nothing(stages: Stages) -> None:
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from p2ptrain import Swarm
+
+    for number in range(2):
+        stages.join(f"host{number}", "--role", "stage", "--stage", str(number))
+    tokens = torch.tensor(list(b"the 7th of many lines that say nearly the same\n" * 3)[:132]).view(4, 33)
+    with Swarm.join(stages.link, listen=(LOOPBACK,)) as swarm:
+        model, losses = swarm.pipeline(), []
+        for _ in range(40):
+            logits = model(tokens[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            torch.autograd.backward(loss)
+            losses.append(float(loss.detach()))
+        assert model.round >= 8  # The global batch is 16 samples.
+        assert losses[-1] < 0.9 * losses[0]
+        with torch.no_grad():
+            assert model(tokens[:, :-1]).shape == (4, 32, 256)
+        with pytest.raises(UsageError, match="token ids"):
+            model(torch.zeros(4, 64, dtype=torch.int64))
 
 
 def test_a_run_goes_on_from_its_stages_checkpoints_which_are_exported_as_one_model(tmp_path: Path) -> None:
