@@ -108,8 +108,7 @@ class Hosts:
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         router = Router(plan.num_stages, peer.runtime.random)
         compute = ExactCompute(stage_of(plan, stage))
-        is_last = stage == plan.num_stages - 1
-        caller = None if is_last else Caller(rpc, router, peer.runtime.random, {}, HOP_LIMITS)
+        caller = Caller(rpc, router, peer.runtime.random, {}, HOP_LIMITS)
         host = StageHost(
             rpc.peer_id, stage, plan.num_stages, compute, SlowDevice(peer.runtime, PASS_SECONDS), caller, self.codec,
             self.limits, 0, lambda *arguments: plan.check(stage, *arguments), plan.num_ids, plan.num_classes,
