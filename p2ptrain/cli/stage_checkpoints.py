@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.cli.bars import bars
 from p2ptrain.errors import CheckpointError, ConfigError, IncompatibleError, ManifestError
-from p2ptrain.pipeline.plan import TIED_FOLDER, PipelinePlan, stage_folder
+from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
 
 if TYPE_CHECKING:
     from p2ptrain.manifest import Manifest
@@ -48,6 +48,7 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
     from torch import nn
 
     from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.checkpoint import load_checkpoint
     from p2ptrain.training.layout import Layout
     from p2ptrain.training.stage_work import Part

@@ -17,8 +17,9 @@ from p2ptrain.network.records import StageReport
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.node.training import find_the_others, step_in
+from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
 from p2ptrain.pipeline.placement import Choice, choose
-from p2ptrain.pipeline.plan import TIED_FOLDER, PipelinePlan, stage_folder
+from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
 
 if TYPE_CHECKING:

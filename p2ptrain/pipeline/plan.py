@@ -20,15 +20,6 @@ MAX_SAMPLES = 1 << 16
 """In one microbatch."""
 
 
-TIED_FOLDER = "tied"
-"""Where checkpoints of what two stages share are, beside those of stages."""
-
-
-def stage_folder(stage: int) -> str:
-    """Where checkpoints of a stage are, in a peer's folder of checkpoints."""
-    return f"stage-{stage}"
-
-
 @dataclass(frozen=True)
 class Unit:
     """What is averaged by itself: by the hosts of one stage, or, of tied embeddings, by those of two.

@@ -1,0 +1,11 @@
+"""Where a host keeps what it saves of a stage, in a run directory's folder of checkpoints."""
+
+from __future__ import annotations
+
+TIED_FOLDER = "tied"
+"""Of what two stages share, beside those of stages."""
+
+
+def stage_folder(stage: int) -> str:
+    """The folder of a stage."""
+    return f"stage-{stage}"
