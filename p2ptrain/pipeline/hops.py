@@ -29,6 +29,7 @@ from p2ptrain.pipeline.messages import (
     loss_from_wire,
 )
 from p2ptrain.pipeline.routing import Router
+from p2ptrain.pipeline.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ FULL, EARLY, LATE, BEYOND = "full: ", "early: ", "late: ", "beyond: "
 over, or a stage after it failed."""
 BEAT_SECONDS = 1.0
 """How often a host says that it is still at it."""
+ARRIVED = "arrived"
+"""What a host says when it has a hop's tensors."""
 MAX_NEWS = 4096
 """Of one microbatch, from one host: of all stages after it, and some more where hosts fail."""
 BAD_ANSWER = "bad answer"
@@ -119,6 +122,7 @@ class Caller:
         self._local = local
         self._limits = limits or HopLimits()
         self._at_home = at_home
+        self._turns = Turns()
 
     async def through(self, hop: Hop, planned: str, news: News) -> Reply:
         """Take a microbatch through a stage, and all after it.
@@ -259,30 +263,47 @@ class Caller:
             if hop.stage not in self._local:  # Whoever planned the route is mistaken, or wants it so.
                 raise PeerRefusedError(host, f"{service(hop.stage)!r} is not served by this peer")
             return await self._local[hop.stage](hop, news)
-        limits, sent = self._limits, hop.inputs
-        expected = 2 * len(sent.data) + len(hop.targets.data)
-        opened = self._rpc.open(host, service(hop.stage), hop.to_wire(), limits.open_seconds, expected_bytes=expected)
+        expected, seconds = 2 * len(hop.inputs.data) + len(hop.targets.data), self._limits.open_seconds
+        opened = self._rpc.open(host, service(hop.stage), hop.to_wire(), seconds, expected_bytes=expected)
         async with opened as channel:
-            await channel.send_bytes(sent.data)
+            arrived = asyncio.Event()
+            handing = asyncio.create_task(self._hand_over(channel, hop, arrived), name="hand-over")
+            try:
+                return await self._answer(channel, hop, news, arrived)
+            finally:
+                handing.cancel()
+                await asyncio.gather(handing, return_exceptions=True)  # What it raised ended the channel for both.
+
+    async def _hand_over(self, channel: Channel, hop: Hop, arrived: asyncio.Event) -> None:
+        """Send the tensors when it is their turn, which lasts until the host has them."""
+        async with self._turns.to(channel.remote, len(hop.inputs.data)):
+            await channel.send_bytes(hop.inputs.data)
             await channel.send_bytes(hop.targets.data)
-            loop, num_news = asyncio.get_running_loop(), 0
-            deadline = loop.time() + self._longest_seconds(hop.stage)
-            while loop.time() < deadline:
-                message = await channel.receive(limits.quiet_seconds, 1 << 16)
-                if "loss" in message:
-                    return await self._reply(channel, hop, message, deadline)
-                if "beat" in message:
-                    continue
-                number, who = message.get("stage"), message.get("host")
-                if type(number) is not int or not is_peer_id(who):
-                    raise ProtocolError(host, "sent malformed news")
-                if not hop.stage <= number < len(self._router.stages):
-                    raise ProtocolError(host, "sent news of no stage")
-                num_news += 1
-                if num_news > MAX_NEWS:
-                    raise ProtocolError(host, "sent news without end")
-                await news(number, str(who))
-            raise DeadlineError(f"host {host[-8:]} took longer than {self._longest_seconds(hop.stage):g} s")
+            await arrived.wait()
+
+    async def _answer(self, channel: Channel, hop: Hop, news: News, arrived: asyncio.Event) -> Reply:
+        """Follow what a host says until its reply; it is heard of all the time, while it still receives, too."""
+        host, num_news, loop = channel.remote, 0, asyncio.get_running_loop()
+        deadline = loop.time() + self._longest_seconds(hop.stage)
+        while loop.time() < deadline:
+            message = await channel.receive(self._limits.quiet_seconds, 1 << 16)
+            if "loss" in message:
+                return await self._reply(channel, hop, message, deadline)
+            if "beat" in message:
+                continue
+            if ARRIVED in message:
+                arrived.set()
+                continue
+            number, who = message.get("stage"), message.get("host")
+            if type(number) is not int or not is_peer_id(who):
+                raise ProtocolError(host, "sent malformed news")
+            if not hop.stage <= number < len(self._router.stages):
+                raise ProtocolError(host, "sent news of no stage")
+            num_news += 1
+            if num_news > MAX_NEWS:
+                raise ProtocolError(host, "sent news without end")
+            await news(number, str(who))
+        raise DeadlineError(f"host {host[-8:]} took longer than {self._longest_seconds(hop.stage):g} s")
 
     def _longest_seconds(self, stage: int) -> float:
         """From the input of a stage to its reply."""

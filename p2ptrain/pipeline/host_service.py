@@ -15,6 +15,7 @@ from p2ptrain.errors import P2PTrainError, PeerRefusedError, ProtocolError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import (
+    ARRIVED,
     BEAT_SECONDS,
     BEYOND,
     EARLY,
@@ -30,6 +31,7 @@ from p2ptrain.pipeline.ledger import FullError, Limits, MicrobatchId, WrongRound
 from p2ptrain.pipeline.messages import Hop, HopHead, Reply
 from p2ptrain.pipeline.passes import BadMicrobatchError
 from p2ptrain.pipeline.routing import NoHostError
+from p2ptrain.pipeline.turns import Turns
 
 RECEIVE_SECONDS = 120.0
 MAX_WAIT_SECONDS = 60.0
@@ -78,6 +80,7 @@ class HostService:
         self._host = host
         self._limits = limits
         self._intake = Intake(limits)
+        self._turns = Turns()
 
     def listen(self, rpc: Rpc) -> None:
         """Answer from now on."""
@@ -108,6 +111,7 @@ class HostService:
             inputs, targets = [
                 await channel.receive_bytes(length, RECEIVE_SECONDS) for _, _, length in (head.inputs, head.targets)
             ]
+            await channel.send({ARRIVED: True})
             hop = head.to_hop(self._host.stage, inputs, targets)
 
             async def news(number: int, host: str) -> None:
@@ -122,10 +126,13 @@ class HostService:
                 reply = taking.result()
             except P2PTrainError as error:
                 raise _told(error) from error
-            beating.cancel()
-            await channel.send(reply.to_wire())
-            if reply.gradient is not None:
-                await channel.send_bytes(reply.gradient.data)
+            size = 0 if reply.gradient is None else len(reply.gradient.data)
+            async with self._turns.to(channel.remote, size):
+                beating.cancel()
+                await channel.send(reply.to_wire())
+                if reply.gradient is not None:
+                    await channel.send_bytes(reply.gradient.data)
+                    await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller ends it when it has all.
         finally:
             beating.cancel()
             if taking is not None:
