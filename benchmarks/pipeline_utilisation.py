@@ -17,87 +17,41 @@ for each microbatch, with nothing else. Part of `benchmarks.bench_pipeline`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import math
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
-from unittest import mock
-
-import torch
+from typing import Any
 
 from benchmarks.findings import Finding, Section
-from benchmarks.harness import progress
-from p2ptrain.manifest import Manifest
-from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
-from p2ptrain.pipeline.compute import LossPass
-from p2ptrain.pipeline.device import Device, Pass
-from p2ptrain.pipeline.messages import IDS, Payload, pack, payload_bytes
-from p2ptrain.training.hosted_stage import HostedStage
-from tests.support.counting import CountingCompute, CountingPlan, CountingStage
+from benchmarks.harness import Measured, progress
+from benchmarks.pipeline_shapes import (
+    CODEC,
+    PUBLISHED_BITS_PER_SECOND,
+    TOKENS,
+    Shape,
+    ShapedPeer,
+    ShapedPlan,
+    lengths_alone,
+)
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from tests.support.pipelines import Pipeline, PipelinePeer, make_manifest
 from tests.support.simulation import until
 
-T = TypeVar("T")
-
-TOKENS = 512
 STAGES = 4
-CODEC = "int8"
 BITS_PER_SECOND = (500e6, 100e6)
 ROUND_TRIPS = (0.0, 0.010, 0.050, 0.100, 0.200)
-PUBLISHED_BITS_PER_SECOND = 500e6
 GOAL = 0.95
-WINDOW = 100
+WINDOW = 200
 """Microbatches that pass the slowest part of a middle stage while it is watched."""
 TRAINERS = 2
-MAX_IN_FLIGHT = 60
+MAX_IN_FLIGHT = 48
 """A host takes on 64, at most half of them of one trainer."""
+SEEDS = (1, 2, 3)
 BUFFER_BYTES = 4 << 20
 """What a connection holds that was written and not read: as much as Linux lets a TCP socket's send buffer grow to."""
-QUANTUM_BYTES = 256 * 1024
-"""Streams take turns on a link in units of this size; one frame."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A stage.
-
-    Attributes:
-        name: For people.
-        width: Of its layers.
-        samples: In a microbatch; narrow layers need more of them, so that few enough are under way.
-        layers: How many it has.
-        like: The published row without latency that says how fast one layer is.
-        published: Utilisation in % at `ROUND_TRIPS`; empty if nobody published any.
-    """
-
-    name: str
-    width: int
-    samples: int
-    layers: int
-    like: float
-    published: tuple[float, ...]
-
-    @property
-    def flops(self) -> float:
-        """Of one microbatch: forward, forward again, and backward, which is twice as much."""
-        forward = 24 * self.width**2 + 4 * TOKENS * self.width
-        return 4.0 * forward * TOKENS * self.samples * self.layers
-
-    @property
-    def seconds(self) -> float:
-        """All passes of one microbatch in a middle stage."""
-        sent_bytes = 2 * 2 * TOKENS * self.width * self.samples
-        return self.layers * self.like / 100 * sent_bytes * 8 / PUBLISHED_BITS_PER_SECOND
-
-    @property
-    def link_bytes(self) -> int:
-        """What goes over a middle stage's uplink for one microbatch."""
-        return 2 * payload_bytes(CODEC, (self.samples, TOKENS, self.width))
 
 
 SHAPES = (
@@ -119,6 +73,7 @@ class Case:
         tflops: Of each device; None: as published.
         in_flight: Microbatches under way; 0: as many as it takes.
         window: Microbatches to watch.
+        seed: Of the simulation.
     """
 
     shape: Shape
@@ -127,6 +82,7 @@ class Case:
     tflops: float | None = None
     in_flight: int = 0
     window: int = WINDOW
+    seed: int = 1
 
     @property
     def pass_seconds(self) -> float:
@@ -157,118 +113,13 @@ class Case:
 
     @property
     def num_in_flight(self) -> int:
-        """Half as many again as pass the slowest part in the time that one takes if it is alone."""
-        return self.in_flight or min(MAX_IN_FLIGHT, math.ceil(1.5 * self.way_seconds / self.interval_seconds) + STAGES)
-
-
-class ShapedPlan(CountingPlan):
-    """Stages that take activations of a width."""
-
-    def __init__(self, manifest: Manifest, shape: Shape) -> None:
-        super().__init__(manifest)
-        self._shape = shape
-
-    def check(self, stage: int, inputs: Payload, targets: Payload, samples: int, tokens: int) -> None:
-        of_stage = (samples, TOKENS) if stage == 0 else (samples, TOKENS, self._shape.width)
-        if inputs.shape != of_stage or targets.shape != (samples, TOKENS) or tokens != samples * TOKENS:
-            raise ValueError("not of this pipeline")
-
-
-class ShapedCompute(CountingCompute):
-    """Passes that give zeros, which take no memory."""
-
-    def __init__(self, stage: CountingStage, is_first: bool, shape: Shape) -> None:
-        super().__init__(stage, is_first)
-        self._activations = torch.zeros(1).expand(shape.samples, TOKENS, shape.width)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self._activations
-
-    def backward(self, inputs: torch.Tensor, gradient: torch.Tensor, weight: float) -> torch.Tensor | None:
-        return None if self._is_first else self._activations
-
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor, weight: float) -> LossPass:
-        return LossPass(0.0, self._activations)
-
-
-class TimedDevice(Device):
-    """A device on which a backward takes three times as long as a forward, and the last stage's a quarter less.
-
-    Attributes:
-        busy_seconds: So far.
-        num_backward: Passes so far.
-    """
-
-    def __init__(self, runtime: Any, forward_seconds: float) -> None:
-        super().__init__(runtime)
-        self.busy_seconds = 0.0
-        self.num_backward = 0
-        self._seconds = {Pass.FORWARD: forward_seconds, Pass.BACKWARD: 3 * forward_seconds}
-
-    async def run(self, kind: Pass, work: Callable[[], T], on_begin: Callable[[], None] = lambda: None) -> T:
-        return await super().run(kind, _Timed(work, self._seconds[kind], kind is Pass.BACKWARD), on_begin)
-
-    async def _compute(self, work: Callable[[], Any]) -> Any:
-        assert isinstance(work, _Timed)
-        await asyncio.sleep(work.seconds)
-        self.busy_seconds += work.seconds
-        self.num_backward += work.is_backward
-        return await super()._compute(work.work)
+        """Twice as many as pass the slowest part in the time that one takes alone, and some that wait everywhere."""
+        enough = math.ceil(2 * self.way_seconds / self.interval_seconds) + 4 * STAGES
+        return self.in_flight or min(MAX_IN_FLIGHT, enough)
 
 
 @dataclass(frozen=True)
-class _Timed:
-    work: Callable[[], Any]
-    seconds: float
-    is_backward: bool
-
-    def __call__(self) -> Any:
-        raise AssertionError("the device runs what is in it")
-
-
-class ShapedPeer(PipelinePeer):
-    """A host of such a stage, or the trainer."""
-
-    def __init__(self, case: Case, plan: ShapedPlan, peer: SimulatedPeer, stage: int | None, _: float) -> None:
-        self._case = case
-        super().__init__(peer, plan, stage)
-
-    def _make_stage(self, stage: int, device: Device) -> HostedStage:
-        module = CountingStage()
-        self.device = TimedDevice(self.peer.runtime, self._case.pass_seconds / 4)
-        return HostedStage(
-            self.view, stage, module, self.device, self.rpc, self.peer.runtime, self.peer.signer,  # type: ignore[arg-type]
-            compute=ShapedCompute(module, stage == 0, self._case.shape),
-        )  # fmt: skip
-
-    def _payloads(self, number: int) -> tuple[Payload, Payload]:
-        tokens = pack(torch.zeros(self._case.shape.samples, TOKENS, dtype=torch.int64), CODEC)
-        return tokens, tokens
-
-
-@contextlib.contextmanager
-def lengths_alone() -> Iterator[None]:
-    """Have hosts send payloads of the right length without encoding anything."""
-    lengths: dict[int, bytes] = {}
-
-    def pack_zeros(tensor: torch.Tensor, codec: str) -> Payload:
-        length = payload_bytes(codec, tensor.shape)
-        return Payload(codec, tuple(tensor.shape), lengths.setdefault(length, bytes(length)))
-
-    def unpack_zeros(payload: Payload) -> torch.Tensor:
-        dtype = torch.int64 if payload.codec == IDS else torch.float32
-        return torch.zeros(1, dtype=dtype).expand(payload.shape)
-
-    with (
-        mock.patch("p2ptrain.pipeline.host.pack", pack_zeros),
-        mock.patch("p2ptrain.pipeline.host.unpack", unpack_zeros),
-        mock.patch("p2ptrain.network.simulated.streams.QUANTUM_BYTES", QUANTUM_BYTES),
-    ):
-        yield
-
-
-@dataclass(frozen=True)
-class Measured:
+class Pace:
     """What came of a case.
 
     Attributes:
@@ -282,7 +133,7 @@ class Measured:
     resent: int
 
 
-def measure(case: Case, seed: int = 1) -> Measured:
+def measure(case: Case) -> Pace:
     """Simulate one case."""
     manifest = make_manifest(STAGES, layers=2 * STAGES, codec=CODEC, global_batch=1 << 20, local_batch=1)
     rate = case.bits_per_second / 8
@@ -291,9 +142,9 @@ def measure(case: Case, seed: int = 1) -> Measured:
         (latency, latency), up_bytes_per_second=rate, down_bytes_per_second=rate, buffer_bytes=BUFFER_BYTES
     )
 
-    async def main(network: SimulatedNetwork) -> Measured:
+    async def main(network: SimulatedNetwork) -> Pace:
         plan = ShapedPlan(manifest, case.shape)
-        pipeline = Pipeline(network, manifest, make=partial(ShapedPeer, case, plan))
+        pipeline = Pipeline(network, manifest, make=partial(ShapedPeer, case.shape, case.pass_seconds / 4, plan))
         hosts = [await pipeline.add(f"host{stage}", stage) for stage in range(STAGES)]
         await until(lambda: all(host.status == "training" for host in hosts))
         trainers = [await pipeline.add(f"trainer{number}", None) for number in range(TRAINERS)]
@@ -316,7 +167,7 @@ def measure(case: Case, seed: int = 1) -> Measured:
         after = [(device.busy_seconds, device.num_backward) for device in devices]
         enough.set()
         await asyncio.gather(*feeding)
-        found = Measured(
+        found = Pace(
             min(busy - was for (busy, _), (was, _) in zip(after, before, strict=True)) / seconds,
             min(count - was for (_, count), (_, was) in zip(after, before, strict=True)) / seconds,
             sum(feeder.tally.resent + feeder.tally.lost for feeder in feeders),
@@ -325,7 +176,7 @@ def measure(case: Case, seed: int = 1) -> Measured:
         return found
 
     with lengths_alone():
-        return simulate(main, seed, model=model)
+        return simulate(main, case.seed, model=model)
 
 
 def compare(
@@ -333,55 +184,69 @@ def compare(
     rates: Sequence[float] = BITS_PER_SECOND,
     tflops: float | None = None,
     in_flight: int = 0,
-    window: int = WINDOW,
     workers: int = 2,
 ) -> Section:
     """Measure all cases, beside the bound and what was published."""
     of = "as published" if tflops is None else f"{tflops:g} TFLOP/s"
     section = Section(
-        f"Utilisation of a middle stage in %, {STAGES} stages of 1 host, {CODEC}, device speeds {of}",
+        f"Utilisation of a middle stage in %, {STAGES} stages of 1 host, {CODEC}, device speeds {of},"
+        f" medians of {len(SEEDS)}",
         ("shape, rate, bound", *(f"{1000 * trip:g} ms" for trip in ROUND_TRIPS)),
         results={"cases": []},
     )
-    of_bound: list[float] = []
-    settings = list(itertools.product(shapes, rates))
-    everything = [Case(*each, trip, tflops, in_flight, window) for each in settings for trip in ROUND_TRIPS]
+    cases = [Case(shape, rate, trip, tflops, in_flight) for shape in shapes for rate in rates for trip in ROUND_TRIPS]
+    seeded = [replace(case, seed=seed) for case in cases for seed in SEEDS]
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        measured = iter(zip(everything, pool.map(measure, everything), strict=True))
-        for shape, rate in settings:
-            progress(f"utilisation of {shape.name} at {rate / 1e6:g} Mbit/s")
-            cases, found = zip(*itertools.islice(measured, len(ROUND_TRIPS)), strict=True)
-            section.rows.append(
-                (
-                    f"{shape.name}, {rate / 1e6:g} Mbit/s, {100 * cases[0].bound:.1f}",
-                    *(f"{100 * one.utilisation:.1f}" for one in found),
-                )
-            )
-            section.rows.append(("  under way", *(str(case.num_in_flight) for case in cases)))
-            is_comparable = rate == PUBLISHED_BITS_PER_SECOND and bool(shape.published)
-            if is_comparable:
-                section.rows.append(("  published", *(f"{value:.1f}" for value in shape.published)))
-            for number, (case, one) in enumerate(zip(cases, found, strict=True)):
-                of_bound.append(one.utilisation / case.bound)
-                section.results["cases"].append(
-                    {
-                        "shape": shape.name, "bits_per_second": rate, "round_trip_seconds": case.round_trip_seconds,
-                        "samples": shape.samples, "pass_seconds": case.pass_seconds, "bound": case.bound,
-                        "link_seconds": case.link_seconds, "in_flight": case.num_in_flight,
-                        "utilisation": one.utilisation, "per_second": one.per_second, "resent": one.resent,
-                        "published": shape.published[number] / 100 if is_comparable else None,
-                    }
-                )  # fmt: skip
-    section.findings.append(Finding("least utilisation", min(of_bound), "the bound", GOAL, at_least=True))
-    beside = [one for one in section.results["cases"] if one["published"] is not None]
-    if beside:
-        worst = min(one["utilisation"] / one["published"] for one in beside)
-        section.findings.append(Finding("least utilisation", worst, "SWARM's published", 1.0, at_least=True))
-    resent = sum(one["resent"] for one in section.results["cases"])
-    section.notes.append(
-        f"A microbatch is {', '.join(f'{shape.samples} x {TOKENS} ({shape.name})' for shape in shapes)};"
-        f" {resent} were sent again. Devices: "
-        + ", ".join(f"{Case(shape, 1, 0, tflops).pass_seconds * 1000:.1f} ms ({shape.name})" for shape in shapes)
-        + " for all passes of one."
-    )
+        paces = pool.map(measure, seeded)
+        for case in cases:
+            progress(f"{case.shape.name}, {case.bits_per_second / 1e6:g} Mbit/s, {1000 * case.round_trip_seconds:g} ms")
+            found = [next(paces) for _ in SEEDS]
+            section.results["cases"].append(as_result(case, found))
+    results = section.results["cases"]
+    for start in range(0, len(cases), len(ROUND_TRIPS)):
+        section.rows += rows(cases[start], results[start : start + len(ROUND_TRIPS)])
+    worst = min(one["utilisation"]["median"] / one["bound"] for one in results)
+    section.findings.append(Finding("least utilisation", worst, "the bound", GOAL, at_least=True))
+    ratios = [one["utilisation"]["median"] / one["published"] for one in results if one["published"] is not None]
+    if ratios:
+        section.findings.append(Finding("least utilisation", min(ratios), "SWARM's published", 1.0, at_least=True))
+    section.notes += [
+        f"{shape.name}: {shape.samples} x {TOKENS} tokens in a microbatch,"
+        f" {1000 * Case(shape, 1, 0, tflops).pass_seconds:.1f} ms for all its passes"
+        for shape in shapes
+    ]
+    section.notes.append(f"{sum(one['resent'] for one in results)} microbatches were sent again.")
     return section
+
+
+def as_result(case: Case, found: Sequence[Pace]) -> dict[str, Any]:
+    """For JSON."""
+    is_published = case.bits_per_second == PUBLISHED_BITS_PER_SECOND and case.tflops is None
+    published = dict(zip(ROUND_TRIPS, case.shape.published, strict=True)) if is_published else {}
+    return {
+        "shape": case.shape.name,
+        "samples": case.shape.samples,
+        "bits_per_second": case.bits_per_second,
+        "round_trip_seconds": case.round_trip_seconds,
+        "in_flight": case.num_in_flight,
+        "pass_seconds": case.pass_seconds,
+        "link_seconds": case.link_seconds,
+        "bound": case.bound,
+        "utilisation": Measured(tuple(one.utilisation for one in found)).to_json(),
+        "per_second": Measured(tuple(one.per_second for one in found)).to_json(),
+        "resent": sum(one.resent for one in found),
+        "published": published[case.round_trip_seconds] / 100 if published else None,
+    }
+
+
+def rows(case: Case, results: Sequence[dict[str, Any]]) -> list[Sequence[object]]:
+    """One setting, for the table."""
+    title = f"{case.shape.name}, {case.bits_per_second / 1e6:g} Mbit/s, {100 * case.bound:.1f}"
+    found: list[Sequence[object]] = [
+        (title, *(f"{100 * one['utilisation']['median']:.1f}" for one in results)),
+        ("  least", *(f"{100 * min(one['utilisation']['values']):.1f}" for one in results)),
+        ("  under way", *(one["in_flight"] for one in results)),
+    ]
+    if results[0]["published"] is not None:
+        found.append(("  published", *(f"{100 * one['published']:.1f}" for one in results)))
+    return found
