@@ -3,8 +3,9 @@
     make bench-pipeline ARGS="--json results/pipeline.json"
     python -m benchmarks.bench_pipeline --only utilisation
 
-Each part is a module of its own, which says what is measured and how: `benchmarks.pipeline_utilisation`,
-`pipeline_codecs`, `pipeline_recovery`. These simulate: a busy machine changes how long they take, and no result.
+Each part is a module of its own, which says what is measured and how: `benchmarks.pipeline_overhead`,
+`pipeline_utilisation`, `pipeline_codecs`, `pipeline_recovery`. All but the first simulate: a busy machine changes how
+long they take, and no result.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import pipeline_codecs, pipeline_recovery, pipeline_utilisation
+from benchmarks import pipeline_codecs, pipeline_overhead, pipeline_recovery, pipeline_utilisation
 from benchmarks.findings import Section, goal_table
 from benchmarks.harness import exit_on_signals, machine
+
+
+def overhead(options: argparse.Namespace) -> Section:
+    """CPU and time beside one process."""
+    return pipeline_overhead.compare(options.sizes, options.turns, options.log)
 
 
 def utilisation(options: argparse.Namespace) -> Section:
@@ -37,6 +43,7 @@ def recovery(options: argparse.Namespace) -> Section:
 
 
 SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
+    "overhead": overhead,
     "utilisation": utilisation,
     "codecs": codecs,
     "recovery": recovery,
@@ -47,6 +54,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
+    parser.add_argument("--sizes", nargs="+", choices=list(pipeline_overhead.MODELS), default=["large", "small"])
+    parser.add_argument("--turns", type=int, default=4, help="overhead: of each contender")
+    parser.add_argument("--log", metavar="FILE", help="overhead: where the peers' error output goes")
     parser.add_argument("--tflops", type=float, help="utilisation: of every device, instead of the published ones")
     parser.add_argument("--in-flight", type=int, default=0, help="utilisation: microbatches; 0: as many as it takes")
     parser.add_argument("--seeds", type=int, default=3, help="codecs: how many")
@@ -56,8 +66,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="processes that simulate at the same time")
     parser.add_argument("--json", metavar="FILE", help="also write all values here")
     options = parser.parse_args(arguments)
-    if min(options.seeds, options.steps, options.schedules, options.workers) < 1:
-        parser.error("--seeds, --steps, --schedules and --workers must be at least 1")
+    if min(options.turns, options.seeds, options.steps, options.schedules, options.workers) < 1:
+        parser.error("--turns, --seeds, --steps, --schedules and --workers must be at least 1")
     return options
 
 

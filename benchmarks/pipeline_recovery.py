@@ -37,7 +37,7 @@ from tests.support.simulation import until
 KINDS = ("killed", "stopped")
 LATENCY_SECONDS = (0.005, 0.050)
 PASS_SECONDS = 0.15
-WARM_UP_SECONDS = 8.0
+WARM_UP_SECONDS = 20.0
 AFTER_SECONDS = 18.0
 WINDOW_SECONDS = 4.0
 SHORT = 0.1
