@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -30,6 +30,9 @@ MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
 """The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
+
+WEIGHTS_PATTERN = r"^(|path:.+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
+"""Where a pretrained model may be."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
 """What is kept of a residual under ``topk``: SparseLoCo (arXiv 2508.15706)."""
@@ -75,6 +78,20 @@ class ModelSpec(Section):
     """``vit``: what an image may be."""
     initial_seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the initial parameters: every peer builds the same ones."""
+    weights: str = Field("", max_length=1024, pattern=WEIGHTS_PATTERN)
+    """A pretrained model whose parameters to begin with, instead: ``hub:OWNER/NAME`` (with ``@REVISION``, if not the
+    newest), or ``path:DIR`` of one that every peer has. 'p2ptrain init --model' writes it, with what is above it."""
+    weight_digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = Field((), max_length=1026)
+    """Of ``weights``: the SHA-256 of each block's parameters, by which peers know that theirs are the same."""
+
+    @model_validator(mode="after")
+    def _weights_are_known(self) -> ModelSpec:
+        if bool(self.weights) != bool(self.weight_digests):
+            raise ValueError(
+                f"model.weights = {self.weights!r} with {len(self.weight_digests)} model.weight_digests: both, or"
+                " neither; 'p2ptrain init --model' writes them"
+            )
+        return self
 
     @model_validator(mode="after")
     def _shapes_fit(self) -> ModelSpec:
@@ -272,6 +289,9 @@ class PipelineSpec(Section):
     """With ``stages = "auto"``: the bytes that a volunteer has for a stage, its optimizer and activations included."""
     codec: Literal["int8", "int8a", "int4", "int4a", "fp16", "bf16", "fp32"] = "int8"
     """How activations and their gradients travel."""
+    quant: Literal["", "int8"] = ""
+    """``int8``: stages hold the model's parameters as int8, a quarter of the memory. They are frozen then: ``[lora]``
+    says what is trained."""
 
     @property
     def is_used(self) -> bool:
@@ -297,6 +317,21 @@ class PipelineSpec(Section):
         return self
 
 
+class LoraSpec(Section):
+    """Low-rank adapters (LoRA, as peft has them), which are trained instead of the model; the model is frozen."""
+
+    targets: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = Field(
+        min_length=1, max_length=256, examples=[["q_proj", "v_proj"]]
+    )
+    """The linear layers that get them, by their Hugging Face names or the ends of those: ``["q_proj", "v_proj"]``."""
+    rank: int = Field(8, ge=1, le=1 << 16)
+    """Of the product of two matrices that is added to a layer's."""
+    alpha: float = Field(16.0, gt=0, le=1e6)
+    """The product is added ``alpha / rank`` times."""
+    seed: int = Field(1, ge=0, lt=1 << 63)
+    """Of their initial values: every peer makes the same ones."""
+
+
 class Manifest(Section):
     """Everything that peers of one swarm must agree on."""
 
@@ -309,16 +344,31 @@ class Manifest(Section):
     training: TrainingSpec = TrainingSpec()
     averaging: AveragingSpec = AveragingSpec()
     pipeline: PipelineSpec = PipelineSpec()
+    lora: LoraSpec | None = None
+
+    @property
+    def in_stages(self) -> bool:
+        """Whether hosts of stages hold the model, and trainers send microbatches through them."""
+        return self.pipeline.is_used or self.lora is not None
+
+    @model_validator(mode="after")
+    def _something_is_trained(self) -> Manifest:
+        if self.pipeline.quant and self.lora is None:
+            raise ValueError(
+                f"pipeline.quant = {self.pipeline.quant!r} freezes the model: say under [lora] which of its layers get"
+                ' adapters, such as targets = ["q_proj", "v_proj"]'
+            )
+        return self
 
     @model_validator(mode="after")
     def _training_fits_pipeline(self) -> Manifest:
         spec = self.training
-        if not self.pipeline.is_used:
+        if not self.in_stages:
             return self
         if spec.every != 1:
             raise ValueError(
-                f"training.every = {spec.every} does not go with a pipeline, whose stages step together after every"
-                " global batch: set training.every = 1"
+                f"training.every = {spec.every} does not go with a pipeline or adapters: stages step together after"
+                " every global batch; set training.every = 1"
             )
         if spec.global_batch % spec.local_batch:
             raise ValueError(
@@ -330,10 +380,17 @@ class Manifest(Section):
     def to_bytes(self) -> bytes:
         """Canonical msgpack: the same manifest gives the same bytes everywhere.
 
-        Without a pipeline there is no word of it, so that swarms keep their names from before there were any.
+        There is no word of pipelines, adapters and pretrained models where there are none, so that swarms keep their
+        names from before there were any.
         """
-        exclude = None if self.pipeline.is_used else {"pipeline"}
-        return canonical_bytes(self.model_dump(mode="json", exclude=exclude))
+        values = self.model_dump(mode="json")
+        if not self.in_stages:
+            del values["pipeline"]
+        if self.lora is None:
+            del values["lora"]
+        if not self.model.weights:
+            del values["model"]["weights"], values["model"]["weight_digests"]
+        return canonical_bytes(values)
 
     @property
     def digest(self) -> bytes:
@@ -388,8 +445,9 @@ def register_root(model: type[BaseModel]) -> type[BaseModel]:
 def _known_keys(title: str, location: tuple[int | str, ...]) -> list[str]:
     model: Any = _ROOTS.get(title)
     for part in location[:-1]:
-        field = model.model_fields.get(str(part)) if model is not None else None
-        model = field.annotation if field is not None else None
+        field = model.model_fields.get(str(part)) if hasattr(model, "model_fields") else None
+        kinds = (field.annotation, *get_args(field.annotation)) if field is not None else ()
+        model = next((kind for kind in kinds if hasattr(kind, "model_fields")), None)
     return list(model.model_fields) if model is not None and hasattr(model, "model_fields") else []
 
 

@@ -93,7 +93,7 @@ def _in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str,
     """
     from p2ptrain.errors import UsageError
 
-    if arguments.auxiliary or not manifest.pipeline.is_used:
+    if arguments.auxiliary or not manifest.in_stages:
         given = (
             "--role" if arguments.role not in (None, "trainer") else "--stage" if arguments.stage is not None else ""
         )
@@ -169,7 +169,7 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
     from p2ptrain.monitor.formats import human_bytes, human_count
 
     manifest, resources = signed.manifest, config.resources
-    if manifest.pipeline.is_used:
+    if manifest.in_stages:
         return _describe_stages(signed, config)
     parameters = num_parameters(manifest.model)
     memory = estimate_memory_bytes(manifest.model, manifest.training)
@@ -261,7 +261,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
     size = num_parameters(manifest.model)
-    if manifest.pipeline.is_used:
+    if manifest.in_stages:
         needed, size = _least_stage(manifest, config)
     available = psutil.virtual_memory().available
     if needed > available:

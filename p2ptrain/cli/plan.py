@@ -99,7 +99,7 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
         UsageError: There are not enough peers for them.
         ManifestError: It cannot be cut like that.
     """
-    if not manifest.pipeline.is_used:
+    if not manifest.in_stages:
         return 1
     from p2ptrain.pipeline.plan import PipelinePlan
 

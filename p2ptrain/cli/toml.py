@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -25,17 +25,26 @@ def to_toml(values: Mapping[str, Any]) -> str:
 def commented_toml(settings: BaseModel) -> str:
     """TOML text of a settings object, every field preceded by its documentation.
 
-    Made from the fields themselves, so that it cannot differ from what is accepted.
+    Made from the fields themselves, so that it cannot differ from what is accepted. A section that is left out is
+    written with examples, all of it as comments.
     """
     plain, sections = [], []
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
-        if isinstance(value, BaseModel):
-            heading = (type(value).__doc__ or "").strip()
-            sections.append("\n".join([*_comment(heading), f"[{name}]", commented_toml(value)]))
+        optional = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
+        if value is None and optional is not None:
+            keys = {key: each.examples[0] if each.examples else each.default for key, each in optional.model_fields.items()}
+            lines = to_toml({name: keys}).strip().splitlines()
+            sections.append("\n".join([*_comment(_heading(optional)), *(f"# {line}" for line in lines), ""]))
+        elif isinstance(value, BaseModel):
+            sections.append("\n".join([*_comment(_heading(type(value))), f"[{name}]", commented_toml(value)]))
         else:
             plain.append("\n".join([*_comment(field.description or ""), f"{name} = {_value(value)}"]))
     return "\n".join([*plain, "", *sections]).rstrip("\n") + "\n"
+
+
+def _heading(kind: type[BaseModel]) -> str:
+    return (kind.__doc__ or "").strip()
 
 
 def _comment(text: str) -> list[str]:

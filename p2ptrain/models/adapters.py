@@ -8,7 +8,6 @@ as a folder that peft loads on the transformers model.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from p2ptrain.errors import ConfigError, UsageError
-from p2ptrain.manifest import ModelSpec
+from p2ptrain.manifest import LoraSpec, ModelSpec
 from p2ptrain.models.frozen import Int8Linear
 from p2ptrain.models.initial import deterministic_normal_
 from p2ptrain.models.layers import Affine
@@ -33,30 +32,7 @@ FILE = "adapter_model.safetensors"
 _PREFIX, _NAME = "base_model.model.", "default"
 
 
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Which adapters a model gets.
-
-    Attributes:
-        targets: Linear layers by their Hugging Face names or the ends of those, such as ``q_proj``.
-        rank: Of the product that is added to a weight.
-        alpha: It is added ``alpha / rank`` times.
-        seed: Of the initial values.
-    """
-
-    targets: Sequence[str]
-    rank: int = 8
-    alpha: float = 16.0
-    seed: int = 1
-
-    def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise UsageError(f"adapters of rank {self.rank}: give 1 or more")
-        if isinstance(self.targets, str) or not self.targets:
-            raise UsageError("name the layers that get adapters, such as ['q_proj', 'v_proj']")
-
-
-def add_adapters(stage: Stage, spec: ModelSpec, adapters: AdapterSpec) -> None:
+def add_adapters(stage: Stage, spec: ModelSpec, lora: LoraSpec) -> None:
     """Put adapters around a stage's target layers, in place; they alone are trained from then on.
 
     Initial values depend on names and seed alone, not on the stage: of A nearly normal, with the standard deviation
@@ -66,29 +42,29 @@ def add_adapters(stage: Stage, spec: ModelSpec, adapters: AdapterSpec) -> None:
         stage: What `p2ptrain.models.build_stage` returned, in fp32 or int8, on any device. One without a target layer
             is merely frozen.
         spec: The whole model's.
-        adapters: Which.
+        lora: Which.
 
     Raises:
         UsageError: A target names no linear layer of the whole model, or the stage has adapters already.
     """
-    adapter_shapes(spec, adapters)
+    adapter_shapes(spec, lora)
     if adapter_parameters(stage):
         raise UsageError("this stage has adapters already")
     stage.requires_grad_(False)
-    layers = _targets(stage, adapters)
+    layers = _targets(stage, lora)
     if not layers:
         return
     from peft import inject_adapter_in_model
 
-    config = _config(adapters)
+    config = _config(lora)
     config._register_custom_module({Int8Linear: _bridge(), Affine: _bridge()})
     inject_adapter_in_model(config, stage, adapter_name=_NAME, low_cpu_mem_usage=True)
     for name, layer in layers.items():
         device = layer.weight.device
-        for kind, shape in _shapes(layer, adapters).items():
+        for kind, shape in _shapes(layer, lora).items():
             value = torch.zeros(shape)
             if kind == "lora_A":
-                deterministic_normal_(value, (3 * shape[1]) ** -0.5, f"{adapters.seed} {_peft_name(name, kind)}")
+                deterministic_normal_(value, (3 * shape[1]) ** -0.5, f"{lora.seed} {_peft_name(name, kind)}")
             stage.get_submodule(f"{name}.{kind}.{_NAME}").weight = nn.Parameter(value.to(device))
 
 
@@ -102,7 +78,7 @@ def adapter_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     }
 
 
-def adapter_shapes(spec: ModelSpec, adapters: AdapterSpec) -> dict[str, tuple[int, ...]]:
+def adapter_shapes(spec: ModelSpec, lora: LoraSpec) -> dict[str, tuple[int, ...]]:
     """The whole model's adapters by their names, without building it.
 
     Raises:
@@ -112,25 +88,36 @@ def adapter_shapes(spec: ModelSpec, adapters: AdapterSpec) -> dict[str, tuple[in
     with torch.device("meta"):
         model = get_family(spec).stage(spec, whole(spec))
     known = _linear_layers(model)
-    for target in adapters.targets:
+    for target in lora.targets:
         if not any(_matches(name, [target]) for name in known):
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in known}))
             raise UsageError(f"the model has no linear layer {target!r} to adapt; there are {ends}")
     return {
         _peft_name(name, kind): shape
-        for name, layer in _targets(model, adapters).items()
-        for kind, shape in _shapes(layer, adapters).items()
+        for name, layer in _targets(model, lora).items()
+        for kind, shape in _shapes(layer, lora).items()
     }
 
 
+def adapter_layer(name: str) -> str:
+    """The layer in the model that an adapter of this name is around."""
+    return name.removeprefix(_PREFIX).rsplit(".", 2)[0]
+
+
+def local_adapter_name(name: str) -> str:
+    """The name in its stage of an adapter with this name in the whole model."""
+    layer, kind, _ = name.removeprefix(_PREFIX).rsplit(".", 2)
+    return f"{layer}.{kind}.{_NAME}.weight"
+
+
 def export_adapters(
-    values: Mapping[str, torch.Tensor], spec: ModelSpec, adapters: AdapterSpec, directory: Path, base: str | None = None
+    values: Mapping[str, torch.Tensor], spec: ModelSpec, lora: LoraSpec, directory: Path, base: str | None = None
 ) -> None:
     """Write a folder that ``peft.PeftModel.from_pretrained`` loads.
 
     Args:
         values: What `adapter_parameters` gives for all stages, put together.
-        spec, adapters: What the stages were made of.
+        spec, lora: What the stages were made of.
         directory: Created as needed; files of the same names are overwritten.
         base: The folder or hub name of the model, for who loads the adapters without naming one.
 
@@ -138,12 +125,12 @@ def export_adapters(
         UsageError: Adapters are missing, or are others'; or transformers has no such model, or names its modules
             otherwise than its files, as it does for ``vit``.
     """
-    _check(values, adapter_shapes(spec, adapters), UsageError, "what is to be exported")
+    _check(values, adapter_shapes(spec, lora), UsageError, "what is to be exported")
     family = get_family(spec)
     with torch.device("meta"):
-        layers = _targets(family.stage(spec, whole(spec)), adapters)
+        layers = _targets(family.stage(spec, whole(spec)), lora)
     _check_names(layers, family.hugging_face(spec))
-    config = _config(adapters)
+    config = _config(lora)
     config.fan_in_fan_out = any(isinstance(layer, Affine) for layer in layers.values())
     config.task_type = "CAUSAL_LM" if family.reads_text else None
     config.base_model_name_or_path = base
@@ -202,8 +189,8 @@ def _linear_layers(stage: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in stage.named_modules() if type(layer) in (nn.Linear, Affine, Int8Linear)}
 
 
-def _targets(stage: nn.Module, adapters: AdapterSpec) -> dict[str, Any]:
-    return {name: layer for name, layer in _linear_layers(stage).items() if _matches(name, adapters.targets)}
+def _targets(stage: nn.Module, lora: LoraSpec) -> dict[str, Any]:
+    return {name: layer for name, layer in _linear_layers(stage).items() if _matches(name, lora.targets)}
 
 
 def _matches(name: str, targets: Sequence[str]) -> bool:
@@ -211,14 +198,14 @@ def _matches(name: str, targets: Sequence[str]) -> bool:
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
-def _shapes(layer: Any, adapters: AdapterSpec) -> dict[str, tuple[int, ...]]:
-    return {"lora_A": (adapters.rank, layer.in_features), "lora_B": (layer.out_features, adapters.rank)}
+def _shapes(layer: Any, lora: LoraSpec) -> dict[str, tuple[int, ...]]:
+    return {"lora_A": (lora.rank, layer.in_features), "lora_B": (layer.out_features, lora.rank)}
 
 
-def _config(adapters: AdapterSpec) -> LoraConfig:
+def _config(lora: LoraSpec) -> LoraConfig:
     from peft import LoraConfig
 
-    return LoraConfig(r=adapters.rank, lora_alpha=adapters.alpha, target_modules=list(adapters.targets))  # type: ignore[arg-type]
+    return LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets))  # type: ignore[arg-type]
 
 
 @cache

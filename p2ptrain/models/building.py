@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from p2ptrain.errors import ConfigError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.models.family import Family, Shape, Span, check_span, stage_shapes, stage_ties
+from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage_shapes, stage_ties
 from p2ptrain.models.frozen import freeze_int8, frozen_state
 from p2ptrain.models.initial import deterministic_normal_
 from p2ptrain.models.stage import Stage
-from p2ptrain.models.weights import Weights
+from p2ptrain.models.weights import BlockDigest, Weights
 
 
-def build(family: Family, spec: ModelSpec, span: Span, weights: Path | None = None, quant: str | None = None) -> Stage:
+def build(
+    family: Family,
+    spec: ModelSpec,
+    span: Span,
+    weights: Path | None = None,
+    quant: str | None = None,
+    jobs: Jobs = untold,
+) -> Stage:
     """Build a stage on the CPU, in training mode; see `p2ptrain.models.build_stage`."""
     blocks = family.blocks(spec)
     check_span(span, blocks)
@@ -22,18 +32,48 @@ def build(family: Family, spec: ModelSpec, span: Span, weights: Path | None = No
         stage = family.stage(spec, span)
         if quant == "int8":
             freeze_int8(stage)
-    source = Weights(weights) if weights is not None else None
-    ties = stage_ties(blocks, span)
+    owners = stage_ties(blocks, span)
+    held = {owners.get(name, name): name for name in stage_shapes(blocks, span)}
     state: dict[str, torch.Tensor] = {}
-    for name, shape in stage_shapes(blocks, span).items():
-        original = ties.get(name, name)
-        value = source.read(original, shape) if source else _initial(family, spec, original, shape)
-        state |= frozen_state(stage, name, value) if quant else {name: value}
-        del value  # before the next one is read
+
+    def take(original: str, value: torch.Tensor) -> None:
+        if original in held:
+            name = held[original]
+            state.update(frozen_state(stage, name, value) if quant else {name: value})
+
+    needed = [number for number, block in enumerate(blocks) if held.keys() & block.shapes.keys()]
+    with jobs("building the model", "blocks") as advance:
+        source = Weights(weights) if weights is not None else None
+        for count, number in enumerate(needed):
+            block = blocks[number]
+            if source is not None:
+                _read(source, spec, number, block, take)
+            else:
+                for name in held.keys() & block.shapes.keys():
+                    take(name, _initial(family, spec, name, block.shapes[name]))
+            advance(count + 1, len(needed))
     stage.load_state_dict(state, strict=True, assign=True)
     if quant:
         stage.requires_grad_(False)
     return stage.train()
+
+
+def _read(
+    source: Weights, spec: ModelSpec, number: int, block: Block, take: Callable[[str, torch.Tensor], None]
+) -> None:
+    """Hand over a block's parameters one by one; they are the right ones if this does not raise in the end."""
+    digest = BlockDigest()
+    for name, shape in block.shapes.items():
+        value = source.read(name, shape)
+        if spec.weight_digests:
+            digest.update(name, value)
+        take(name, value)
+        del value  # before the next one is read
+    if spec.weight_digests and spec.weight_digests[number] != digest.hex():
+        raise ConfigError(
+            f"the parameters of {block.name} in {source.folder} are not those that the swarm's manifest names:"
+            " get the model's files again, of the revision that it names"
+        )
 
 
 def _initial(family: Family, spec: ModelSpec, name: str, shape: Shape) -> torch.Tensor:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import IncompatibleError, UsageError
-from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.jobs import Jobs, untold
+from p2ptrain.manifest import LoraSpec, ModelSpec, TrainingSpec
 from p2ptrain.models.family import Block, Family, Span, stage_shapes
 from p2ptrain.models.gpt2 import GPT2
 from p2ptrain.models.llama import Llama
@@ -34,9 +35,12 @@ _OWN: dict[str, Family] = {family.name: family for family in (Llama(), GPT2(), V
 PROCESS_BYTES = 420 << 20
 """Resident memory of a process that has imported torch and a model family, before any model."""
 
-_BYTES_PER_PARAMETER = 4 * (1 + 1 + 2 + 4)
+TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
 """fp32 parameters, gradients, AdamW's two moments, and the swarm's own: round start, outer momentum, what a codec
-dropped, and the result that is staged aside until it is committed."""
+dropped, and the result that is staged aside until it is committed. Of one parameter."""
+
+FROZEN_BYTES = {"": 4.0, "int8": 1.1}
+"""Of one that is not trained, by how it is held; int8 with its scales, and with norms and biases, which are fp32."""
 
 
 def model_families() -> tuple[str, ...]:
@@ -101,12 +105,25 @@ def whole(spec: ModelSpec) -> Span:
     return Span(0, len(model_blocks(spec)))
 
 
-def build_model(spec: ModelSpec, weights: Path | None = None, quant: str | None = None) -> Stage:
+def build_model(
+    spec: ModelSpec,
+    weights: Path | None = None,
+    quant: str | None = None,
+    lora: LoraSpec | None = None,
+    jobs: Jobs = untold,
+) -> Stage:
     """Build the whole model: `build_stage` of all its blocks."""
-    return build_stage(spec, whole(spec), weights, quant)
+    return build_stage(spec, whole(spec), weights, quant, lora, jobs)
 
 
-def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None, quant: str | None = None) -> Stage:
+def build_stage(
+    spec: ModelSpec,
+    span: Span,
+    weights: Path | None = None,
+    quant: str | None = None,
+    lora: LoraSpec | None = None,
+    jobs: Jobs = untold,
+) -> Stage:
     """Build a span of a model's blocks on the CPU, in training mode, and hold nothing of the others.
 
     Without ``weights`` its parameters are a pure function of ``spec``: bit-identical on every machine, whatever the
@@ -119,18 +136,25 @@ def build_stage(spec: ModelSpec, span: Span, weights: Path | None = None, quant:
         quant: None for parameters in fp32. ``int8`` freezes all of them, and holds those of linear layers and
             embeddings as int8 buffers (`p2ptrain.models.frozen`), a quarter of the memory; one by one, so that
             while it is built there is never more than one in fp32.
+        lora: Adapters that are put around its layers; all else is frozen (`p2ptrain.models.adapters`).
+        jobs: Told how far it is.
 
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
-        UsageError: There are no such blocks, or there is no such ``quant``.
-        ConfigError: The weights cannot be read, or are another model's.
+        UsageError: There are no such blocks, or no such ``quant``; or ``lora`` names a layer that the model has not.
+        ConfigError: The weights cannot be read, are another model's, or are not those of ``spec.weight_digests``.
     """
     family = get_family(spec)
     if quant is not None and quant not in QUANTS:
         raise UsageError(f"unknown quantization {quant!r}: this version has {', '.join(QUANTS)}")
     from p2ptrain.models.building import build
 
-    return build(family, spec, span, weights, quant)
+    stage = build(family, spec, span, weights, quant, jobs)
+    if lora is not None:
+        from p2ptrain.models.adapters import add_adapters
+
+        add_adapters(stage, spec, lora)
+    return stage
 
 
 def freeze_int8(stage: nn.Module) -> None:
@@ -152,15 +176,18 @@ def num_parameters(spec: ModelSpec, span: Span | None = None) -> int:
     return sum(block.num_parameters for block in model_blocks(spec)[slice(*(span or whole(spec)))])
 
 
-def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec, span: Span | None = None) -> int:
+def estimate_memory_bytes(
+    spec: ModelSpec, training: TrainingSpec, span: Span | None = None, parameter_bytes: float = TRAINED_BYTES
+) -> int:
     """About how much resident memory a trainer of this model needs on the CPU, in bytes, daemon not included.
 
-    Counts the process, 32 bytes per parameter, and the activations that one local batch keeps for its backward pass.
+    Counts the process, the parameters, and the activations that one local batch keeps for its backward pass.
 
     Args:
         spec: The model.
         training: Its local batch.
         span: What of it the peer holds; None for all of it.
+        parameter_bytes: For one parameter; less where it is frozen (`FROZEN_BYTES`).
 
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
@@ -172,7 +199,7 @@ def estimate_memory_bytes(spec: ModelSpec, training: TrainingSpec, span: Span | 
     num_layers = min(span.stop, len(blocks) - 1) - max(span.start, 1)
     values = num_layers * per_layer + (4 * family.outputs(spec) if span.stop == len(blocks) else 0)
     held = sum(math.prod(shape) for shape in stage_shapes(blocks, span).values())
-    return PROCESS_BYTES + _BYTES_PER_PARAMETER * held + 4 * tokens * values
+    return PROCESS_BYTES + int(parameter_bytes * held) + 4 * tokens * values
 
 
 def export_hugging_face(model: nn.Module, spec: ModelSpec, directory: Path, tokenizer: str = "bytes") -> None:

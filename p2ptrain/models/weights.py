@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,15 @@ class Weights:
     Args:
         folder: Holds one file, or several and their index.
 
+    Attributes:
+        folder: As given.
+
     Raises:
         ConfigError: There is none, or it is malformed.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._files = _index(folder)
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
@@ -42,8 +46,8 @@ class Weights:
             if known in self._files:
                 break
         else:
-            raise ConfigError(f"{self._folder} has no parameter {name!r}: is it this model's?")
-        path = self._folder / self._files[known]
+            raise ConfigError(f"{self.folder} has no parameter {name!r}: is it this model's?")
+        path = self.folder / self._files[known]
         try:
             with safe_open(path, framework="pt") as file:
                 value: torch.Tensor = file.get_tensor(known)
@@ -54,6 +58,25 @@ class Weights:
                 f"{path}: {known} is {list(value.shape)} and should be {list(shape)}: do the model's settings fit it?"
             )
         return value.float()
+
+
+class BlockDigest:
+    """SHA-256 of a block's parameters, with their names and shapes, in the block's order.
+
+    They are taken in fp32, so that a file in fp16 or bf16 and its copy in fp32 have one digest.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256(b"p2ptrain block 1")
+
+    def update(self, name: str, value: torch.Tensor) -> None:
+        """Add the next parameter: fp32, on the CPU."""
+        self._hash.update(json.dumps([name, list(value.shape)]).encode())
+        self._hash.update(value.contiguous().view(-1).numpy().astype("<f4", copy=False).data)
+
+    def hex(self) -> str:
+        """Of what was added: 64 digits."""
+        return self._hash.hexdigest()
 
 
 def _index(folder: Path) -> dict[str, str]:

@@ -129,7 +129,7 @@ def stage_spans(manifest: Manifest) -> tuple[tuple[int, int], ...]:
     Raises:
         ManifestError, UsageError, IncompatibleError: As `PipelinePlan`; only for a model that is cut.
     """
-    if not manifest.pipeline.is_used:
+    if not manifest.in_stages:
         return ((0, manifest.model.layers),)  # Whoever looks need not know the model.
     from p2ptrain.pipeline.plan import PipelinePlan
 

@@ -100,7 +100,7 @@ async def run_peer(
                 if on_ready is not None:
                     on_ready(str(peer.link))
                 notify("READY=1")
-                if peer.manifest.pipeline.is_used and config.role in ("trainer", "stage", "both"):
+                if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
                     from p2ptrain.node.pipeline import take_part
 
                     await take_part(peer, config, signals)

@@ -196,7 +196,7 @@ class Swarm:
         from p2ptrain.training.optimizer import Bridge
         from p2ptrain.training.pipeline_module import PipelineModule
 
-        if not self.manifest.pipeline.is_used:
+        if not self.manifest.in_stages:
             raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")
         if self._optimizer is not None or self._module is not None:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")

@@ -45,10 +45,10 @@ class StageCompute:
     """A stage and the sum of its gradients.
 
     Args:
-        stage: In training mode, on its device.
+        stage: In training mode, on its device. What is frozen is not in the sum.
 
     Attributes:
-        sum: fp32 on the CPU, ``[num_parameters]``: gradients times tokens, in the order of ``stage.parameters()``.
+        sum: fp32 on the CPU, ``[num_parameters]``: gradients times tokens of what is trained, by ``stage.parameters()``.
     """
 
     def __init__(self, stage: Stage) -> None:
@@ -137,6 +137,8 @@ class StageCompute:
         self, output: torch.Tensor, gradient: torch.Tensor, entry: torch.Tensor, weight: float
     ) -> torch.Tensor | None:
         wanted = [*self._parameters, *([] if self.stage.is_first else [entry])]
+        if not wanted:  # a first stage without adapters
+            return None
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
         for each in found:
             if each is not None and not float(each.abs().amax()) <= MAX_GRADIENT:

@@ -1,4 +1,7 @@
-"""What a manifest makes of its model: the stages, and what is averaged beside them. A pure function, without torch."""
+"""What a manifest makes of its model: the stages, and what is averaged beside them.
+
+A pure function, without torch, unless adapters are asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,21 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ManifestError
+from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
-from p2ptrain.models import estimate_memory_bytes, get_family, model_blocks
-from p2ptrain.models.family import Span, stage_shapes, stage_ties
-from p2ptrain.models.registry import PROCESS_BYTES
+from p2ptrain.models import build_stage, estimate_memory_bytes, get_family, model_blocks
+from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
+from p2ptrain.models.registry import FROZEN_BYTES, PROCESS_BYTES, TRAINED_BYTES
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed
+
+if TYPE_CHECKING:
+    from p2ptrain.models.stage import Stage
 
 MAX_SAMPLES = 1 << 16
 """In one microbatch."""
@@ -53,6 +62,9 @@ class PipelinePlan:
         self.manifest = manifest
         self._family = get_family(manifest.model)
         self._blocks = model_blocks(manifest.model)
+        digests = len(manifest.model.weight_digests)
+        if digests not in (0, len(self._blocks)):
+            raise ManifestError(f"model.weight_digests has {digests} entries, and the model {len(self._blocks)} blocks")
         self.spans = self._spans()
 
     @property
@@ -69,7 +81,28 @@ class PipelinePlan:
         return equal_work(self._family.work(spec), pipeline.stages)
 
     def _memory(self, span: Span) -> int:
-        return estimate_memory_bytes(self.manifest.model, self.manifest.training, span) - PROCESS_BYTES
+        model, training = self.manifest.model, self.manifest.training
+        if self.manifest.lora is None:
+            return estimate_memory_bytes(model, training, span) - PROCESS_BYTES
+        frozen = FROZEN_BYTES[self.manifest.pipeline.quant]
+        adapters = sum(math.prod(self._adapters[name]) for name in self._adapters_in(span))
+        return estimate_memory_bytes(model, training, span, frozen) - PROCESS_BYTES + TRAINED_BYTES * adapters
+
+    @cached_property
+    def _adapters(self) -> dict[str, Shape]:
+        """The whole model's adapters, by their names."""
+        if self.manifest.lora is None:
+            return {}
+        from p2ptrain.models.adapters import adapter_shapes
+
+        return adapter_shapes(self.manifest.model, self.manifest.lora)
+
+    def _adapters_in(self, span: Span) -> tuple[str, ...]:
+        """Those around layers of a span."""
+        from p2ptrain.models.adapters import adapter_layer
+
+        held = stage_shapes(self._blocks, span)
+        return tuple(name for name in self._adapters if f"{adapter_layer(name)}.weight" in held)
 
     def _within_memory(self, max_bytes: int) -> tuple[Span, ...]:
         sizes = [self._memory(Span(number, number + 1)) for number in range(len(self._blocks))]
@@ -92,7 +125,9 @@ class PipelinePlan:
 
     @cached_property
     def tied(self) -> Unit | None:
-        """Parameters that hosts of two stages hold and keep equal; None where there are none."""
+        """Parameters that hosts of two stages train and keep equal; None where there are none."""
+        if self.manifest.lora is not None:
+            return None
         holders: dict[str, set[int]] = {}
         for stage, span in enumerate(self.spans):
             ties = stage_ties(self._blocks, span)
@@ -106,8 +141,15 @@ class PipelinePlan:
             raise ManifestError("this model ties parameters of several pairs of stages: cut it elsewhere")
         return Unit(self.num_stages, stages, tuple(sorted(shared)), float(len(stages)))
 
+    def shapes(self, unit: Unit) -> dict[str, Shape]:
+        """A unit's parameters, in their order."""
+        blocks = {name: shape for block in self._blocks for name, shape in block.shapes.items()}
+        return {name: self._adapters.get(name) or blocks[name] for name in unit.names}
+
     def own(self, stage: int) -> Unit:
-        """What the hosts of a stage average among themselves."""
+        """What the hosts of a stage average among themselves: its adapters, where there are any."""
+        if self.manifest.lora is not None:
+            return Unit(stage, (stage,), self._adapters_in(self.spans[stage]))
         tied = self.tied.names if self.tied is not None else ()
         ties = stage_ties(self._blocks, self.spans[stage])
         names = stage_shapes(self._blocks, self.spans[stage])
@@ -115,6 +157,10 @@ class PipelinePlan:
 
     def local_names(self, stage: int, unit: Unit) -> dict[str, str]:
         """A unit's parameters: the owners' names, to those that a stage's module has for them."""
+        if self.manifest.lora is not None:
+            from p2ptrain.models.adapters import local_adapter_name
+
+            return {name: local_adapter_name(name) for name in unit.names}
         ties = stage_ties(self._blocks, self.spans[stage])
         local = {ties.get(name, name): name for name in stage_shapes(self._blocks, self.spans[stage])}
         return {name: local[name] for name in unit.names}
@@ -123,6 +169,11 @@ class PipelinePlan:
         """All that a host of a stage averages: what is the stage's own first."""
         tied = self.tied
         return (self.own(stage), *([tied] if tied is not None and stage in tied.stages else []))
+
+    def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+        """The modules of a stage on the CPU, as all its hosts begin with them; arguments and errors as `build_stage`."""
+        spec = self.manifest
+        return build_stage(spec.model, self.spans[stage], weights, spec.pipeline.quant or None, spec.lora, jobs)
 
     def swarm_of(self, unit: int) -> bytes:
         """The swarm in which a unit is averaged: 32 bytes."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 
 import pytest
 import torch
 
+from p2ptrain.manifest import LoraSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.feeder import Opened
 from p2ptrain.pipeline.messages import pack
@@ -26,12 +28,22 @@ def check_parameters(pipeline: Pipeline, whole: WholeModel) -> None:
     rate = pipeline.manifest.training.learning_rate
     for peer in pipeline.hosts:
         assert peer.hosted is not None
-        expected = whole.parameters_of(peer.hosted.number)
+        expected = whole.parameters
         for name, value in peer.hosted.module.named_parameters():
             if name in expected:
                 off = (value.detach() - expected[name]).abs()
                 assert float(off.max()) < 0.2 * rate, name
                 assert float(off.mean()) < 1e-3 * rate, name
+
+
+def frozen_of(peer: PipelinePeer) -> dict[str, str]:
+    """Digests of what a host holds besides what is trained."""
+    assert peer.hosted is not None
+    trained = {name for name, each in peer.hosted.module.named_parameters() if each.requires_grad}
+    state = peer.hosted.module.state_dict()
+    return {
+        name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state.items() if name not in trained
+    }
 
 
 async def start(network: SimulatedNetwork, num_stages: int, replicas: int, **manifest: object) -> Pipeline:
@@ -67,6 +79,37 @@ def test_without_failures_stages_train_as_one_process_does(num_stages: int, repl
         await pipeline.close()
 
     simulate(main, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "targets"),
+    [(1, ["q_proj"]), (2, ["q_proj", "v_proj", "down_proj"]), (5, ["layers.1.self_attn.q_proj"])],
+    ids=["one stage", "two", "five, of which one has adapters"],
+)
+@pytest.mark.parametrize("quant", ["", "int8"])
+def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
+    num_stages: int, targets: list[str], quant: str
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        lora = LoraSpec(targets=tuple(targets), rank=2)
+        pipeline = await start(network, num_stages, 2, tied=True, quant=quant, lora=lora)
+        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+        frozen = {peer.peer.peer_id: frozen_of(peer) for peer in pipeline.hosts}
+        for number in range(3):
+            numbers = range(ROUND * number, ROUND * (number + 1))
+            assert all((await pipeline.feed(trainer, numbers, at_once=4)).values())
+            whole.step(list(numbers))
+            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
+            check_parameters(pipeline, whole)
+        for peer in pipeline.hosts:
+            assert peer.hosted is not None
+            assert frozen[peer.peer.peer_id] == frozen_of(peer)
+            values = peer.hosted.units[0].synchronizer.state.layout.num_values
+            held = [each for each in peer.hosted.module.parameters() if each.requires_grad]
+            assert values == max(1, sum(each.numel() for each in held)), "more is averaged than adapters"
+        await pipeline.close()
+
+    simulate(main, seed=7)
 
 
 def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> None:

@@ -14,10 +14,8 @@ from torch.nn import functional
 
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.errors import TemporaryError
-from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
-from p2ptrain.models import build_model, build_stage
-from p2ptrain.models.family import stage_shapes
-from p2ptrain.models.registry import model_blocks
+from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
+from p2ptrain.models import build_model
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
@@ -40,7 +38,14 @@ HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0)
 
 
 def make_manifest(
-    num_stages: int = 2, *, tied: bool = False, codec: str = "fp32", layers: int = 3, **training: Any
+    num_stages: int = 2,
+    *,
+    tied: bool = False,
+    codec: str = "fp32",
+    layers: int = 3,
+    quant: str = "",
+    lora: LoraSpec | None = None,
+    **training: Any,
 ) -> Manifest:
     """A small Llama in so many stages."""
     return Manifest(
@@ -68,7 +73,8 @@ def make_manifest(
                 "round_seconds": 15.0,
             }
         ),
-        pipeline=PipelineSpec.model_validate({"stages": num_stages, "codec": codec}),
+        pipeline=PipelineSpec.model_validate({"stages": num_stages, "codec": codec, "quant": quant}),
+        lora=lora,
     )
 
 
@@ -120,7 +126,7 @@ class PipelinePeer:
 
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
         return HostedStage(
-            self.view, stage, build_stage(self.manifest.model, self.plan.spans[stage]), device, self.rpc,
+            self.view, stage, self.plan.build(stage), device, self.rpc,
             self.peer.runtime, self.peer.signer, hop_limits=HOP_LIMITS,
         )  # fmt: skip
 
@@ -313,11 +319,12 @@ class WholeModel:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.model = build_model(manifest.model)
+        self.model = build_model(manifest.model, quant=manifest.pipeline.quant or None, lora=manifest.lora)
         spec = manifest.training
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
-        )
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
+            lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay,
+        )  # fmt: skip
 
     def step(self, numbers: list[int]) -> None:
         """One step on these microbatches."""
@@ -327,11 +334,11 @@ class WholeModel:
         torch.autograd.backward(loss)
         self.optimizer.step()
 
-    def parameters_of(self, stage: int) -> dict[str, torch.Tensor]:
-        """What a stage's own parameters should be."""
-        names = stage_shapes(model_blocks(self.manifest.model), PipelinePlan(self.manifest).spans[stage])
-        whole = dict(self.model.named_parameters())
-        return {name: whole[name].detach() for name in names if name in whole}
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What is trained; stages have it by the same names."""
+        named = self.model.named_parameters()
+        return {name: parameter.detach() for name, parameter in named if parameter.requires_grad}
 
 
 def digest_of(peer: PipelinePeer) -> str:

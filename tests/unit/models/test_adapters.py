@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import ConfigError, UsageError
-from p2ptrain.manifest import ModelSpec
+from p2ptrain.manifest import LoraSpec, ModelSpec
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
 from p2ptrain.models.adapters import (
-    AdapterSpec,
     adapter_parameters,
     adapter_shapes,
     add_adapters,
@@ -32,13 +31,13 @@ TARGETS = {
 }
 each = pytest.mark.parametrize(
     ("spec", "adapters"),
-    [(SPECS[name], AdapterSpec(targets, rank=3, alpha=5.0)) for name, targets in TARGETS.items()],
+    [(SPECS[name], LoraSpec(targets=targets, rank=3, alpha=5.0)) for name, targets in TARGETS.items()],
     ids=list(TARGETS),
 )
 quants = pytest.mark.parametrize("quant", [None, "int8"])
 
 
-def adapted(spec: ModelSpec, adapters: AdapterSpec, *cuts: int, quant: str | None = None) -> list[Stage]:
+def adapted(spec: ModelSpec, adapters: LoraSpec, *cuts: int, quant: str | None = None) -> list[Stage]:
     """Stages with adapters at their initial values."""
     stages = [build_stage(spec, span, quant=quant) for span in parts(set(cuts), len(model_blocks(spec)))]
     for stage in stages:
@@ -67,7 +66,7 @@ def together(stages: list[Stage]) -> dict[str, torch.Tensor]:
 @each
 @quants
 def test_adapters_are_all_that_is_trained_and_change_nothing_at_first(
-    spec: ModelSpec, adapters: AdapterSpec, quant: str | None
+    spec: ModelSpec, adapters: LoraSpec, quant: str | None
 ) -> None:
     (model,) = adapted(spec, adapters, quant=quant)
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
@@ -81,7 +80,7 @@ def test_adapters_are_all_that_is_trained_and_change_nothing_at_first(
 @each
 @quants
 def test_stages_with_adapters_are_the_whole_model_with_them(
-    spec: ModelSpec, adapters: AdapterSpec, quant: str | None
+    spec: ModelSpec, adapters: LoraSpec, quant: str | None
 ) -> None:
     whole, stages = adapted(spec, adapters, quant=quant), adapted(spec, adapters, 1, 3, quant=quant)
     expected = together(whole)
@@ -94,7 +93,7 @@ def test_stages_with_adapters_are_the_whole_model_with_them(
 
 
 def test_initial_values_depend_on_names_and_seed_alone() -> None:
-    spec, adapters = SPECS["llama"], AdapterSpec(["q_proj"], rank=4)
+    spec, adapters = SPECS["llama"], LoraSpec(targets=("q_proj",), rank=4)
     torch.manual_seed(7)
     expected = torch.rand(4)
     torch.manual_seed(7)
@@ -105,13 +104,13 @@ def test_initial_values_depend_on_names_and_seed_alone() -> None:
     assert not any(bool(value.any()) for name, value in found.items() if "lora_B" in name)
     first, second = (found[f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_A.weight"] for layer in (0, 1))
     assert not torch.equal(first, second)
-    other = together(adapted(spec, AdapterSpec(["q_proj"], rank=4, seed=2)))
+    other = together(adapted(spec, LoraSpec(targets=("q_proj",), rank=4, seed=2)))
     assert not torch.equal(other["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"], first)
 
 
 def test_initial_values_have_the_spread_of_peft_s() -> None:
     spec = ModelSpec(layers=1, hidden=256, heads=4, kv_heads=4, intermediate=256)
-    (model,) = adapted(spec, AdapterSpec(["q_proj"], rank=64))
+    (model,) = adapted(spec, LoraSpec(targets=("q_proj",), rank=64))
     (values,) = (value.detach() for name, value in adapter_parameters(model).items() if "lora_A" in name)
     theirs = nn.init.kaiming_uniform_(torch.empty(64, 256), a=5**0.5, generator=torch.Generator().manual_seed(0))
     assert float(values.std()) == pytest.approx(float(theirs.std()), rel=0.02)
@@ -119,7 +118,7 @@ def test_initial_values_have_the_spread_of_peft_s() -> None:
 
 @each
 @quants
-def test_gradients_are_those_of_plain_torch(spec: ModelSpec, adapters: AdapterSpec, quant: str | None) -> None:
+def test_gradients_are_those_of_plain_torch(spec: ModelSpec, adapters: LoraSpec, quant: str | None) -> None:
     stages = adapted(spec, adapters, 2, quant=quant)
     fill(stages)
     outputs = run(stages, sample(spec))
@@ -140,7 +139,7 @@ def test_gradients_are_those_of_plain_torch(spec: ModelSpec, adapters: AdapterSp
 
 
 def merged(
-    spec: ModelSpec, adapters: AdapterSpec, values: dict[str, torch.Tensor], quant: str | None
+    spec: ModelSpec, adapters: LoraSpec, values: dict[str, torch.Tensor], quant: str | None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model in plain torch, ``W + alpha / rank * B @ A`` written out; and the adapters, as leaves."""
     model, held = build_model(spec), build_model(spec, quant=quant)
@@ -164,7 +163,7 @@ def test_peft_gives_the_same_logits(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    spec, adapters = SPECS[family], AdapterSpec(TARGETS[family], rank=3, alpha=5.0)
+    spec, adapters = SPECS[family], LoraSpec(targets=TARGETS[family], rank=3, alpha=5.0)
     export_hugging_face(build_model(spec), spec, tmp_path / "model")
     stages = adapted(spec, adapters, 1, 3)
     fill(stages)
@@ -179,7 +178,7 @@ def test_peft_gives_the_same_logits(family: str, tmp_path: Path) -> None:
 
 
 def test_adapters_that_peft_could_not_load_are_not_exported(tmp_path: Path) -> None:
-    spec, adapters = SPECS["vit"], AdapterSpec(TARGETS["vit"])
+    spec, adapters = SPECS["vit"], LoraSpec(targets=TARGETS["vit"])
     with pytest.raises(UsageError, match="no module 'vit"):
         export_adapters(together(adapted(spec, adapters)), spec, adapters, tmp_path / "no")
     assert not (tmp_path / "no").exists()
@@ -187,14 +186,14 @@ def test_adapters_that_peft_could_not_load_are_not_exported(tmp_path: Path) -> N
 
 @quants
 def test_an_exported_folder_is_read_back(quant: str | None, tmp_path: Path) -> None:
-    spec, adapters = SPECS["llama"], AdapterSpec(TARGETS["llama"], rank=3)
+    spec, adapters = SPECS["llama"], LoraSpec(targets=TARGETS["llama"], rank=3)
     stages, others = adapted(spec, adapters, 1, 3, quant=quant), adapted(spec, adapters, 2, quant=quant)
     fill(stages)
     export_adapters(together(stages), spec, adapters, tmp_path)
     for stage in others:
         load_adapters(stage, tmp_path)
     assert torch.equal(run(others, sample(spec)), run(stages, sample(spec)))
-    (other,) = adapted(spec, AdapterSpec(TARGETS["llama"], rank=4))
+    (other,) = adapted(spec, LoraSpec(targets=TARGETS["llama"], rank=4))
     with pytest.raises(ConfigError, match=r"is \[3, 48\] and should be \[4, 48\]"):
         load_adapters(other, tmp_path)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -202,7 +201,7 @@ def test_an_exported_folder_is_read_back(quant: str | None, tmp_path: Path) -> N
 
 
 def test_adapters_of_all_stages_are_needed_for_export(tmp_path: Path) -> None:
-    spec, adapters = SPECS["llama"], AdapterSpec(["q_proj"])
+    spec, adapters = SPECS["llama"], LoraSpec(targets=("q_proj",))
     stages = adapted(spec, adapters, 1, 3)
     with pytest.raises(UsageError, match=r"layers.2.self_attn.q_proj.lora_A.weight is missing and should be \[8, 32\]"):
         export_adapters(together(stages[:2]), spec, adapters, tmp_path / "no")
@@ -212,7 +211,7 @@ def test_adapters_of_all_stages_are_needed_for_export(tmp_path: Path) -> None:
 
 
 def test_a_stage_without_target_layers_is_frozen() -> None:
-    first, *_ = adapted(SPECS["llama"], AdapterSpec(["q_proj"]), 1)
+    first, *_ = adapted(SPECS["llama"], LoraSpec(targets=("q_proj",)), 1)
     assert not adapter_parameters(first)
     assert not any(parameter.requires_grad for parameter in first.parameters())
 
@@ -222,22 +221,22 @@ def test_a_stage_without_target_layers_is_frozen() -> None:
 )
 def test_targets_that_are_no_linear_layers_are_refused(family: str, targets: list[str]) -> None:
     with pytest.raises(UsageError, match=f"no linear layer '{targets[-1]}'"):
-        add_adapters(build_stage(SPECS[family], Span(1, 2)), SPECS[family], AdapterSpec(targets))
+        add_adapters(build_stage(SPECS[family], Span(1, 2)), SPECS[family], LoraSpec(targets=targets))
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
     with pytest.raises(UsageError, match="rank 0"):
-        AdapterSpec(["q_proj"], rank=0)
+        LoraSpec(targets=("q_proj",), rank=0)
     with pytest.raises(UsageError, match="name the layers"):
-        AdapterSpec([])
+        LoraSpec([])
     with pytest.raises(UsageError, match="name the layers"):
-        AdapterSpec("q_proj")
-    (stage,) = adapted(SPECS["llama"], AdapterSpec(["q_proj"]))
+        LoraSpec("q_proj")
+    (stage,) = adapted(SPECS["llama"], LoraSpec(targets=("q_proj",)))
     with pytest.raises(UsageError, match="already"):
-        add_adapters(stage, SPECS["llama"], AdapterSpec(["v_proj"]))
+        add_adapters(stage, SPECS["llama"], LoraSpec(targets=("v_proj",)))
 
 
 def test_the_head_of_an_untied_model_can_be_adapted() -> None:
-    spec, adapters = SPECS["llama, untied"], AdapterSpec(["lm_head"])
+    spec, adapters = SPECS["llama, untied"], LoraSpec(targets=("lm_head",))
     stages = adapted(spec, adapters, 1, 3)
     assert [len(adapter_parameters(stage)) for stage in stages] == [0, 0, 2]

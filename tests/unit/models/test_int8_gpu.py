@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from p2ptrain.manifest import ModelSpec
+from p2ptrain.manifest import LoraSpec, ModelSpec
 from p2ptrain.models import Span, build_stage, model_blocks
-from p2ptrain.models.adapters import AdapterSpec, adapter_parameters, add_adapters
+from p2ptrain.models.adapters import adapter_parameters, add_adapters
 from p2ptrain.models.int8 import bitsandbytes_product, exact_product, int8_linear, quantize
 from tests.support.models import each, sample
 
@@ -65,7 +65,7 @@ def test_a_stage_is_the_cpu_s_with_its_gradients(spec: ModelSpec, monkeypatch: p
     outputs, gradients = [], []
     for device in ("cpu", "cuda"):
         stage = build_stage(spec, Span(0, blocks), quant="int8")
-        add_adapters(stage, spec, AdapterSpec([target]))
+        add_adapters(stage, spec, LoraSpec(targets=(target,)))
         stage.to(device)
         found = stage(sample(spec).to(device))
         torch.autograd.backward(found.square().mean())
