@@ -17,9 +17,10 @@ from typing import Any
 
 from p2ptrain._version import __version__
 
-__all__ = ["Manifest", "P2PTrainError", "SignedManifest", "Swarm", "__version__"]
+__all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SignedManifest", "Swarm", "__version__"]
 
 _HOMES = {
+    "LoraSpec": "p2ptrain.manifest",
     "Manifest": "p2ptrain.manifest",
     "P2PTrainError": "p2ptrain.errors",
     "SignedManifest": "p2ptrain.manifest",

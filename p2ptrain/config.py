@@ -180,6 +180,8 @@ class PeerConfig(Section):
     """The swarm link, ``p2ptrain://…``."""
     manifest: Path | None = None
     """A signed manifest as ``p2ptrain seed`` writes it (``manifest.bin``); fetched by the link if not given."""
+    weights: Path | None = None
+    """Where this machine has the pretrained model with which the swarm begins, if not where the manifest says."""
     summary: Path | None = None
     """Where else to write the summary, besides ``summary.json`` in ``run_dir``."""
     network: NetworkSection = NetworkSection()
@@ -230,7 +232,7 @@ class PeerConfig(Section):
     def _relative_to(self, folder: Path, sources: Mapping[str, str]) -> PeerConfig:
         paths = {
             key: folder / value
-            for key in ("run_dir", "manifest", "summary")
+            for key in ("run_dir", "manifest", "weights", "summary")
             if (value := getattr(self, key)) is not None and sources.get(key, "command line") != "command line"
         }
         return self.model_copy(update=paths)

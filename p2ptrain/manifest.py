@@ -108,7 +108,8 @@ class DataSpec(Section):
     source: str = "stdlib"
     """``stdlib`` (the Python standard library's sources), ``path:DIR_OR_FILE``, ``datasets:NAME`` or ``custom``."""
     tokenizer: str = "bytes"
-    """``bytes``, or ``path:DIR`` of a Hugging Face tokenizer that every peer has."""
+    """``bytes``; ``path:DIR`` of a Hugging Face tokenizer that every peer has; or ``hub:OWNER/NAME`` (and, if not the
+    newest, ``@REVISION``) of one to download."""
     held_out_fraction: float = Field(0.02, gt=0, lt=0.5)
     """Share of the text kept for measuring loss, never trained on."""
     seed: int = Field(1, ge=0, lt=1 << 63)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.errors import UsageError
 
@@ -27,6 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; made as needed")
     parser.add_argument("--name", help="a name for the swarm")
     parser.add_argument(
+        "--model", metavar="MODEL", help="begin with this pretrained model: its folder, or hub:OWNER/NAME"
+    )
+    parser.add_argument("--context", type=int, default=0, metavar="N", help="with --model: tokens of a sample")
+    parser.add_argument(
+        "--lora", metavar="LAYERS", help="freeze the model, and train adapters of these layers: q_proj,v_proj"
+    )
+    parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"
     )
 
@@ -42,8 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.network.identity import Identity
 
     directory: Path = arguments.directory
-    overrides = {**AMONG_STRANGERS, **parse_settings(arguments.set)}
+    overrides = {**AMONG_STRANGERS, **_of_model(arguments), **parse_settings(arguments.set)}
     manifest = load_manifest(None, {**overrides, "name": arguments.name or overrides.get("name")})
+    if manifest.in_stages:
+        from p2ptrain.pipeline.plan import PipelinePlan
+
+        PipelinePlan(manifest).units(0)  # says what does not go together
     run_file, key_file = directory / RUN_FILE, directory / KEY_FILE
     for path in (run_file, key_file):
         if path.exists():
@@ -54,3 +66,24 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}; keep it private)")
     print(f"next: edit {run_file}, then run: p2ptrain seed {shlex.quote(str(directory))}")
     return 0
+
+
+def _of_model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What --model and --lora set.
+
+    Raises:
+        UsageError: --context stands alone.
+    """
+    overrides: dict[str, Any] = {}
+    if arguments.lora is not None:
+        overrides |= {"lora.targets": arguments.lora.split(","), "training.every": 1}
+    if arguments.model is None:
+        if arguments.context:
+            raise UsageError("--context goes with --model; else use --set model.context=N")
+        return overrides
+    from p2ptrain.cli.bars import bars
+    from p2ptrain.models.pretrained import describe_pretrained
+
+    spec = describe_pretrained(arguments.model, arguments.context, bars)
+    reads = {"data.tokenizer": spec.weights} if spec.family != "vit" else {}
+    return overrides | {f"model.{key}": value for key, value in spec.model_dump().items()} | reads

@@ -48,4 +48,6 @@ def configure_logging(log_format: str, level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    # It warns, whenever it is loaded, of kernels for 4 bits that are not there. They are not used.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     logging.getLogger("p2ptrain").setLevel(level.upper())

@@ -26,6 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that ``peer`` and ``join`` share."""
     parser.add_argument("--name", help="a name for people, shown in the status")
+    parser.add_argument(
+        "--weights", type=Path, metavar="DIR", help="the pretrained model, if this machine has it already"
+    )
     machine = parser.add_argument_group("what it may use of this machine")
     machine.add_argument("--device", metavar="auto|cpu|cuda:N", help="where to train (default auto)")
     machine.add_argument("--threads", type=int, metavar="N", help="CPU threads (default one per core)")
@@ -43,6 +46,7 @@ def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
     """The values of `add_peer_arguments`' options by configuration key; None where not given."""
     return {
         "name": arguments.name,
+        "weights": arguments.weights,
         "resources.device": arguments.device,
         "resources.threads": arguments.threads,
         "resources.max_memory": arguments.max_memory,

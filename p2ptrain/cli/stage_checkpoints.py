@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from p2ptrain.errors import CheckpointError, ConfigError, IncompatibleError, Man
 from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
 
 if TYPE_CHECKING:
+    import torch
+
     from p2ptrain.manifest import Manifest
 
 _FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
@@ -45,13 +48,8 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
         ConfigError: The manifest is not there.
         IncompatibleError: The checkpoints are another swarm's than the manifest's.
     """
-    from torch import nn
-
-    from p2ptrain.models import build_model, export_hugging_face
     from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.checkpoint import load_checkpoint
-    from p2ptrain.training.layout import Layout
-    from p2ptrain.training.stage_work import Part
 
     manifest = _manifest(path, given)
     plan = PipelinePlan(manifest)
@@ -71,20 +69,41 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
             f"{path} has no checkpoints of all {plan.num_stages} stages of one round (missing: {missing}): put the run"
             " directories of a host of each stage into one folder, and give that"
         )
-    model: nn.Module = build_model(manifest.model)
+    values: dict[str, torch.Tensor] = {}
     for name, unit in units.items():
         checkpoint = load_checkpoint(rounds[max(whole)][name], bars)
         if checkpoint.swarm != plan.swarm_of(unit.number):
             raise IncompatibleError(f"{checkpoint.path} is not of the swarm that the manifest describes")
-        if unit.names:
-            part = Part(model, {each: each for each in unit.names})
-            layout, vector = Layout.from_module(part), checkpoint.tensors[0][1]
-            if vector.shape != (layout.num_values,):
-                raise IncompatibleError(f"{checkpoint.path} is of another span than {name} has now")
-            layout.write(vector, part)
+        shapes = plan.shapes(unit)
+        sizes, vector = [math.prod(shape) for shape in shapes.values()], checkpoint.tensors[0][1]
+        if sizes and vector.shape != (sum(sizes),):
+            raise IncompatibleError(f"{checkpoint.path} is of another span than {name} has now")
+        offset = 0
+        for (parameter, shape), size in zip(shapes.items(), sizes, strict=True):
+            values[parameter] = vector[offset : offset + size].view(shape)
+            offset += size
     with bars(f"writing {output}", ""):
-        export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
-    print(f"wrote {output}: round {max(whole)} of {plan.num_stages} stages")
+        _write(values, manifest, output)
+    print(f"wrote {output}: round {max(whole)} of {plan.num_stages} stages{_use(manifest, output)}")
+
+
+def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path) -> None:
+    from p2ptrain.models import build_model, export_hugging_face
+
+    if manifest.lora is not None:
+        from p2ptrain.models.adapters import export_adapters
+
+        _, _, place = manifest.model.weights.partition(":")
+        return export_adapters(values, manifest.model, manifest.lora, output, place.partition("@")[0] or None)
+    model = build_model(manifest.model)
+    model.load_state_dict(values)
+    export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
+
+
+def _use(manifest: Manifest, output: Path) -> str:
+    if manifest.lora is None:
+        return ""
+    return f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})"
 
 
 def _manifest(path: Path, given: Path | None) -> Manifest:

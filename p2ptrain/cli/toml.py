@@ -33,7 +33,9 @@ def commented_toml(settings: BaseModel) -> str:
         value = getattr(settings, name)
         optional = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
         if value is None and optional is not None:
-            keys = {key: each.examples[0] if each.examples else each.default for key, each in optional.model_fields.items()}
+            keys = {
+                key: each.examples[0] if each.examples else each.default for key, each in optional.model_fields.items()
+            }
             lines = to_toml({name: keys}).strip().splitlines()
             sections.append("\n".join([*_comment(_heading(optional)), *(f"# {line}" for line in lines), ""]))
         elif isinstance(value, BaseModel):

@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
@@ -64,6 +64,11 @@ class Family(ABC):
     lookups: ClassVar[frozenset[str]] = frozenset()
     """Parameters of two or more dimensions that the first block reads rows of, rather than multiplies by."""
 
+    only_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings of a transformers configuration for which a pretrained model can have but one value."""
+    has_fixed_context: ClassVar[bool] = False
+    """Whether a pretrained model's samples have as many positions as it has parameters for."""
+
     def check(self, spec: ModelSpec) -> None:  # noqa: B027 (most families have models of all settings)
         """Refuse settings that this family has no models for.
 
@@ -93,6 +98,14 @@ class Family(ABC):
             UsageError: There is none.
         """
         raise UsageError(f"models of the family {self.name!r} cannot be written as a Hugging Face model")
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        """The settings of a model, as far as this family has them, from its transformers configuration.
+
+        Raises:
+            UsageError: Pretrained models of this family cannot be read.
+        """
+        raise UsageError(f"pretrained models of the family {self.name!r} cannot be read")
 
     def tokens(self, spec: ModelSpec) -> int:
         """How many positions one sample has."""

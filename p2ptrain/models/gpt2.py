@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
@@ -21,6 +21,11 @@ class GPT2(Family):
 
     name = "gpt2"
     lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
+    only_settings = (
+        "activation_function", "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+        "add_cross_attention",
+    )  # fmt: skip
+    has_fixed_context = True
 
     def check(self, spec: ModelSpec) -> None:
         if spec.kv_heads != spec.heads:
@@ -90,3 +95,15 @@ class GPT2(Family):
             bos_token_id=None,
             eos_token_id=None,
         )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.n_layer,
+            "hidden": config.n_embd,
+            "heads": config.n_head,
+            "kv_heads": config.n_head,
+            "intermediate": config.n_inner or 4 * config.n_embd,
+            "vocabulary": config.vocab_size,
+            "context": config.n_positions,
+            "tied_embeddings": config.tie_word_embeddings,
+        }

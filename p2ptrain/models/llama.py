@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
@@ -21,6 +21,7 @@ class Llama(Family):
     """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
 
     name = "llama"
+    only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_parameters", "head_dim")
     lookups = frozenset({"model.embed_tokens.weight"})
 
     def check(self, spec: ModelSpec) -> None:
@@ -94,3 +95,16 @@ class Llama(Family):
             eos_token_id=None,
             pad_token_id=None,
         )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "intermediate": config.intermediate_size,
+            "vocabulary": config.vocab_size,
+            "context": config.max_position_embeddings,
+            "tied_embeddings": config.tie_word_embeddings,
+            "rope_theta": config.rope_parameters["rope_theta"],
+        }

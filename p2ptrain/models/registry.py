@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.errors import IncompatibleError, UsageError
 from p2ptrain.jobs import Jobs, untold
-from p2ptrain.manifest import LoraSpec, ModelSpec, TrainingSpec
+from p2ptrain.manifest import ModelSpec, TrainingSpec
 from p2ptrain.models.family import Block, Family, Span, stage_shapes
 from p2ptrain.models.gpt2 import GPT2
 from p2ptrain.models.llama import Llama
@@ -109,11 +109,10 @@ def build_model(
     spec: ModelSpec,
     weights: Path | None = None,
     quant: str | None = None,
-    lora: LoraSpec | None = None,
     jobs: Jobs = untold,
 ) -> Stage:
     """Build the whole model: `build_stage` of all its blocks."""
-    return build_stage(spec, whole(spec), weights, quant, lora, jobs)
+    return build_stage(spec, whole(spec), weights, quant, jobs)
 
 
 def build_stage(
@@ -121,7 +120,6 @@ def build_stage(
     span: Span,
     weights: Path | None = None,
     quant: str | None = None,
-    lora: LoraSpec | None = None,
     jobs: Jobs = untold,
 ) -> Stage:
     """Build a span of a model's blocks on the CPU, in training mode, and hold nothing of the others.
@@ -136,12 +134,11 @@ def build_stage(
         quant: None for parameters in fp32. ``int8`` freezes all of them, and holds those of linear layers and
             embeddings as int8 buffers (`p2ptrain.models.frozen`), a quarter of the memory; one by one, so that
             while it is built there is never more than one in fp32.
-        lora: Adapters that are put around its layers; all else is frozen (`p2ptrain.models.adapters`).
         jobs: Told how far it is.
 
     Raises:
         IncompatibleError, UsageError, ManifestError: As in `get_family`.
-        UsageError: There are no such blocks, or no such ``quant``; or ``lora`` names a layer that the model has not.
+        UsageError: There are no such blocks, or there is no such ``quant``.
         ConfigError: The weights cannot be read, are another model's, or are not those of ``spec.weight_digests``.
     """
     family = get_family(spec)
@@ -149,12 +146,7 @@ def build_stage(
         raise UsageError(f"unknown quantization {quant!r}: this version has {', '.join(QUANTS)}")
     from p2ptrain.models.building import build
 
-    stage = build(family, spec, span, weights, quant, jobs)
-    if lora is not None:
-        from p2ptrain.models.adapters import add_adapters
-
-        add_adapters(stage, spec, lora)
-    return stage
+    return build(family, spec, span, weights, quant, jobs)
 
 
 def freeze_int8(stage: nn.Module) -> None:

@@ -16,14 +16,31 @@ def load_tokenizer(name: str, context: int) -> Any:
     """
     if name == "bytes":
         return byte_tokenizer(context)
+    return load_pretrained_tokenizer(name)
+
+
+def load_pretrained_tokenizer(name: str) -> Any:
+    """The transformers tokenizer of a folder, ``path:DIR``, or of the hub, ``hub:OWNER/NAME`` or ``…@REVISION``.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    kind, _, place = name.partition(":")
+    if kind not in ("path", "hub") or not place:
+        raise ConfigError(f"unknown data.tokenizer {name!r}: use bytes, path:DIR or hub:OWNER/NAME")
+    folder = Path(place).expanduser()
+    if kind == "path" and not folder.is_dir():
+        raise ConfigError(f"data.tokenizer: {folder} is not a folder: give the folder of a Hugging Face tokenizer")
     from transformers import AutoTokenizer
 
-    folder = Path(name.removeprefix("path:")).expanduser()
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if kind == "path":
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        owner, _, revision = place.partition("@")
+        return AutoTokenizer.from_pretrained(owner, revision=revision or "main")
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"data.tokenizer: {folder} holds no usable tokenizer: {reason}") from error
+        raise ConfigError(f"data.tokenizer: {place} holds no usable tokenizer: {reason}") from error
 
 
 def byte_tokenizer(context: int) -> Any:

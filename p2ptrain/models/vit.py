@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
@@ -19,6 +19,7 @@ class ViT(Family):
     """Encoders over the patches of an image; a token of its own is classified."""
 
     name = "vit"
+    only_settings = ("hidden_act", "layer_norm_eps", "qkv_bias")
     reads_text = False
     lookups = frozenset({"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"})
 
@@ -93,6 +94,19 @@ class ViT(Family):
             layer_norm_eps=NORM_EPS,
             id2label={number: str(number) for number in range(spec.classes)},
         )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_attention_heads,
+            "intermediate": config.intermediate_size,
+            "image_size": config.image_size,
+            "patch_size": config.patch_size,
+            "channels": config.num_channels,
+            "classes": len(config.id2label),
+        }
 
     def tokens(self, spec: ModelSpec) -> int:
         return (spec.image_size // spec.patch_size) ** 2 + 1

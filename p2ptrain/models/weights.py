@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -36,16 +36,11 @@ class Weights:
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One parameter in fp32 on the CPU.
 
-        Files of a bare model lack the name of the part that a model with a head puts before it; so they are asked
-        without, too.
-
         Raises:
             ConfigError: It is not there, or has another shape.
         """
-        for known in (name, name.partition(".")[2]):
-            if known in self._files:
-                break
-        else:
+        known = _known(name, self._files)
+        if known is None:
             raise ConfigError(f"{self.folder} has no parameter {name!r}: is it this model's?")
         path = self.folder / self._files[known]
         try:
@@ -58,6 +53,28 @@ class Weights:
                 f"{path}: {known} is {list(value.shape)} and should be {list(shape)}: do the model's settings fit it?"
             )
         return value.float()
+
+
+def files_with(index: Path, names: Iterable[str]) -> set[str]:
+    """The files that parameters are in, by the index of several files.
+
+    Raises:
+        ConfigError: The index is malformed, or lacks one.
+    """
+    files = _index(index.parent)
+    found = {name: _known(name, files) for name in names}
+    missing = [name for name, known in found.items() if known is None]
+    if missing:
+        raise ConfigError(f"{index} has no parameter {missing[0]!r}: is it this model's?")
+    return {files[known] for known in found.values() if known is not None}
+
+
+def _known(name: str, files: Mapping[str, str]) -> str | None:
+    """A parameter's name in the files; None if they lack it.
+
+    Files of a bare model lack the name of the part that a model with a head puts before it.
+    """
+    return next((known for known in (name, name.partition(".")[2]) if known in files), None)
 
 
 class BlockDigest:

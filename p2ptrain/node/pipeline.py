@@ -227,11 +227,11 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView) -> C
 
 
 def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> Any:
-    from p2ptrain.models import build_stage
+    from p2ptrain.models.pretrained import weights_folder
     from p2ptrain.node.trainer import choose_device
 
-    with peer.jobs("building the stage", ""):
-        return build_stage(peer.manifest.model, plan.spans[stage]).to(choose_device(config))
+    weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)
+    return plan.build(stage, weights, peer.jobs).to(choose_device(config))
 
 
 async def _step_in(peer: Peer, hosted: HostedStage) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import UsageError
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.manifest import LoraSpec, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
@@ -186,11 +186,15 @@ class Swarm:
         self._optimizer = wrapped
         return wrapped
 
-    def pipeline(self) -> PipelineModule:
+    def pipeline(self, *, lora: LoraSpec | None = None) -> PipelineModule:
         """The swarm's model, which is cut into stages on its hosts, as a module whose forward and backward go there.
 
+        Args:
+            lora: The adapters that this script means to train; None if it does not care what its gradients train.
+
         Raises:
-            UsageError: The swarm's model is not cut into stages, or this peer trains already.
+            UsageError: The swarm's model is not cut into stages, or other adapters are trained; or this peer trains
+                already.
         """
         from p2ptrain.pipeline.plan import PipelinePlan
         from p2ptrain.training.optimizer import Bridge
@@ -198,6 +202,9 @@ class Swarm:
 
         if not self.manifest.in_stages:
             raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")
+        if lora is not None and lora != self.manifest.lora:
+            trained = "all of the model" if self.manifest.lora is None else repr(self.manifest.lora)
+            raise UsageError(f"this swarm trains {trained}, not {lora!r}: what is trained is in its manifest")
         if self._optimizer is not None or self._module is not None:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
         plan, bridge = PipelinePlan(self.manifest), Bridge(self._thread.loop)

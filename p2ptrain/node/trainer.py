@@ -80,7 +80,8 @@ def choose_device(config: PeerConfig) -> torch.device:
 
 
 def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -> tuple[torch.nn.Module, Corpus]:
-    from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes
+    from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes, whole
+    from p2ptrain.models.pretrained import weights_folder
     from p2ptrain.training.text import load_corpus
 
     manifest = peer.manifest
@@ -93,8 +94,8 @@ def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -
         )
     model, cache = manifest.model, run_dir.parent / "data"
     corpus = load_corpus(manifest.data, model.context, model.vocabulary, cache, peer.jobs)
-    with peer.jobs("building the model", ""):
-        return build_model(model).to(device), corpus
+    weights = weights_folder(model, whole(model), config.weights, peer.jobs)
+    return build_model(model, weights, jobs=peer.jobs).to(device), corpus
 
 
 def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, SharedState]:

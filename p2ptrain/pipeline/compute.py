@@ -48,7 +48,7 @@ class StageCompute:
         stage: In training mode, on its device. What is frozen is not in the sum.
 
     Attributes:
-        sum: fp32 on the CPU, ``[num_parameters]``: gradients times tokens of what is trained, by ``stage.parameters()``.
+        sum: fp32 on the CPU, ``[num_parameters]``: gradients times tokens of what is trained, in the stage's order.
     """
 
     def __init__(self, stage: Stage) -> None:

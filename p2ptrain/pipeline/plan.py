@@ -171,9 +171,14 @@ class PipelinePlan:
         return (self.own(stage), *([tied] if tied is not None and stage in tied.stages else []))
 
     def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
-        """The modules of a stage on the CPU, as all its hosts begin with them; arguments and errors as `build_stage`."""
+        """A stage on the CPU, as all its hosts begin with it; arguments and errors as in `build_stage`."""
         spec = self.manifest
-        return build_stage(spec.model, self.spans[stage], weights, spec.pipeline.quant or None, spec.lora, jobs)
+        built = build_stage(spec.model, self.spans[stage], weights, spec.pipeline.quant or None, jobs)
+        if spec.lora is not None:
+            from p2ptrain.models.adapters import add_adapters
+
+            add_adapters(built, spec.model, spec.lora)
+        return built
 
     def swarm_of(self, unit: int) -> bytes:
         """The swarm in which a unit is averaged: 32 bytes."""

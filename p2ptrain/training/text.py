@@ -236,19 +236,9 @@ def _load_tokenizer(name: str) -> tuple[Encoder, int]:
     """The encoder that a manifest names, and its number of tokens."""
     if name == "bytes":
         return lambda content: np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8), 256
-    kind, _, argument = name.partition(":")
-    if kind != "path" or not argument:
-        raise ConfigError(f"unknown data.tokenizer {name!r}: use bytes or path:DIR of a Hugging Face tokenizer")
-    folder = Path(argument).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"data.tokenizer: {folder} is not a folder: give the folder of a Hugging Face tokenizer")
-    from transformers import AutoTokenizer
+    from p2ptrain.models.tokenizers import load_pretrained_tokenizer
 
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"data.tokenizer: {folder} holds no usable tokenizer: {reason}") from error
+    tokenizer = load_pretrained_tokenizer(name)
     dtype = _smallest_dtype(len(tokenizer))
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 

@@ -42,7 +42,9 @@ def frozen_of(peer: PipelinePeer) -> dict[str, str]:
     trained = {name for name, each in peer.hosted.module.named_parameters() if each.requires_grad}
     state = peer.hosted.module.state_dict()
     return {
-        name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in state.items() if name not in trained
+        name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for name, value in state.items()
+        if name not in trained
     }
 
 

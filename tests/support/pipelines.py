@@ -16,6 +16,7 @@ from p2ptrain.averaging.membership import Membership
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.models import build_model
+from p2ptrain.models.adapters import add_adapters
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
@@ -319,7 +320,9 @@ class WholeModel:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.model = build_model(manifest.model, quant=manifest.pipeline.quant or None, lora=manifest.lora)
+        self.model = build_model(manifest.model, quant=manifest.pipeline.quant or None)
+        if manifest.lora is not None:
+            add_adapters(self.model, manifest.model, manifest.lora)
         spec = manifest.training
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in self.model.parameters() if parameter.requires_grad],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.cli.toml import commented_toml, to_toml
-from p2ptrain.manifest import Manifest, parse_manifest
+from p2ptrain.manifest import LoraSpec, Manifest, parse_manifest
 
 SCALARS = st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text()
 KEYS = st.from_regex(r"[a-z_]{1,8}", fullmatch=True)
@@ -38,8 +38,18 @@ def test_a_commented_manifest_is_the_manifest() -> None:
 def test_every_field_of_a_commented_manifest_is_explained_just_above_it() -> None:
     lines = commented_toml(Manifest()).splitlines()
     settings = [index for index, line in enumerate(lines) if " = " in line and not line.startswith("#")]
-    assert len(settings) == len(tomllib.loads(to_toml(Manifest().model_dump()))) - 5 + sum(
-        len(section) for section in Manifest().model_dump().values() if isinstance(section, dict)
-    )
+    values = Manifest().model_dump(exclude_none=True)
+    sections = [section for section in values.values() if isinstance(section, dict)]
+    assert len(settings) == len(values) - len(sections) + sum(map(len, sections))
     for index in settings:
         assert lines[index - 1].startswith("# "), lines[index]
+
+
+def test_a_section_that_is_left_out_is_there_as_comments_that_are_valid_without_their_marks() -> None:
+    text = commented_toml(Manifest())
+    assert parse_manifest(tomllib.loads(text), "text").lora is None
+    section = text[text.index("# [lora]") :]
+    values = tomllib.loads("\n".join(line.removeprefix("# ") for line in section.splitlines()))
+    lora = parse_manifest({**values, "training": {"every": 1}}, "text").lora
+    assert lora is not None
+    assert lora == LoraSpec(targets=lora.targets)

@@ -161,7 +161,7 @@ def test_text_that_cannot_be_used_is_explained_in_one_line(tmp_path: Path) -> No
 def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="to at least that"):
         load_corpus(DataSpec(), 128, 100)
-    with pytest.raises(ConfigError, match="use bytes or path:DIR"):
+    with pytest.raises(ConfigError, match="use bytes, path:DIR or hub:"):
         load_corpus(DataSpec(tokenizer="words"), 128, 256)
     with pytest.raises(ConfigError, match="holds no usable tokenizer"):
         load_corpus(DataSpec(tokenizer=f"path:{tmp_path}"), 128, 256)

@@ -1,0 +1,186 @@
+"""Pretrained models: where their files are, and what a manifest says of one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
+from p2ptrain.jobs import Jobs, untold
+from p2ptrain.manifest import ModelSpec, explain
+from p2ptrain.models.family import Span, stage_shapes, stage_ties
+from p2ptrain.models.registry import get_family, model_blocks, model_families
+
+CONFIG = "config.json"
+CONTEXT = 512
+"""Tokens of a sample, unless a model has fewer or its positions are parameters."""
+
+
+def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs: Jobs = untold) -> Path | None:
+    """The folder with the pretrained parameters of a span; downloads them where the manifest says so.
+
+    Args:
+        spec: The manifest's model.
+        span: Of a file for each part of the model, those that hold this part are downloaded, and no others.
+        given: Where this machine has them; None for where the manifest says.
+        jobs: Told what is being downloaded.
+
+    Returns:
+        None if the model begins with initial values.
+
+    Raises:
+        ConfigError: They are not there.
+        TemporaryError: The hub does not answer.
+    """
+    if not spec.weights:
+        return None
+    if given is not None:
+        return given
+    scheme, _, place = spec.weights.partition(":")
+    if scheme == "hub":
+        blocks = model_blocks(spec)
+        ties = stage_ties(blocks, span)
+        names = {ties.get(name, name) for name in stage_shapes(blocks, span)}
+        # A block is read as a whole, to see that it is the right one.
+        return _download(
+            place, {name for block in blocks if names & block.shapes.keys() for name in block.shapes}, jobs
+        )
+    folder = Path(place).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"the swarm's model begins with the parameters in {folder}, which is not on this machine: ask its organizer"
+            " for a copy, and give its folder with --weights"
+        )
+    return folder
+
+
+def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> ModelSpec:
+    """What a manifest says of a pretrained model.
+
+    Args:
+        source: ``hub:OWNER/NAME``, ``hub:OWNER/NAME@REVISION`` or ``path:DIR``; a folder without ``path:`` will do.
+        context: Tokens of a sample; 0 for `CONTEXT`, or fewer where the model has fewer.
+        jobs: Told how far it is.
+
+    Raises:
+        ConfigError: It is not there, or cannot be read.
+        ManifestError: This version does not compute such a model; says why.
+        TemporaryError: The hub does not answer.
+    """
+    from p2ptrain.models.weights import BlockDigest, Weights
+
+    if ":" not in source:
+        source = f"path:{source}"
+    scheme, _, place = source.partition(":")
+    if scheme not in ("hub", "path"):
+        raise UsageError(f"--model {source}: give the folder of a model, or hub:OWNER/NAME")
+    folder = Path(place).expanduser() if scheme == "path" else _download(place, None, jobs)
+    if scheme == "hub" and "@" not in place:  # The newest one now is the one that is meant.
+        source = f"{source}@{folder.name}"
+    elif scheme == "path":
+        source = f"path:{folder.absolute()}"
+    spec = _spec_of(folder, context)
+    weights, digests = Weights(folder), []
+    blocks = model_blocks(spec)
+    with jobs("reading the model", "blocks") as advance:
+        for block in blocks:
+            digest = BlockDigest()
+            for name, shape in block.shapes.items():
+                digest.update(name, weights.read(name, shape))
+            digests.append(digest.hex())
+            advance(len(digests), len(blocks))
+    return ModelSpec.model_validate({**spec.model_dump(), "weights": source, "weight_digests": digests})
+
+
+def _spec_of(folder: Path, context: int) -> ModelSpec:
+    """A model's settings, if this version computes what transformers does with them."""
+    from transformers import AutoConfig
+
+    path = folder / CONFIG
+    try:
+        kind = json.loads(path.read_text())["model_type"]
+        theirs: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{path} cannot be read: {reason}; is it the folder of a Hugging Face model?") from error
+    if kind not in model_families():
+        known = ", ".join(model_families())
+        raise ManifestError(f"{folder} holds a model of the family {kind!r}, and this version has {known}")
+    family = get_family(ModelSpec(family=kind))
+    found = family.from_hugging_face(theirs)
+    longest = found.get("context", 0)
+    if context and longest and context > longest:
+        raise ManifestError(f"a context of {context} tokens is more than this model's, {longest}")
+    if longest and not family.has_fixed_context:
+        found["context"] = context or min(longest, CONTEXT)
+    try:
+        spec = ModelSpec.model_validate({"family": kind, **found})
+    except ValidationError as error:
+        raise ManifestError(explain(error, str(path))) from error
+    ours = family.hugging_face(spec)
+    for key in family.only_settings:
+        found, only = getattr(theirs, key), getattr(ours, key)
+        # Files of other formats have fp32's rounding.
+        is_same = math.isclose(found, only, rel_tol=1e-6) if isinstance(found, float) else found == only
+        if not is_same:
+            raise ManifestError(f"{path}: {key} = {found!r}, and this version computes {only!r} alone")
+    return spec
+
+
+def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
+    """Files of a model on the hub, as far as they are not on this machine already.
+
+    Args:
+        place: ``OWNER/NAME`` or ``OWNER/NAME@REVISION``.
+        names: The parameters that are needed; None for everything, settings and tokenizer too.
+        jobs: Told what is being downloaded.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils import disable_progress_bars
+
+    from p2ptrain.models.weights import INDEX, SINGLE, files_with
+
+    name, _, revision = place.partition("@")
+
+    def get(file: str) -> Path:
+        with jobs(f"downloading {file} of {name}", ""):
+            return Path(hub.hf_hub_download(name, file, revision=revision or None))
+
+    disable_progress_bars()  # There are others.
+    try:
+        if names is None:
+            with jobs(f"downloading {name}", ""):
+                patterns = ["*.safetensors", "*.json", "tokenizer*", "*.txt"]
+                return Path(hub.snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        try:
+            index = get(INDEX)
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):
+                raise
+            return get(SINGLE).parent
+        for file in sorted(files_with(index, names)):
+            get(file)
+        return index.parent
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ConfigError(f"the hub has no model {place!r} for this machine: {_first(error)}") from error
+    except LocalEntryNotFoundError as error:
+        raise TemporaryError(
+            f"{place!r} is not on this machine, and the hub does not answer: try again, or give its folder"
+        ) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(f"{place!r} cannot be downloaded: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,235 @@
+"""A manifest describes a pretrained model; peers begin with its parameters, wherever they have them from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from p2ptrain.errors import ConfigError, ManifestError, UsageError
+from p2ptrain.manifest import ModelSpec, parse_manifest
+from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
+from p2ptrain.models.pretrained import describe_pretrained, weights_folder
+from p2ptrain.models.weights import INDEX, SINGLE
+from tests.support.models import SPECS, each, write_shards
+
+OTHER = {"weights", "weight_digests", "initial_seed"}
+OF_TEXT = {"context", "vocabulary", "tied_embeddings", "rope_theta"}
+
+
+def written(spec: ModelSpec, folder: Path) -> Path:
+    """A model as Hugging Face's tools write it."""
+    other = spec.model_copy(update={"initial_seed": 5})
+    export_hugging_face(build_model(other), other, folder)
+    return folder
+
+
+def change(folder: Path, **settings: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@each
+def test_a_description_builds_the_model_that_was_described(spec: ModelSpec, tmp_path: Path) -> None:
+    described = describe_pretrained(str(written(spec, tmp_path / "model")))
+    exclude = OTHER | (OF_TEXT if spec.family == "vit" else set())
+    assert described.model_dump(exclude=exclude) == spec.model_dump(exclude=exclude)
+    found = build_model(described, weights_folder(described, Span(0, 1)))
+    expected = build_model(spec.model_copy(update={"initial_seed": 5})).state_dict()
+    for name, value in found.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_copy_in_another_precision_that_holds_the_same_values_will_do(tmp_path: Path) -> None:
+    folder = written(SPECS["llama"], tmp_path / "model")
+    half = {name: value.bfloat16() for name, value in load_file(folder / SINGLE).items()}
+    save_file(half, folder / SINGLE)
+    described = describe_pretrained(f"path:{folder}")
+    save_file({name: value.float() for name, value in half.items()}, folder / SINGLE)
+    build_model(described, folder)
+    assert describe_pretrained(f"path:{folder}") == described
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_a_host_with_other_parameters_is_told_which_and_others_do_not_matter(quant: str | None, tmp_path: Path) -> None:
+    folder = written(SPECS["llama"], tmp_path / "model")
+    spec = describe_pretrained(str(folder))
+    values = load_file(folder / SINGLE)
+    values["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+    save_file(values, folder / SINGLE)
+    names = [block.name for block in model_blocks(spec)]
+    assert names[2] == "layer 1"
+    for number in range(len(names)):
+        if number != 2:
+            build_stage(spec, Span(number, number + 1), folder, quant)
+    with pytest.raises(ConfigError, match=r"layer 1 .* not those that the swarm's manifest names"):
+        build_stage(spec, Span(1, 4), folder, quant)
+
+
+def test_the_head_of_a_tied_model_is_checked_by_the_block_that_owns_it(tmp_path: Path) -> None:
+    folder = written(SPECS["llama"], tmp_path / "model")
+    spec = describe_pretrained(str(folder))
+    values = load_file(folder / SINGLE)
+    values["model.embed_tokens.weight"][0, 0] += 1e-3
+    save_file(values, folder / SINGLE)
+    last = len(model_blocks(spec)) - 1
+    with pytest.raises(ConfigError, match="embeddings"):
+        build_stage(spec, Span(last, last + 1), folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu', and this version computes 'silu'"),
+        ({"rms_norm_eps": 1e-3}, "rms_norm_eps = 0.001"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"head_dim": 64}, "head_dim"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "rope_parameters"),
+        ({"model_type": "mamba"}, "family 'mamba', and this version has llama"),
+        ({"num_hidden_layers": 0}, "layers"),
+        ({"num_hidden_layers": 30}, "no parameter"),
+        ({"hidden_size": 128, "head_dim": 32}, "should be"),
+    ],
+)
+def test_models_that_would_be_computed_otherwise_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    folder = written(SPECS["llama"], tmp_path / "model")
+    change(folder, **settings)
+    with pytest.raises((ManifestError, ConfigError), match=message):
+        describe_pretrained(str(folder))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        describe_pretrained(str(tmp_path))
+    with pytest.raises(UsageError, match="hub:OWNER/NAME"):
+        describe_pretrained("https://example.org/model")
+
+
+def test_a_sample_has_as_many_tokens_as_asked_for_if_the_model_has_them(tmp_path: Path) -> None:
+    llama, gpt2 = written(SPECS["llama"], tmp_path / "llama"), written(SPECS["gpt2"], tmp_path / "gpt2")
+    assert describe_pretrained(str(llama), 4).context == 4
+    with pytest.raises(ManifestError, match="a context of 4096 tokens"):
+        describe_pretrained(str(llama), 4096)
+    assert describe_pretrained(str(gpt2)).context == SPECS["gpt2"].context
+
+
+def test_weights_and_their_digests_come_together(tmp_path: Path) -> None:
+    digests = ["0" * 64]
+    for model in ({"weights": "path:somewhere"}, {"weight_digests": digests}):
+        with pytest.raises(ManifestError, match="both, or neither"):
+            parse_manifest({"model": model}, "run.toml")
+    for weights in ("somewhere", "http://host/x", "hub:a/b/c", "hub:../x@"):
+        with pytest.raises(ManifestError, match=r"model\.weights"):
+            parse_manifest({"model": {"weights": weights, "weight_digests": digests}}, "run.toml")
+
+
+def test_a_folder_that_is_elsewhere_here_can_be_given(tmp_path: Path) -> None:
+    spec = ModelSpec(weights=f"path:{tmp_path / 'gone'}", weight_digests=("0" * 64,))
+    with pytest.raises(ConfigError, match="--weights"):
+        weights_folder(spec, Span(0, 1))
+    assert weights_folder(spec, Span(0, 1), tmp_path) == tmp_path
+    assert weights_folder(ModelSpec(), Span(0, 1), tmp_path) is None
+
+
+REVISION = "5" * 40
+
+
+@contextmanager
+def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """A hub on loopback that has one model; yields its address, and the files that were asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, *, with_body: bool) -> None:
+            name = self.path.partition("/resolve/")[2].partition("/")[2]
+            file, headers, status = folder / name, {"X-Repo-Commit": REVISION}, 200
+            if self.path.startswith("/api/models/owner/small/tree"):
+                files = [{"type": "file", "path": path.name, "size": 1, "oid": "0"} for path in folder.iterdir()]
+                body = json.dumps(files).encode()
+            elif self.path.startswith("/api/models/owner/small"):
+                names = [{"rfilename": path.name} for path in sorted(folder.iterdir())]
+                body = json.dumps({"id": "owner/small", "sha": REVISION, "siblings": names}).encode()
+            elif self.path.startswith("/owner/small/resolve/") and name and file.is_file():
+                body = file.read_bytes()
+                headers["ETag"] = f'"{name}"'
+                if with_body:
+                    asked.append(name)
+            else:
+                body, status = b"{}", 404
+                headers["X-Error-Code"] = "EntryNotFound" if "owner/small" in self.path else "RepoNotFound"
+            self.send_response(status)
+            for key, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(key, value)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+def ask(address: str, home: Path, code: str) -> str:
+    """What a process of its own prints, for which that address is the hub."""
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    lead = "from p2ptrain.models.pretrained import *\nfrom p2ptrain.models import *\nfrom p2ptrain.manifest import *\n"
+    done = subprocess.run(
+        [sys.executable, "-c", lead + code], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+
+
+def test_models_come_from_the_hub_and_a_host_downloads_the_files_of_its_stage_alone(tmp_path: Path) -> None:
+    folder = written(SPECS["llama, untied"], tmp_path / "model")
+    with hub(folder) as (address, asked):
+        said = ask(address, tmp_path / "one", "print(describe_pretrained('hub:owner/small').model_dump_json())")
+        spec = ModelSpec.model_validate_json(said)
+        assert spec.weights == f"hub:owner/small@{REVISION}"
+        assert spec.weight_digests == describe_pretrained(str(folder)).weight_digests
+        parameters = load_file(folder / SINGLE)
+        (folder / SINGLE).unlink()
+        write_shards(parameters, tmp_path / "shards")
+        for file in (tmp_path / "shards").iterdir():
+            file.rename(folder / file.name)
+        asked.clear()
+        build = f"spec = ModelSpec.model_validate_json({said!r})\nspan = Span(1, 3)\n"
+        build += "print(num_parameters(spec, span)); build_stage(spec, span, weights_folder(spec, span))"
+        said = ask(address, tmp_path / "two", build)
+        assert said == str(sum(block.num_parameters for block in model_blocks(spec)[1:3])), said
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        assert sorted(asked) == sorted(
+            [INDEX, *(files[name] for block in model_blocks(spec)[1:3] for name in block.shapes)]
+        )
+        missing = "weights_folder(ModelSpec(weights='hub:owner/other', weight_digests=['0' * 64] * 6), Span(0, 1))"
+        assert "ConfigError: the hub has no model 'owner/other'" in ask(address, tmp_path / "two", missing)
+    again = missing.replace("other", "gone")
+    assert "TemporaryError: 'owner/gone' is not on this machine" in ask(address, tmp_path / "two", again)
