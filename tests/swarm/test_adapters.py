@@ -54,7 +54,7 @@ def pretrained(directory: Path) -> Path:
         (text / f"{number}.txt").write_bytes(LINE * 40)
     options = [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": f"path:{text}"}.items()]
     swarm = directory / "swarm"
-    arguments = ["--model", directory / "model", "--context", "32", "--lora", "q_proj,down_proj,lm_head"]
+    arguments: list[str | Path] = ["--model", directory / "model", "--context", "32", "--lora", "q_proj,down_proj,lm_head"]
     done = run_command("init", swarm, *arguments, *options)
     assert done.returncode == 0, done.stderr
     return swarm
@@ -66,7 +66,7 @@ def test_a_swarm_trains_adapters_which_peft_puts_on_the_pretrained_model(tmp_pat
     from transformers import AutoModelForCausalLM
 
     swarm, run_dir = pretrained(tmp_path), tmp_path / "run"
-    options = ["--manifest", swarm / "run.toml", "--peers", "2", "--threads", "1", "--no-monitor"]
+    options: list[str | Path] = ["--manifest", swarm / "run.toml", "--peers", "2", "--threads", "1", "--no-monitor"]
     with nothing_left_behind():
         done = run_command("up", *options, "--run-dir", run_dir, "--rounds", "30", timeout_seconds=250)
     assert done.returncode == 0, done.stderr
@@ -99,7 +99,7 @@ def test_a_script_trains_adapters_and_a_host_with_another_model_is_refused(tmp_p
         join = ["join", link, "--yes", "--role", "stage", "--listen", LOOPBACK, "--threads", "1"]
         logs = [tmp_path / f"host{number}.log" for number in range(2)]
         for number, log in enumerate(logs):
-            stage = ["--stage", str(number), "--run-dir", tmp_path / log.stem]
+            stage: list[str | Path] = ["--stage", str(number), "--run-dir", tmp_path / log.stem]
             stack.enter_context(background_command(log, *join, *stage))
         refused = run_command(*join, "--stage", "1", "--weights", tmp_path / "other", "--run-dir", tmp_path / "refused")
         assert refused.returncode == 3, refused.stderr
