@@ -147,7 +147,7 @@ def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     from p2ptrain.models.weights import INDEX, SINGLE, files_with
 

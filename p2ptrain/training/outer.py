@@ -153,8 +153,8 @@ class AdamStep(Stepper):
         fragment = fragment or whole(self._layout)
         self._steps[fragment.index].add_(1.0)
         taken = int(self._steps[fragment.index])
-        rate = self._learning_rate / (1.0 - _power(self._beta1, taken))
-        correction = math.sqrt(1.0 - _power(self._beta2, taken))
+        rate = self._learning_rate / (1.0 - power(self._beta1, taken))
+        correction = math.sqrt(1.0 - power(self._beta2, taken))
         size = min(BLOCK_VALUES, self._layout.num_parameters)
         update, scale = torch.empty(size, dtype=torch.float32), torch.empty(size, dtype=torch.float32)
         for block, source in _blocks(fragment):
@@ -172,7 +172,7 @@ class AdamStep(Stepper):
         _step_buffers(self._layout, vector, mean, fragment)
 
 
-def _power(base: float, exponent: int) -> float:
+def power(base: float, exponent: int) -> float:
     """``base ** exponent`` in fp64, from multiplications alone: C libraries' ``pow`` differ in the last bit."""
     result = 1.0
     while exponent:
@@ -299,7 +299,7 @@ class GradientStep(Stepper):
     def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`; ``fragment`` is the whole vector."""
         parameters = self._layout.parameters_of(self._module)
-        scale = self._clip_scale(mean)
+        scale = clip_scale(mean, self._layout.num_parameters, self._clip_norm)
         for entry, parameter in parameters:
             gradient = mean[entry.offset : entry.end].view(entry.shape)
             if parameter.grad is None:
@@ -334,16 +334,23 @@ class GradientStep(Stepper):
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return {id(parameter): place for place, parameter in enumerate(order)}
 
-    def _clip_scale(self, mean: Tensor) -> float:
-        """What to multiply gradients with, as `torch.nn.utils.clip_grad_norm_`; 1 when they are short enough."""
-        if not self._clip_norm:
-            return 1.0
-        # In fp64, so that the order of summation, which differs between CPUs, does not show in fp32.
-        squares = 0.0
-        for start in range(0, self._layout.num_parameters, BLOCK_VALUES):
-            block = mean[start : min(start + BLOCK_VALUES, self._layout.num_parameters)]
-            squares += float(block.double().square_().sum())
-        return min(1.0, self._clip_norm / (math.sqrt(squares) + 1e-6))
+
+def clip_scale(mean: Tensor, num_parameters: int, clip_norm: float) -> float:
+    """What to multiply gradients with, as `torch.nn.utils.clip_grad_norm_`; 1 when they are short enough.
+
+    Args:
+        mean: The gradient, and what follows it: fp32, ``[at least num_parameters]``.
+        num_parameters: How much of it is the gradient.
+        clip_norm: The limit of its norm; 0 for none.
+    """
+    if not clip_norm:
+        return 1.0
+    # In fp64, so that the order of summation, which differs between CPUs, does not show in fp32.
+    squares = 0.0
+    for start in range(0, num_parameters, BLOCK_VALUES):
+        block = mean[start : min(start + BLOCK_VALUES, num_parameters)]
+        squares += float(block.double().square_().sum())
+    return min(1.0, clip_norm / (math.sqrt(squares) + 1e-6))
 
 
 def whole(layout: Layout) -> Fragment:

@@ -16,13 +16,10 @@ from torch import nn
 from p2ptrain.averaging.head import genesis
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.pipeline.compute import StageCompute
+from p2ptrain.training.adamw import AdamWStep
 from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.learning_rate import learning_rate_factor
-from p2ptrain.training.outer import GradientStep
 from p2ptrain.training.state import SharedState
-
-BETAS = (0.9, 0.95)
 
 
 class Part(nn.Module):
@@ -42,43 +39,17 @@ class Part(nn.Module):
             self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
 
 
-class ScheduledStep(GradientStep):
-    """AdamW at the learning rate that the round in progress has, also when rounds are replayed."""
-
-    def __init__(self, part: Part, layout: Layout, spec: TrainingSpec) -> None:
-        self._adam = torch.optim.AdamW(
-            part.parameters(), lr=spec.learning_rate, betas=BETAS, weight_decay=spec.weight_decay
-        )
-        super().__init__(self._adam, part, layout, spec.clip_norm)
-        self._spec = spec
-        self._state: SharedState | None = None
-
-    def of(self, state: SharedState) -> None:
-        """Go by the round that a state is in."""
-        self._state = state
-
-    def step(self, vector: torch.Tensor, mean: torch.Tensor, fragment: Fragment | None = None) -> None:
-        """See `Stepper.step`."""
-        assert self._state is not None
-        factor = learning_rate_factor(self._state.head.round, warmup_steps=self._spec.warmup_steps)
-        for group in self._adam.param_groups:
-            group["lr"] = self._spec.learning_rate * factor
-        super().step(vector, mean, fragment)
-
-
 def unit_state(part: Part, spec: TrainingSpec, swarm: bytes) -> SharedState:
     """The beginning of what the hosts of a unit share.
 
     Args:
         part: Its parameters, as they are in the beginning.
-        spec: The optimizer's settings. Gradients are clipped by their norm in this unit alone.
+        spec: AdamW's settings. Gradients are clipped by their norm in this unit alone.
         swarm: The unit's, 32 bytes.
     """
     layout = Layout.from_module(part)
-    step = ScheduledStep(part, layout, spec)
-    state = SharedState.from_module(part, layout, step)
+    state = SharedState.from_module(part, layout, AdamWStep(layout, spec))
     state.head = genesis(swarm, state.tree().root)
-    step.of(state)
     return state
 
 

@@ -54,7 +54,14 @@ def pretrained(directory: Path) -> Path:
         (text / f"{number}.txt").write_bytes(LINE * 40)
     options = [f"--set={key}={value}" for key, value in {**SETTINGS, "data.source": f"path:{text}"}.items()]
     swarm = directory / "swarm"
-    arguments: list[str | Path] = ["--model", directory / "model", "--context", "32", "--lora", "q_proj,down_proj,lm_head"]
+    arguments: list[str | Path] = [
+        "--model",
+        directory / "model",
+        "--context",
+        "32",
+        "--lora",
+        "q_proj,down_proj,lm_head",
+    ]
     done = run_command("init", swarm, *arguments, *options)
     assert done.returncode == 0, done.stderr
     return swarm

@@ -1,0 +1,94 @@
+"""AdamW with the same bits on every machine: what the hosts of a stage step with, whatever their devices are.
+
+They hold one state, whose digest each round certifies. torch's AdamW rounds otherwise on other CPUs, and on GPUs, so
+hosts of different kinds would part after a round. This one works on the vectors on the CPU, where a round's mean is, in
+operations that IEEE 754 defines, each rounded by itself as in `p2ptrain.training.outer`. So moments take no memory of
+a GPU either.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from p2ptrain.errors import IncompatibleError
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.digest import NamedTensors
+from p2ptrain.training.fragments import Fragment
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.outer import BLOCK_VALUES, Stepper, clip_scale, power
+
+BETA1, BETA2 = 0.9, 0.95
+EPSILON = 1e-8
+
+
+class AdamWStep(Stepper):
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2) on mean gradients, in `torch.optim.AdamW`'s form.
+
+    For the clipped mean ``gradient`` and the number ``t`` of steps taken, this one included::
+
+        vector = vector - rate * weight_decay * vector
+        first  = beta1 * first + (1 - beta1) * gradient
+        second = beta2 * second + (1 - beta2) * gradient * gradient
+        vector = vector - rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
+
+    where ``rate`` follows the manifest's schedule by the number of steps.
+    """
+
+    def __init__(self, layout: Layout, spec: TrainingSpec) -> None:
+        """
+        Args:
+            layout: Of parameters alone.
+            spec: Learning rate, warm-up, weight decay, and the limit of the gradient's norm.
+        """
+        self._spec = spec
+        self._num = layout.num_parameters
+        self._first = torch.zeros(self._num, dtype=torch.float32)
+        self._second = torch.zeros(self._num, dtype=torch.float32)
+        self._steps = torch.zeros(1, dtype=torch.float32)
+
+    def state_tensors(self) -> list[tuple[str, Tensor]]:
+        """Both moments, ``[num_parameters]``, and the number of steps (exact up to 2**24)."""
+        return [("adamw.first", self._first), ("adamw.second", self._second), ("adamw.steps", self._steps)]
+
+    def load_state_tensors(self, tensors: NamedTensors) -> None:
+        """See `Stepper.load_state_tensors`."""
+        own = self.state_tensors()
+        if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
+            raise IncompatibleError("the optimizer's state does not fit: all hosts of a stage need the same version")
+        if not bool((tensors[2][1] >= 0).all()) or not bool((tensors[1][1] >= 0).all()):
+            raise IncompatibleError("the optimizer's state is out of range: ask another peer for it")
+        for (_, mine), (_, theirs) in zip(own, tensors, strict=True):
+            mine.copy_(theirs)
+
+    @torch.no_grad()
+    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+        """See `Stepper.step`; ``fragment`` is the whole vector."""
+        factor = learning_rate_factor(int(self._steps), warmup_steps=self._spec.warmup_steps)
+        rate = self._spec.learning_rate * factor
+        self._steps.add_(1.0)
+        taken = int(self._steps)
+        step_size = rate / (1.0 - power(BETA1, taken))
+        correction = math.sqrt(1.0 - power(BETA2, taken))
+        clip = clip_scale(mean, self._num, self._spec.clip_norm)
+        buffers = [torch.empty(min(BLOCK_VALUES, self._num), dtype=torch.float32) for _ in range(2)]
+        for start in range(0, self._num, BLOCK_VALUES):
+            block = slice(start, min(start + BLOCK_VALUES, self._num))
+            gradient, part = (buffer[: block.stop - start] for buffer in buffers)
+            values, first, second = vector[block], self._first[block], self._second[block]
+            torch.mul(mean[block], clip, out=gradient)
+            torch.mul(values, rate * self._spec.weight_decay, out=part)
+            values.sub_(part)
+            torch.mul(gradient, 1.0 - BETA1, out=part)
+            first.mul_(BETA1).add_(part)
+            torch.mul(gradient, gradient, out=part)
+            part.mul_(1.0 - BETA2)
+            second.mul_(BETA2).add_(part)
+            np.sqrt(second.numpy(), out=part.numpy())
+            part.div_(correction).add_(EPSILON)
+            torch.mul(first, step_size, out=gradient)
+            values.sub_(gradient.div_(part))

@@ -1,0 +1,116 @@
+"""AdamW of stages: what torch's computes, in bits that are the formula's on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from p2ptrain.errors import IncompatibleError
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training import adamw
+from p2ptrain.training.adamw import BETA1, BETA2, EPSILON, AdamWStep
+from p2ptrain.training.digest import byte_view
+from p2ptrain.training.layout import Layout
+
+SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
+
+
+def layout_of(size: int) -> Layout:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(size))
+    return Layout.from_module(module)
+
+
+def values(size: int, seed: int) -> torch.Tensor:
+    """The same on every machine: exact integer arithmetic, no library's generator."""
+    raw = (np.arange(size, dtype=np.uint64) * 2654435761 + seed * 40503) % 2**24
+    return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
+
+
+def run(size: int, steps: int, spec: TrainingSpec = SPEC) -> tuple[torch.Tensor, AdamWStep]:
+    stepper, vector = AdamWStep(layout_of(size), spec), values(size, 1)
+    for seed in range(2, 2 + steps):
+        stepper.step(vector, values(size, seed))
+    return vector, stepper
+
+
+def test_golden_bits() -> None:
+    vector, stepper = run(1000, 10)
+    digest = hashlib.sha256(byte_view(vector))
+    for _, tensor in stepper.state_tensors():
+        digest.update(byte_view(tensor))
+    assert digest.hexdigest() == "8b63c0156abba96b5e9492b0d6b15d8411bf2ad0ef0b29cbedd0336f02d0fa4f"
+
+
+@settings(max_examples=40)
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.integers(1, 30), st.integers(0, 1000))
+def test_every_operation_is_rounded_to_fp32(rate: float, decay: float, size: int, seed: int) -> None:
+    spec = TrainingSpec(every=1, learning_rate=rate, weight_decay=decay, warmup_steps=0, clip_norm=0.0)
+    stepper, vector = AdamWStep(layout_of(size), spec), values(size, seed)
+    expected: npt.NDArray[Any] = vector.numpy().copy()
+    first: npt.NDArray[Any] = np.zeros(size, np.float32)
+    second: npt.NDArray[Any] = np.zeros(size, np.float32)
+    b1, b2, c1, c2 = (np.float32(value) for value in (BETA1, BETA2, 1 - BETA1, 1 - BETA2))
+    power1 = power2 = 1.0
+    for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
+        mean = values(size, seed + step + 1)
+        stepper.step(vector, mean)
+        gradient = mean.numpy()
+        expected = expected - expected * np.float32(rate * decay)
+        first = first * b1 + gradient * c1
+        second = second * b2 + (gradient * gradient) * c2
+        power1, power2 = power1 * BETA1, power2 * BETA2
+        divisor = np.sqrt(second) / np.float32(math.sqrt(1 - power2)) + np.float32(EPSILON)
+        expected = expected - first * np.float32(rate / (1 - power1)) / divisor
+    assert np.array_equal(vector.numpy(), expected)
+
+
+def test_it_agrees_with_torch_through_warm_up_and_clipping() -> None:
+    vector, _ = run(1000, 40)
+    parameter = nn.Parameter(values(1000, 1))
+    reference = torch.optim.AdamW([parameter], betas=(BETA1, BETA2), eps=EPSILON, weight_decay=SPEC.weight_decay)
+    for number in range(40):
+        reference.param_groups[0]["lr"] = SPEC.learning_rate * min(1.0, (number + 1) / SPEC.warmup_steps)
+        parameter.grad = values(1000, number + 2)
+        nn.utils.clip_grad_norm_([parameter], SPEC.clip_norm)
+        reference.step()
+    torch.testing.assert_close(vector, parameter.data, rtol=1e-5, atol=1e-6)
+
+
+def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = run(1000, 3)
+    monkeypatch.setattr(adamw, "BLOCK_VALUES", 77)
+    assert torch.equal(run(1000, 3)[0], whole)
+
+
+def test_the_mean_is_not_changed() -> None:
+    mean = values(100, 2)
+    AdamWStep(layout_of(100), SPEC).step(values(100, 1), mean)
+    assert torch.equal(mean, values(100, 2))
+
+
+def test_state_moves_to_another_host_and_misfits_are_refused() -> None:
+    vector, one = run(100, 3)
+    two = AdamWStep(layout_of(100), SPEC)
+    two.load_state_tensors(one.state_tensors())
+    vectors = [vector.clone(), vector.clone()]
+    for stepper, each in zip((one, two), vectors, strict=True):
+        stepper.step(each, values(100, 9))
+    assert torch.equal(*vectors)
+    first, second, steps = one.state_tensors()
+    for bad in ([], [first], [first, second, ("adamw.steps", torch.zeros(2))], [second, first, steps],
+                [first, second, ("adamw.steps", torch.tensor([-1.0]))],
+                [first, ("adamw.second", -second[1]), steps]):  # fmt: skip
+        with pytest.raises(IncompatibleError):
+            two.load_state_tensors(bad)
+    for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
+        assert torch.equal(mine, theirs)
