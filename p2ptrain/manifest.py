@@ -290,6 +290,8 @@ class PipelineSpec(Section):
     """With ``stages = "auto"``: the bytes that a volunteer has for a stage, its optimizer and activations included."""
     codec: Literal["int8", "int8a", "int4", "int4a", "fp16", "bf16", "fp32"] = "int8"
     """How activations and their gradients travel."""
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """How AdamW's moments are held. ``8bit``: 2 bytes a parameter instead of 8, and half the download for newcomers."""
     quant: Literal["", "int8"] = ""
     """``int8``: stages hold the model's parameters as int8, a quarter of the memory. They are frozen then: ``[lora]``
     says what is trained."""

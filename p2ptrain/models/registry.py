@@ -39,6 +39,9 @@ TRAINED_BYTES = 4 * (1 + 1 + 2 + 4)
 """fp32 parameters, gradients, AdamW's two moments, and the swarm's own: round start, outer momentum, what a codec
 dropped, and the result that is staged aside until it is committed. Of one parameter."""
 
+MOMENTS_SAVED_BYTES = 6
+"""With AdamW's moments in 8 bits, of one parameter."""
+
 FROZEN_BYTES = {"": 4.0, "int8": 1.1}
 """Of one that is not trained, by how it is held; int8 with its scales, and with norms and biases, which are fp32."""
 

@@ -17,7 +17,7 @@ from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import build_stage, estimate_memory_bytes, get_family, model_blocks
 from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
-from p2ptrain.models.registry import FROZEN_BYTES, PROCESS_BYTES, TRAINED_BYTES
+from p2ptrain.models.registry import FROZEN_BYTES, MOMENTS_SAVED_BYTES, PROCESS_BYTES, TRAINED_BYTES
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed
@@ -82,11 +82,12 @@ class PipelinePlan:
 
     def _memory(self, span: Span) -> int:
         model, training = self.manifest.model, self.manifest.training
+        trained = TRAINED_BYTES - (MOMENTS_SAVED_BYTES if self.manifest.pipeline.moments == "8bit" else 0)
         if self.manifest.lora is None:
-            return estimate_memory_bytes(model, training, span) - PROCESS_BYTES
+            return estimate_memory_bytes(model, training, span, trained) - PROCESS_BYTES
         frozen = FROZEN_BYTES[self.manifest.pipeline.quant]
         adapters = sum(math.prod(self._adapters[name]) for name in self._adapters_in(span))
-        return estimate_memory_bytes(model, training, span, frozen) - PROCESS_BYTES + TRAINED_BYTES * adapters
+        return estimate_memory_bytes(model, training, span, frozen) - PROCESS_BYTES + trained * adapters
 
     @cached_property
     def _adapters(self) -> dict[str, Shape]:

@@ -3,12 +3,13 @@
 They hold one state, whose digest each round certifies. torch's AdamW rounds otherwise on other CPUs, and on GPUs, so
 hosts of different kinds would part after a round. This one works on the vectors on the CPU, where a round's mean is, in
 operations that IEEE 754 defines, each rounded by itself as in `p2ptrain.training.outer`. So moments take no memory of
-a GPU either.
+a GPU either, and can be held in 8 bits on every machine (`p2ptrain.training.moments`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from p2ptrain.training.digest import NamedTensors
 from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.moments import Floats, Moment, PositiveCodes, SignedCodes
 from p2ptrain.training.outer import BLOCK_VALUES, Stepper, clip_scale, power
 
 BETA1, BETA2 = 0.9, 0.95
@@ -39,28 +41,39 @@ class AdamWStep(Stepper):
     where ``rate`` follows the manifest's schedule by the number of steps.
     """
 
-    def __init__(self, layout: Layout, spec: TrainingSpec) -> None:
+    def __init__(self, layout: Layout, spec: TrainingSpec, moments: Literal["fp32", "8bit"] = "fp32") -> None:
         """
         Args:
             layout: Of parameters alone.
             spec: Learning rate, warm-up, weight decay, and the limit of the gradient's norm.
+            moments: How they are held between steps.
         """
         self._spec = spec
         self._num = layout.num_parameters
-        self._first = torch.zeros(self._num, dtype=torch.float32)
-        self._second = torch.zeros(self._num, dtype=torch.float32)
+        if moments == "8bit":
+            self._moments: list[Moment] = [SignedCodes(self._num), PositiveCodes(self._num)]
+        else:
+            self._moments = [Floats(self._num), Floats(self._num, is_positive=True)]
         self._steps = torch.zeros(1, dtype=torch.float32)
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
-        """Both moments, ``[num_parameters]``, and the number of steps (exact up to 2**24)."""
-        return [("adamw.first", self._first), ("adamw.second", self._second), ("adamw.steps", self._steps)]
+        """Both moments, and the number of steps (exact up to 2**24)."""
+        named = zip(("first", "second"), self._moments, strict=True)
+        tensors = [(f"adamw.{name}{part}", tensor) for name, moment in named for part, tensor in moment.tensors()]
+        return [*tensors, ("adamw.steps", self._steps)]
 
     def load_state_tensors(self, tensors: NamedTensors) -> None:
         """See `Stepper.load_state_tensors`."""
         own = self.state_tensors()
-        if [(name, tensor.shape) for name, tensor in tensors] != [(name, tensor.shape) for name, tensor in own]:
+        if _shapes(tensors) != _shapes(own):
             raise IncompatibleError("the optimizer's state does not fit: all hosts of a stage need the same version")
-        if not bool((tensors[2][1] >= 0).all()) or not bool((tensors[1][1] >= 0).all()):
+        values = [tensor for _, tensor in tensors]
+        sound = bool((values[-1] >= 0).all())
+        for moment in self._moments:
+            count = len(moment.tensors())
+            sound = sound and moment.is_sound(values[:count])
+            del values[:count]
+        if not sound:
             raise IncompatibleError("the optimizer's state is out of range: ask another peer for it")
         for (_, mine), (_, theirs) in zip(own, tensors, strict=True):
             mine.copy_(theirs)
@@ -79,7 +92,7 @@ class AdamWStep(Stepper):
         for start in range(0, self._num, BLOCK_VALUES):
             block = slice(start, min(start + BLOCK_VALUES, self._num))
             gradient, part = (buffer[: block.stop - start] for buffer in buffers)
-            values, first, second = vector[block], self._first[block], self._second[block]
+            values, (first, second) = vector[block], (moment.open(block) for moment in self._moments)
             torch.mul(mean[block], clip, out=gradient)
             torch.mul(values, rate * self._spec.weight_decay, out=part)
             values.sub_(part)
@@ -92,3 +105,9 @@ class AdamWStep(Stepper):
             part.div_(correction).add_(EPSILON)
             torch.mul(first, step_size, out=gradient)
             values.sub_(gradient.div_(part))
+            for moment, held in zip(self._moments, (first, second), strict=True):
+                moment.close(block, held)
+
+
+def _shapes(tensors: NamedTensors) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]

@@ -97,7 +97,7 @@ class HostedStage:
         manifest = plan.manifest.model_copy(update={"averaging": averaging})
         swarm = plan.swarm_of(unit.number)
         part = Part(stage, plan.local_names(self.number, unit))
-        state = unit_state(part, manifest.training, swarm)
+        state = unit_state(part, manifest.training, swarm, manifest.pipeline.moments)
         synchronizer = Synchronizer(
             rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, manifest, state,
             vector_codec(averaging, state.layout), membership, bandwidth, jobs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import nn
@@ -39,16 +40,17 @@ class Part(nn.Module):
             self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
 
 
-def unit_state(part: Part, spec: TrainingSpec, swarm: bytes) -> SharedState:
+def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["fp32", "8bit"] = "fp32") -> SharedState:
     """The beginning of what the hosts of a unit share.
 
     Args:
         part: Its parameters, as they are in the beginning.
         spec: AdamW's settings. Gradients are clipped by their norm in this unit alone.
         swarm: The unit's, 32 bytes.
+        moments: How AdamW's are held.
     """
     layout = Layout.from_module(part)
-    state = SharedState.from_module(part, layout, AdamWStep(layout, spec))
+    state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
     state.head = genesis(swarm, state.tree().root)
     return state
 

@@ -114,6 +114,29 @@ def test_adapters_are_trained_as_in_one_process_and_nothing_else_is(
     simulate(main, seed=7)
 
 
+def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline, sizes = await start(network, 2, 2, moments="8bit"), set()
+        trainer = trainer_of(pipeline)
+        for number in range(3):
+            if number == 2:
+                newcomer = await pipeline.add("newcomer", 0)
+                await until(lambda: newcomer.status == "training")  # noqa: B023
+            assert all((await pipeline.feed(trainer, range(ROUND * number, ROUND * (number + 1)), at_once=4)).values())
+            await until(lambda: pipeline.rounds() == {number + 1})  # noqa: B023
+            for stage in range(2):
+                hosts = [peer.hosted for peer in pipeline.hosts if peer.hosted and peer.hosted.number == stage]
+                assert len({hosted.units[0].synchronizer.head.digest for hosted in hosts}) == 1
+        for peer in pipeline.hosts:
+            assert peer.hosted is not None
+            state = peer.hosted.units[0].synchronizer.state
+            sizes.add(sum(tensor.nbytes for _, tensor in state.tensors()) / state.layout.num_parameters)
+        assert max(sizes) < 6.2, "bytes of state for a parameter"
+        await pipeline.close()
+
+    simulate(main, seed=8)
+
+
 def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> None:
     """As hosts leave them that are stopped while they average."""
 

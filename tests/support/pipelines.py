@@ -45,6 +45,7 @@ def make_manifest(
     codec: str = "fp32",
     layers: int = 3,
     quant: str = "",
+    moments: str = "fp32",
     lora: LoraSpec | None = None,
     **training: Any,
 ) -> Manifest:
@@ -74,7 +75,9 @@ def make_manifest(
                 "round_seconds": 15.0,
             }
         ),
-        pipeline=PipelineSpec.model_validate({"stages": num_stages, "codec": codec, "quant": quant}),
+        pipeline=PipelineSpec.model_validate(
+            {"stages": num_stages, "codec": codec, "quant": quant, "moments": moments}
+        ),
         lora=lora,
     )
 

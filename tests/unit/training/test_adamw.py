@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,9 @@ from p2ptrain.training import adamw
 from p2ptrain.training.adamw import BETA1, BETA2, EPSILON, AdamWStep
 from p2ptrain.training.digest import byte_view
 from p2ptrain.training.layout import Layout
+from p2ptrain.training.moments import BLOCK, PositiveCodes, SignedCodes
 
+Moments = Literal["fp32", "8bit"]
 SPEC = TrainingSpec(every=1, learning_rate=0.02, weight_decay=0.1, warmup_steps=4, clip_norm=2.0)
 
 
@@ -36,19 +38,26 @@ def values(size: int, seed: int) -> torch.Tensor:
     return torch.from_numpy((raw.astype(np.float32) / np.float32(2**23) - np.float32(1.0)).copy())
 
 
-def run(size: int, steps: int, spec: TrainingSpec = SPEC) -> tuple[torch.Tensor, AdamWStep]:
-    stepper, vector = AdamWStep(layout_of(size), spec), values(size, 1)
+def run(size: int, steps: int, moments: Moments = "fp32") -> tuple[torch.Tensor, AdamWStep]:
+    stepper, vector = AdamWStep(layout_of(size), SPEC, moments), values(size, 1)
     for seed in range(2, 2 + steps):
         stepper.step(vector, values(size, seed))
     return vector, stepper
 
 
-def test_golden_bits() -> None:
-    vector, stepper = run(1000, 10)
+GOLDEN: dict[Moments, str] = {
+    "fp32": "8b63c0156abba96b5e9492b0d6b15d8411bf2ad0ef0b29cbedd0336f02d0fa4f",
+    "8bit": "f25ddd71eaa444a5a470fdf7d894c1c98f242cfc99fc2eee2fbf0cce1dc21790",
+}
+
+
+@pytest.mark.parametrize(("moments", "golden"), GOLDEN.items())
+def test_golden_bits(moments: Moments, golden: str) -> None:
+    vector, stepper = run(1000, 10, moments)
     digest = hashlib.sha256(byte_view(vector))
     for _, tensor in stepper.state_tensors():
         digest.update(byte_view(tensor))
-    assert digest.hexdigest() == "8b63c0156abba96b5e9492b0d6b15d8411bf2ad0ef0b29cbedd0336f02d0fa4f"
+    assert digest.hexdigest() == golden
 
 
 @settings(max_examples=40)
@@ -86,10 +95,21 @@ def test_it_agrees_with_torch_through_warm_up_and_clipping() -> None:
     torch.testing.assert_close(vector, parameter.data, rtol=1e-5, atol=1e-6)
 
 
-def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, _ = run(1000, 3)
-    monkeypatch.setattr(adamw, "BLOCK_VALUES", 77)
-    assert torch.equal(run(1000, 3)[0], whole)
+def test_with_8_bits_it_goes_nearly_the_same_way() -> None:
+    fp32, _ = run(5000, 40)
+    vector, _ = run(5000, 40, "8bit")
+    way, off = (fp32 - values(5000, 1)).norm(), (vector - fp32).norm()
+    assert off < 0.15 * way  # Gradients are nearly noise here, of which AdamW's direction is made.
+
+
+each = pytest.mark.parametrize("moments", ["fp32", "8bit"])
+
+
+@each
+def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, moments: Moments) -> None:
+    whole, _ = run(3000, 3, moments)
+    monkeypatch.setattr(adamw, "BLOCK_VALUES", 2 * BLOCK)
+    assert torch.equal(run(3000, 3, moments)[0], whole)
 
 
 def test_the_mean_is_not_changed() -> None:
@@ -98,19 +118,67 @@ def test_the_mean_is_not_changed() -> None:
     assert torch.equal(mean, values(100, 2))
 
 
-def test_state_moves_to_another_host_and_misfits_are_refused() -> None:
-    vector, one = run(100, 3)
-    two = AdamWStep(layout_of(100), SPEC)
+@each
+def test_state_moves_to_another_host_and_misfits_are_refused(moments: Moments) -> None:
+    vector, one = run(300, 3, moments)
+    two = AdamWStep(layout_of(300), SPEC, moments)
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, values(100, 9))
+        stepper.step(each, values(300, 9))
     assert torch.equal(*vectors)
-    first, second, steps = one.state_tensors()
-    for bad in ([], [first], [first, second, ("adamw.steps", torch.zeros(2))], [second, first, steps],
-                [first, second, ("adamw.steps", torch.tensor([-1.0]))],
-                [first, ("adamw.second", -second[1]), steps]):  # fmt: skip
+    good = one.state_tensors()
+    steps = ("adamw.steps", torch.tensor([-1.0]))
+    other = AdamWStep(layout_of(300), SPEC, "8bit" if moments == "fp32" else "fp32").state_tensors()
+    for bad in ([], good[:1], [*good[:-1], steps], [*good[:-1], ("adamw.steps", torch.zeros(2))], good[::-1], other):
         with pytest.raises(IncompatibleError):
+            two.load_state_tensors(bad)
+    impossible = (
+        {"adamw.second": -1.0, "adamw.first": math.nan} if moments == "fp32" else {"adamw.first.exponents": 254}
+    )
+    for name, value in impossible.items():
+        bad = [(each, torch.full_like(tensor, value) if each == name else tensor) for each, tensor in good]
+        with pytest.raises(IncompatibleError, match="out of range"):
             two.load_state_tensors(bad)
     for (_, mine), (_, theirs) in zip(one.state_tensors(), two.state_tensors(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def sample(seed: int, size: int) -> torch.Tensor:
+    """Values of many magnitudes, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.randn(size, generator=generator) * torch.exp2(6 * torch.randn(size, generator=generator))
+    return found * (torch.rand(size, generator=generator) < 0.9)
+
+
+@pytest.mark.parametrize(("kind", "step"), [(SignedCodes, 1 / 8), (PositiveCodes, 1 / 16)])
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 1000))
+def test_codes_are_near_what_they_stand_for(
+    kind: type[SignedCodes | PositiveCodes], step: float, seed: int, size: int
+) -> None:
+    exact = sample(seed, size) if kind is SignedCodes else sample(seed, size).square()
+    moment, block = kind(size), slice(0, size)
+    moment.close(block, exact)
+    found = moment.open(block)
+    largest = torch.stack([part.abs().max() for part in exact.split(BLOCK) for _ in part])  # type: ignore[no-untyped-call]
+    bound = torch.maximum(step / 2 * exact.abs(), largest * 2.0**-14)
+    assert bool(((found - exact).abs() <= bound).all())
+    assert torch.equal(found == 0, exact == 0) or kind is SignedCodes
+    assert bool((found.sign() * exact.sign() >= 0).all())
+
+
+@pytest.mark.parametrize(("kind", "kept"), [(SignedCodes, BETA1), (PositiveCodes, BETA2)])
+def test_what_gets_nothing_new_decays_whatever_its_code_is(
+    kind: type[SignedCodes | PositiveCodes], kept: float
+) -> None:
+    """Or a parameter that had a large gradient once would have small steps for ever."""
+    size = 4 * BLOCK
+    exact = sample(1, size).square()
+    moment, block = kind(size), slice(0, size)
+    moment.close(block, exact)
+    for _ in range(100):
+        before = moment.open(block).clone()
+        moment.close(block, before * kept)
+        after = moment.open(block)
+        assert bool((after < before)[before > before.view(-1, BLOCK).amax(1).repeat_interleave(BLOCK) * 2.0**-14].all())
