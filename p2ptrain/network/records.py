@@ -173,6 +173,7 @@ class StageReport:
         tokens_per_second: What it can do, forward and backward; 0 before it was measured.
         waiting: Passes in its queue.
         samples: Settled in this round.
+        saved_round: The last that it has a checkpoint of; 0 for none. ``saved_digest``: of the state in it, 32 bytes.
     """
 
     unit: int
@@ -183,6 +184,8 @@ class StageReport:
     tokens_per_second: float = 0.0
     waiting: int = 0
     samples: int = 0
+    saved_round: int = 0
+    saved_digest: bytes = bytes(32)
 
 
 @dataclass(frozen=True)
@@ -261,7 +264,8 @@ class PeerRecord:
         values["last_rounds"] = [
             {**vars(report), "reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
         ]
-        values["stages"] = [dict(vars(stage)) for stage in self.stages[:MAX_STAGES]]
+        # Without names, which would be half of the bytes: with 64 stages there would be no room for the rest.
+        values["stages"] = [list(vars(stage).values()) for stage in self.stages[:MAX_STAGES]]
         return values
 
     @classmethod
@@ -354,8 +358,13 @@ def _stages(name: str, value: Any) -> tuple[StageReport, ...]:
     _expect(isinstance(value, list) and len(value) <= MAX_STAGES, name, f"is not a list of up to {MAX_STAGES}")
     stages = []
     for stage in value:
-        _expect(isinstance(stage, dict) and set(stage) == set(_STAGE_CHECKS), name, "holds something else")
-        stages.append(StageReport(**{key: check(key, stage[key]) for key, check in _STAGE_CHECKS.items()}))
+        if isinstance(stage, dict):  # As peers sent it that could not say what they saved.
+            _expect(set(stage) == set(_FIRST_STAGE_FIELDS), name, "holds something else")
+            stage = [stage[key] for key in _FIRST_STAGE_FIELDS]
+        is_good = isinstance(stage, list) and len(_FIRST_STAGE_FIELDS) <= len(stage) <= len(_STAGE_CHECKS)
+        _expect(is_good, name, "holds something else")
+        checked = zip(_STAGE_CHECKS.items(), stage, strict=False)
+        stages.append(StageReport(**{key: check(key, each) for (key, check), each in checked}))
     _expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")
     return tuple(stages)
 
@@ -369,7 +378,11 @@ _STAGE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "tokens_per_second": _amount,
     "waiting": _count,
     "samples": _count,
+    "saved_round": _count,
+    "saved_digest": _hash,
 }
+_FIRST_STAGE_FIELDS = tuple(_STAGE_CHECKS)[:8]
+"""Those before ``saved_round``, which every version sends."""
 _REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "round": _count,
     "committed": _boolean,

@@ -273,9 +273,10 @@ def test_swarms_have_keys_of_their_own() -> None:
 # Stages
 
 STAGES = (
-    StageReport(2, 7, b"l" * 32, b"d" * 32, 1 << 40, 1234.5, 3, 96),
+    StageReport(2, 7, b"l" * 32, b"d" * 32, 1 << 40, 1234.5, 3, 96, 5, b"s" * 32),
     StageReport(4, 7, b"m" * 32, b"e" * 32, 1 << 41),
 )
+NAMES = [field.name for field in dataclasses.fields(StageReport)]
 
 
 def test_stages_survive_the_wire() -> None:
@@ -284,13 +285,36 @@ def test_stages_survive_the_wire() -> None:
     assert PeerRecord.from_payload("alice", opened.payload) == hosting
 
 
-def test_a_peer_hosts_sixty_four_stages_at_most() -> None:
-    many = tuple(StageReport(unit, 2**62, b"l" * 32, b"d" * 32, 2**62, 1e9, 2**62, 2**62) for unit in range(70))
-    sent = record(stages=many)
+@pytest.mark.parametrize("num_fields", [8, 9])
+def test_a_report_of_a_stage_without_what_was_added_later_is_read(num_fields: int) -> None:
+    payload = record(stages=STAGES).to_payload()
+    payload["stages"] = [stage[:num_fields] for stage in payload["stages"]]
+    seen = PeerRecord.from_payload("alice", payload).stages
+    assert [stage.saved_digest for stage in seen] == [bytes(32)] * 2
+    assert [dataclasses.replace(stage, saved_round=0) for stage in seen] == [
+        dataclasses.replace(stage, saved_round=0, saved_digest=bytes(32)) for stage in STAGES
+    ]
+
+
+def test_a_report_of_a_stage_by_names_is_read() -> None:
+    payload = record(stages=STAGES).to_payload()
+    payload["stages"] = [dict(sorted(zip(NAMES[:8], stage[:8], strict=True))) for stage in payload["stages"]]
+    seen = PeerRecord.from_payload("alice", payload).stages
+    assert seen[0] == dataclasses.replace(STAGES[0], saved_round=0, saved_digest=bytes(32))
+    assert seen[1] == STAGES[1]
+
+
+def test_a_peer_hosts_sixty_four_stages_at_most_and_says_all_else_beside_them() -> None:
+    many = tuple(
+        StageReport(unit, 2**40, b"l" * 32, b"d" * 32, 2**62, 1e9, 2**30, 2**40, 2**40, b"s" * 32) for unit in range(70)
+    )
+    reports = (RoundReport(2**40, False, "x" * 200, 1.5, 300, 300, True, b"e" * 32, 4.0, 0.25, 1.25),) * 8
+    addresses = ("/ip4/203.0.113.200/tcp/31337/p2p/" + "x" * 46 + "/p2p-circuit",) * 8
+    sent = record(stages=many, last_rounds=reports, addresses=addresses, note="n" * 200, name="n" * 64)
     opened = open_record(sealed(sent.to_payload()), "peer", SWARM, BOB)
     assert PeerRecord.from_payload("alice", opened.payload).stages == many[:MAX_STAGES]
     payload = sent.to_payload()
-    payload["stages"] = [dict(vars(stage)) for stage in many]
+    payload["stages"] = [list(vars(stage).values()) for stage in many]
     with pytest.raises(IntegrityError, match="stages is not a list of up to 64"):
         PeerRecord.from_payload("alice", payload)
 
@@ -311,17 +335,19 @@ def test_a_peer_hosts_sixty_four_stages_at_most() -> None:
         ("tokens_per_second", -1.0),
         ("waiting", -1),
         ("samples", 0.5),
+        ("saved_round", -1),
+        ("saved_digest", b"short"),
     ],
 )
 def test_a_field_of_a_stage_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
     payload = record(stages=STAGES).to_payload()
-    payload["stages"][1][name] = value
+    payload["stages"][1][NAMES.index(name)] = value
     with pytest.raises(IntegrityError, match=name):
         PeerRecord.from_payload("alice", payload)
 
 
 @pytest.mark.parametrize(
-    "stages", [None, {}, "stages", [1], [[]], [{}], [{"unit": 1}], [dict(vars(STAGES[0]), admin=True)]]
+    "stages", [None, {}, "stages", [1], [[]], [{}], [{"unit": 1}], [[*vars(STAGES[0]).values(), 1]], [vars(STAGES[0])]]
 )
 def test_what_is_no_list_of_stages_is_refused(stages: Any) -> None:
     with pytest.raises(IntegrityError, match="stages"):
