@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from p2ptrain.training.hosted_stage import HostedStage
     from p2ptrain.training.moving import Mover
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
+    from p2ptrain.training.stage_saves import Save
     from p2ptrain.training.sync import RoundResult
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         results = await asyncio.gather(working, wanted, return_exceptions=True)
     hosted = mover.hosted if mover is not None else None
     if hosted is not None:
-        await peer.runtime.compute(_save, config, hosted)
+        await _save_and_tell(peer, config, hosted)
     await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, time.monotonic() - started, reason)
     peer.remember_peers()
     if isinstance(results[0], Exception):
@@ -141,6 +142,14 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         return made
 
     memory = config.resources.max_memory or 1 << 62
+
+    completing: asyncio.Task[None] | None = None
+
+    def look() -> None:
+        nonlocal completing
+        if completing is None or completing.done():
+            completing = asyncio.create_task(mover.hosted.saves.complete(), name="complete")
+
     mover = Mover(view, peer.rpc, peer.runtime, hosted, take_on, memory, may_move=config.pipeline.stage < 0)
 
     def moved(after: HostedStage) -> None:
@@ -148,7 +157,7 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         peer.synchronizer = after.units[0].synchronizer
         peer.presence.changed()
 
-    mover.on_moved = moved
+    mover.on_moved, view.on_update = moved, look
     return mover
 
 
@@ -163,7 +172,8 @@ async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: i
         bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
     )  # fmt: skip
     try:
-        await peer.runtime.compute(_restore, config, hosted)
+        for save in await peer.runtime.compute(_restore, config, hosted):
+            hosted.saves.note(save)
         peer.host(hosted)
         for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
             await find_the_others(peer.presence, membership, unit.synchronizer, unit.work)
@@ -248,7 +258,11 @@ async def _host(mover: Mover) -> None:
         left = QUIET_SECONDS
         while left > 0:
             await asyncio.sleep(left)
-            left = min(deadline - time.monotonic(), QUIET_SECONDS - hosted.host.seconds_idle)
+            quiet = QUIET_SECONDS - hosted.host.seconds_idle
+            # Other hosts are to tell of their last checkpoint, and to hear of this one's.
+            left = min(deadline - time.monotonic(), max(quiet, 1.0 if hosted.saves.missing() else 0.0))
+        if missing := hosted.saves.missing():
+            logger.warning("the last checkpoint is not complete: %s", missing)
 
 
 class _Rounds:
@@ -285,8 +299,9 @@ class _Rounds:
         """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together."""
         every = self._config.checkpoints.every_rounds
         is_idle = self._saving is None or self._saving.done()
-        if every and is_idle and round % every == 0:
-            saving = self._peer.runtime.compute(_save, self._config, self._hosted)
+        is_due = every > 0 and round % every == 0
+        if is_idle and (is_due or self._hosted.rounds.is_done):
+            saving = _save_and_tell(self._peer, self._config, self._hosted)
             self._saving = asyncio.create_task(saving, name="save")
 
 
@@ -294,27 +309,48 @@ def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
     return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
 
 
-def _save(config: PeerConfig, hosted: HostedStage) -> None:
-    """Write what this peer hosts to disk; what cannot be written is said, and training goes on."""
+async def _save_and_tell(peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
+    """Write what this peer hosts to disk, and say so in its record."""
+    saves, failed = await peer.runtime.compute(_save, config, hosted)
+    for save in saves:
+        hosted.saves.note(save)
+    for unit in failed:
+        hosted.saves.failed(unit)
+    peer.presence.changed()
+
+
+def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int]]:
+    """What was written, but what was there already; what cannot be written is said, and training goes on."""
     from p2ptrain.errors import CheckpointError
     from p2ptrain.training.checkpoint import save_checkpoint
+    from p2ptrain.training.stage_saves import Save
 
+    saves, failed = [], []
     for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
         state = unit.synchronizer.state
+        last = hosted.saves.newest(number)
+        if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
+            continue
         try:
-            save_checkpoint(
+            path = save_checkpoint(
                 _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
                 extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
             )  # fmt: skip
         except (ResourceError, CheckpointError) as error:
             logger.error("%s", error)
+            failed.append(number)
+        else:
+            saves.append(Save(number, state.head.round, state.head.digest, path))
+    return saves, failed
 
 
-def _restore(config: PeerConfig, hosted: HostedStage) -> None:
-    """Take up the newest checkpoint of what this peer hosts, if there is one."""
+def _restore(config: PeerConfig, hosted: HostedStage) -> list[Save]:
+    """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
     from p2ptrain.node.trainer import restore
     from p2ptrain.training.checkpoint import load_newest_valid
+    from p2ptrain.training.stage_saves import Save
 
+    saves = []
     for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
         checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
         if checkpoint is not None:
@@ -322,6 +358,8 @@ def _restore(config: PeerConfig, hosted: HostedStage) -> None:
             unit.synchronizer.averager.set_head(checkpoint.head)
             unit.work.adopt(False, None)
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+            saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))
+    return saves
 
 
 # Feeding

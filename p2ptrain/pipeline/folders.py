@@ -9,3 +9,8 @@ TIED_FOLDER = "tied"
 def stage_folder(stage: int) -> str:
     """The folder of a stage."""
     return f"stage-{stage}"
+
+
+def unit_folder(unit: int, num_stages: int) -> str:
+    """The folder of a unit; see `p2ptrain.pipeline.plan.Unit`."""
+    return stage_folder(unit) if unit < num_stages else TIED_FOLDER

@@ -181,6 +181,11 @@ class PipelinePlan:
             add_adapters(built, spec.model, spec.lora)
         return built
 
+    @cached_property
+    def unit_numbers(self) -> tuple[int, ...]:
+        """Of all that is averaged."""
+        return tuple(range(self.num_stages + (self.tied is not None)))
+
     def swarm_of(self, unit: int) -> bytes:
         """The swarm in which a unit is averaged: 32 bytes."""
         return hashlib.sha256(b"p2ptrain unit" + unit.to_bytes(4, "big") + self.manifest.digest).digest()

@@ -5,6 +5,7 @@ A checkpoint is a folder, ``000042-round-1337``: the first number counts saves, 
     shared.safetensors    the shared state, whose digest the head names
     local.safetensors     what is this peer's alone: inner optimizer, residual
     checkpoint.json       format, swarm, head, SHA-256 and size of the other files, a checksum of itself; canonical JSON
+    stages.json           of a stage's, once it is complete: the other stages' digests (`p2ptrain.pipeline.stage_list`)
 
 It is written in a hidden folder, synced to disk, and renamed, so a crash leaves the checkpoints before it as they were,
 and a hidden folder that the next save or start removes. A lock file keeps that from removing what another process is
@@ -32,6 +33,7 @@ from torch import Tensor
 from p2ptrain.averaging.head import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
 from p2ptrain.jobs import Jobs, untold
+from p2ptrain.pipeline.stage_list import STAGES_FILE
 from p2ptrain.training.digest import NamedTensors, merkle_tree
 from p2ptrain.training.tensor_file import hash_file, write_tensors
 
@@ -170,6 +172,15 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
         except CheckpointError as error:
             logger.warning("%s", error)
     return found
+
+
+def describe_checkpoint(path: Path) -> CheckpointInfo:
+    """What a checkpoint says about itself; its tensors are not verified.
+
+    Raises:
+        CheckpointError: Its description is missing or damaged.
+    """
+    return _read_info(path)[0]
 
 
 def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
@@ -360,8 +371,15 @@ def _number(path: Path) -> int:
 
 
 def _prune(directory: Path, keep_last: int) -> None:
-    """Delete the oldest; renamed first, so that a crash leaves no checkpoint with half its files."""
-    for path in _folders(directory)[:-keep_last]:
+    """Delete the oldest; renamed first, so that a crash leaves no checkpoint with half its files.
+
+    Of a stage's, the last complete one stays: nothing that is newer makes a model together with the other stages'.
+    """
+    folders = _folders(directory)
+    complete = [path for path in folders if (path / STAGES_FILE).is_file()]
+    for path in folders[:-keep_last]:
+        if complete and path == complete[-1]:
+            continue
         doomed = directory / f"{_UNFINISHED}{path.name}"
         path.rename(doomed)
         shutil.rmtree(doomed, ignore_errors=True)

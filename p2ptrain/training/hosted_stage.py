@@ -18,6 +18,7 @@ from p2ptrain.signing import Signer
 from p2ptrain.training.encoding import vector_codec
 from p2ptrain.training.pipeline_view import PipelineView
 from p2ptrain.training.stage_rounds import HostedUnit, StageRounds
+from p2ptrain.training.stage_saves import StageSaves
 from p2ptrain.training.stage_work import Part, StageWork, unit_state
 from p2ptrain.training.sync import Synchronizer
 
@@ -34,6 +35,7 @@ class HostedStage:
         host: Takes on microbatches.
         units: What is averaged; what is the stage's own first.
         rounds: Goes from round to round.
+        saves: What of it is on this peer's disk.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class HostedStage:
         plan = view.plan
         self.number = number
         self.module = stage
+        self.saves = StageSaves(view, rpc.peer_id)
         self._rpc = rpc
         self._is_closed = False
         self._participates = False
@@ -138,12 +141,15 @@ class HostedStage:
         found = []
         for unit, made, _ in self._made if self._participates else ():
             head, is_own = made.synchronizer.head, unit.number == self.number
+            saved = self.saves.newest(unit.number)
             found.append(
                 StageReport(
                     unit.number, head.round, head.lineage, head.digest, head.tokens,
                     self.host.tokens_per_second if is_own else 0.0,
                     self.host.num_waiting if is_own else 0,
                     self.host.ledger.settled_samples if is_own else 0,
+                    saved.round if saved is not None else 0,
+                    saved.digest if saved is not None else bytes(32),
                 )
             )  # fmt: skip
         return found
@@ -154,6 +160,7 @@ class HostedStage:
             return
         self._is_closed = True
         self._view.local.pop(self.number, None)
+        self.saves.forget()
         self._view.refresh_routes()
         for name in ("", ".settle", ".round"):  # What became of microbatches may still be asked.
             self._rpc.withdraw(f"{service(self.number)}{name}")

@@ -14,6 +14,7 @@ from p2ptrain.pipeline.outputs import Outputs
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing import HostState, Router
+from p2ptrain.pipeline.saves import Saves
 from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
@@ -27,12 +28,16 @@ class PipelineView:
         plan: The stages.
         local: This peer's own hosts, by stage.
         outputs: Where outputs of its own microbatches go, if they come home.
+        saves: What hosts say of their checkpoints, this peer included.
+        on_update: Called when that and all else was brought up to date.
     """
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
         self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
         self.outputs: Outputs | None = None
+        self.saves = Saves()
+        self.on_update: Callable[[], None] = lambda: None
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
@@ -68,13 +73,16 @@ class PipelineView:
             if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
                 continue
             self._records[record.peer] = (record, sequence, expires_at)
+            self.saves.tell(record.peer, record.stages)
             for unit, membership in self._memberships.items():
                 _tell(membership, unit, record, sequence, expires_at)
         now = self._runtime.now()
         self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
+        self.saves.keep_only([*self._records, self._peer_id])
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
+        self.on_update()
 
     def hosts(self) -> list[Host]:
         """Who hosts what, for placement: other peers only.

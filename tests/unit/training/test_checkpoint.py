@@ -24,6 +24,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.errors import CheckpointError, IncompatibleError, ResourceError
+from p2ptrain.pipeline.stage_list import StageList, write_stage_list
 from p2ptrain.training import checkpoint as checkpoint_module
 from p2ptrain.training.checkpoint import (
     list_checkpoints,
@@ -110,6 +111,20 @@ def test_the_last_ones_are_kept_and_a_smaller_round_may_be_newer(tmp_path: Path)
     assert newest is not None
     assert newest.head.round == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "000003-round-9", "000004-round-3"]
+
+
+def test_the_last_complete_one_of_a_stage_is_kept_beyond_the_last_ones(tmp_path: Path) -> None:
+    for round_ in range(1, 4):
+        path = _save(tmp_path, round_, keep_last=2)
+        if round_ < 3:
+            write_stage_list(path, StageList(SWARM, round_, {}))
+    for round_ in range(4, 7):
+        _save(tmp_path, round_, keep_last=2)
+    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 5, 6]
+    write_stage_list(_save(tmp_path, 7, keep_last=2), StageList(SWARM, 7, {}))
+    assert [info.head.round for info in list_checkpoints(tmp_path)] == [2, 6, 7]
+    _save(tmp_path, 8, keep_last=2)
+    assert [info.head.round for info in list_checkpoints(tmp_path)] == [7, 8]
 
 
 def test_saving_the_same_round_twice_keeps_both(tmp_path: Path) -> None:
