@@ -2,7 +2,8 @@
 
 Look after the checkpoints of a peer. A path is a checkpoint's folder, a folder of checkpoints, or a peer's run
 directory; where one checkpoint is needed, the newest is taken. 'export' writes a Hugging Face folder that
-from_pretrained loads. Of a model in stages it takes a folder with the run directories of a host of each stage.
+from_pretrained loads. Of a model in stages it takes a folder with the run directories of a host of each stage, and the
+newest round that is complete: of which a host heard that all stages had saved it, and with which digests.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--manifest", type=Path, metavar="FILE", help="export: the signed manifest (default: manifest.bin nearby)"
     )
+    parser.add_argument(
+        "--by-round", action="store_true",
+        help="export: join stages of one round though no host heard that all had saved it (the run ended before)",
+    )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,21 +45,24 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointError: There is none, or one is torn or tampered with.
         UsageError: OUTPUT is missing, or there where it does not belong.
     """
-    from p2ptrain.cli.stage_checkpoints import export_stages, find_stage_checkpoints
+    from p2ptrain.cli.stage_checkpoints import completeness, export_stages, find_stage_checkpoints
     from p2ptrain.training.checkpoint import load_checkpoint, verify_checkpoint
 
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)
     if arguments.action == "export" and find_stage_checkpoints(arguments.path):
-        export_stages(arguments.path, paths, arguments.manifest, arguments.output)
+        export_stages(arguments.path, paths, arguments.manifest, arguments.output, arguments.by_round)
     elif arguments.action == "export":
         loaded = load_checkpoint(paths[-1], bars)
         _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output)
     elif arguments.action == "verify":
         for path in paths:
             info = verify_checkpoint(path, bars)
-            print(f"{_name(info.path)}: intact, round {info.head.round}, digest {info.head.digest.hex()}")
+            print(
+                f"{_name(path)}: intact, round {info.head.round}, digest {info.head.digest.hex()}"
+                f"{completeness(path, paths)}"
+            )
     else:
         _list(paths)
     return 0
@@ -91,6 +99,7 @@ def _name(path: Path) -> str:
 
 
 def _list(paths: list[Path]) -> None:
+    from p2ptrain.cli.stage_checkpoints import completeness
     from p2ptrain.monitor.formats import human_bytes, human_count
     from p2ptrain.training.checkpoint import verify_checkpoint
 
@@ -103,7 +112,7 @@ def _list(paths: list[Path]) -> None:
         head = info.head
         print(
             f"{_name(path)}  round {head.round}  {human_count(head.tokens)} tokens  {human_bytes(info.num_bytes)}"
-            f"  digest {head.digest.hex()[:8]}"
+            f"  digest {head.digest.hex()[:8]}{completeness(path, paths)}"
         )
 
 

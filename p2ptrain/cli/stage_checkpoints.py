@@ -1,22 +1,26 @@
-"""Checkpoints of stages: those of one round, put together, are the model's."""
+"""Checkpoints of stages: those that make one model are put together."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
-from collections import defaultdict
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.cli.bars import bars
 from p2ptrain.errors import CheckpointError, ConfigError, IncompatibleError, ManifestError
 from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
+from p2ptrain.pipeline.joining import Found, join
+from p2ptrain.pipeline.stage_list import read_stage_list
 
 if TYPE_CHECKING:
     import torch
 
     from p2ptrain.manifest import Manifest
+    from p2ptrain.training.checkpoint import LoadedCheckpoint
 
 _FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
 _ROUND = re.compile(r"\d+-round-(\d+)")
@@ -34,44 +38,36 @@ def is_of_stage(path: Path) -> bool:
     return _FOLDER.fullmatch(path.parent.name) is not None
 
 
-def export_stages(path: Path, paths: list[Path], given: Path | None, output: Path) -> None:
-    """Put the checkpoints of the newest round that all stages have together, and write the model.
+def export_stages(path: Path, paths: list[Path], given: Path | None, output: Path, by_round: bool = False) -> None:
+    """Put the checkpoints of the newest complete round together, and write the model.
 
     Args:
         path: What the user named, for messages and to look for the manifest.
         paths: What `find_stage_checkpoints` found there.
         given: The swarm's signed manifest; None to look for it.
         output: The folder to write.
+        by_round: Whether to take what has the same round, if hosts agreed on it or not.
 
     Raises:
-        CheckpointError: A stage is missing, or one of them is damaged.
+        CheckpointError: A stage is missing, or is damaged, or does not belong to the others.
         ConfigError: The manifest is not there.
         IncompatibleError: The checkpoints are another swarm's than the manifest's.
     """
     from p2ptrain.pipeline.plan import PipelinePlan
-    from p2ptrain.training.checkpoint import load_checkpoint
 
     manifest = _manifest(path, given)
     plan = PipelinePlan(manifest)
     units = {stage_folder(stage): plan.own(stage) for stage in range(plan.num_stages)}
     if plan.tied is not None:
         units[TIED_FOLDER] = plan.tied
-    rounds: dict[int, dict[str, Path]] = defaultdict(dict)
-    for each in paths:
-        match = _ROUND.fullmatch(each.name)
-        if match is not None:
-            rounds[int(match[1])][each.parent.name] = each
-    whole = [round for round, found in rounds.items() if units.keys() <= found.keys()]
-    if not whole:
-        there = {name for found in rounds.values() for name in found}
-        missing = ", ".join(name for name in units if name not in there) or "one round that all of them have"
-        raise CheckpointError(
-            f"{path} has no checkpoints of all {plan.num_stages} stages of one round (missing: {missing}): put the run"
-            " directories of a host of each stage into one folder, and give that"
+    joined = join([found for each in paths if (found := _describe(each, manifest))], list(units), by_round)
+    if not joined.is_complete:
+        print(
+            f"warning: only their round, {joined.round}, says that these checkpoints belong together", file=sys.stderr
         )
     values: dict[str, torch.Tensor] = {}
     for name, unit in units.items():
-        checkpoint = load_checkpoint(rounds[max(whole)][name], bars)
+        checkpoint = _load_one(joined.paths[name])
         if checkpoint.swarm != plan.swarm_of(unit.number):
             raise IncompatibleError(f"{checkpoint.path} is not of the swarm that the manifest describes")
         shapes = plan.shapes(unit)
@@ -84,7 +80,7 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
             offset += size
     with bars(f"writing {output}", ""):
         _write(values, manifest, output)
-    print(f"wrote {output}: round {max(whole)} of {plan.num_stages} stages{_use(manifest, output)}")
+    print(f"wrote {output}: round {joined.round} of {plan.num_stages} stages{_use(manifest, output)}")
 
 
 def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path) -> None:
@@ -104,6 +100,60 @@ def _use(manifest: Manifest, output: Path) -> str:
     if manifest.lora is None:
         return ""
     return f"; in Python: peft.PeftModel.from_pretrained(model, {str(output)!r})"
+
+
+def completeness(path: Path, paths: list[Path]) -> str:
+    """What a line about a checkpoint says at its end of the other stages; empty where there are none.
+
+    Args:
+        path: The checkpoint.
+        paths: All that there are beside it.
+    """
+    if not is_of_stage(path):
+        return ""
+    try:
+        listed = read_stage_list(path)
+    except CheckpointError as error:
+        return f"  {error}"
+    if listed is None:
+        return "  incomplete: what the other stages saved then is not known"
+    there = {each.parent.name for each in paths if each.name.endswith(f"-round-{listed.round}")}
+    absent = sorted(listed.digests.keys() - there, key=lambda name: (len(name), name))
+    return "  complete" + (f"; not here: {', '.join(absent)}" if absent else "")
+
+
+def _describe(path: Path, manifest: Manifest) -> Found | None:
+    """A checkpoint as it describes itself; None, and a line about it, where it is damaged."""
+    from p2ptrain.training.checkpoint import describe_checkpoint
+
+    listed = None
+    try:
+        info = describe_checkpoint(path)
+    except CheckpointError as error:
+        print(f"skipped: {error}", file=sys.stderr)
+        return None
+    try:
+        listed = read_stage_list(path)
+    except CheckpointError as error:
+        print(f"note: {error}", file=sys.stderr)
+    is_ours = listed is not None and listed.swarm == manifest.digest and listed.round == info.head.round
+    return Found(path.parent.name, path, info.head.round, info.head.digest, listed if is_ours else None)
+
+
+def _load_one(paths: Sequence[Path]) -> LoadedCheckpoint:
+    """The first of several copies that is whole.
+
+    Raises:
+        CheckpointError: None is.
+    """
+    from p2ptrain.training.checkpoint import load_checkpoint
+
+    for path in paths[:-1]:
+        try:
+            return load_checkpoint(path, bars)
+        except CheckpointError as error:
+            print(f"skipped: {error}", file=sys.stderr)
+    return load_checkpoint(paths[-1], bars)
 
 
 def _manifest(path: Path, given: Path | None) -> Manifest:

@@ -154,8 +154,12 @@ def test_a_run_goes_on_from_its_stages_checkpoints_which_are_exported_as_one_mod
             peer = json.loads((run_dir / "trainer-1" / "summary.json").read_text())
             assert peer["round"] == rounds_before + rounds
     values = json.loads(summary.read_text())
+    listed = run_command("checkpoint", "ls", run_dir).stdout
+    complete = re.findall(r"(stage-\d)/\d+-round-(\d+) .* complete\n", listed)
+    assert {("stage-0", "15"), ("stage-1", "15")} <= set(complete), listed  # The last one, that nobody had to wait for.
     done = run_command("checkpoint", "export", run_dir, tmp_path / "model")
     assert done.returncode == 0, done.stderr
+    assert "round 15 of 2 stages" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")  # In evaluation mode.
     text = (Path(os.__file__).parent / "argparse.py").read_bytes()[: 16 * 129]
     tokens = torch.tensor(list(text)).view(16, 129)
@@ -164,3 +168,11 @@ def test_a_run_goes_on_from_its_stages_checkpoints_which_are_exported_as_one_mod
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     assert abs(float(loss) - values["heldout_loss_after"]) < 0.7  # Other text, but the same model.
     assert float(loss) < 5.0
+    for file in run_dir.glob("*/checkpoints/*/*/stages.json"):
+        file.unlink()
+    done = run_command("checkpoint", "export", run_dir, tmp_path / "again")
+    assert done.returncode == 8
+    assert "--by-round joins round 15" in done.stderr
+    done = run_command("checkpoint", "export", run_dir, tmp_path / "again", "--by-round")
+    assert done.returncode == 0, done.stderr
+    assert "warning: only their round, 15," in done.stderr
