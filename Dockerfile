@@ -55,7 +55,8 @@ RUN groupadd --gid 10001 p2ptrain \
 COPY --from=dependencies /opt/p2ptrain /opt/p2ptrain
 COPY --from=package /opt/p2ptrain/app /opt/p2ptrain/app
 COPY deploy/container/entrypoint.sh /usr/local/bin/p2ptrain-entrypoint
-COPY deploy/container/health.py deploy/container/chaos.py deploy/container/trainer.toml /usr/local/share/p2ptrain/
+COPY deploy/container/health.py deploy/container/chaos.py deploy/container/trainer.toml \
+    deploy/container/stage.toml /usr/local/share/p2ptrain/
 ENV PATH=/opt/p2ptrain/app/bin:/opt/p2ptrain/bin:$PATH HOME=/data PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER p2ptrain
 WORKDIR /data

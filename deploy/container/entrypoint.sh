@@ -1,8 +1,9 @@
 #!/bin/sh
-# What a container runs: a p2ptrain command line, or one of the three below, which need no person.
+# What a container runs: a p2ptrain command line, or one of the four below, which need no person.
 #
 #   demo-seed       make a swarm (from P2PTRAIN_SETTINGS, KEY=VALUE …) where there is none yet, and serve it
 #   linked-trainer  train in the swarm whose link is in the file; the rest are options of 'p2ptrain peer'
+#   linked-stage    host a stage of its model, which is cut into several; the rest as above
 #   linked-monitor  its status page; the rest are options of 'p2ptrain monitor'
 #
 # The link, and nothing else, is passed on in LINK_FILE.
@@ -51,12 +52,13 @@ case $command in
         exec p2ptrain seed /data/swarm --run-dir /data/bootstrap --link-file "$LINK_FILE" \
             --announce "/dns4/${P2PTRAIN_HOST:-bootstrap}/tcp/31337" --metrics-port "$METRICS_PORT"
         ;;
-    linked-trainer)
+    linked-trainer | linked-stage)
+        role=${command#linked-}
         link=$(link)
-        take_slot "${P2PTRAIN_NAME:-trainer}"
-        name=${P2PTRAIN_NAME:-trainer}-$slot
+        take_slot "${P2PTRAIN_NAME:-$role}"
+        name=${P2PTRAIN_NAME:-$role}-$slot
         echo "this container is $name"
-        exec p2ptrain peer /usr/local/share/p2ptrain/trainer.toml --link "$link" --run-dir "/data/$name" \
+        exec p2ptrain peer "/usr/local/share/p2ptrain/$role.toml" --link "$link" --run-dir "/data/$name" \
             --name "$name" --metrics-port "$METRICS_PORT" "$@"
         ;;
     linked-monitor)

@@ -101,12 +101,13 @@ class Containers:
 
     Args:
         files: The compose file, and those that change it for the test.
+        kind: Tells its project from others of this process; the first file's folder by default.
         variables: For them, beside those below.
     """
 
-    def __init__(self, *files: str, **variables: str) -> None:
+    def __init__(self, *files: str, kind: str = "", **variables: str) -> None:
         self.files = files or ("compose.yaml",)
-        self.project = f"p2ptrain-test-{os.getpid()}-{Path(self.files[0]).parent.name or 'swarm'}"
+        self.project = f"p2ptrain-test-{os.getpid()}-{kind or Path(self.files[0]).parent.name or 'swarm'}"
         self.network = f"{self.project}_swarm"
         self._variables = {
             "P2PTRAIN_IMAGE": IMAGE,
@@ -140,9 +141,9 @@ class Containers:
         (container,) = self.ids(service)
         return container
 
-    def names(self) -> dict[str, str]:
-        """Containers of trainers by the name of the peer in them."""
-        containers = self.ids("trainer") + self.ids("slow-trainer")
+    def names(self, *services: str) -> dict[str, str]:
+        """Containers by the name of the peer in them: those of some services, or of all trainers."""
+        containers = [each for service in services or ("trainer", "slow-trainer") for each in self.ids(service)]
         return {docker("logs", each).rpartition("this container is ")[2].split()[0]: each for each in containers}
 
     # What the status page says, asked from this machine
