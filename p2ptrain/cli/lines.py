@@ -119,6 +119,7 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     lines = [line("", [health(headline)], width), *reasons(headline, width)]
     if len(snapshot.stages) > 1:
         lines += stage_lines(snapshot.stages, width, MAX_STAGES)
+        lines += [Text(each, "dim") for each in textwrap.wrap(printable(snapshot.swarm.missing), max(10, width))]
     else:
         lines += [model_line(stage, width) for stage in snapshot.stages]
     if headline.training:
@@ -223,8 +224,9 @@ def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int)
     stage = snapshot.stages[report.unit]
     first, end = stage.blocks
     others = len(set(stage.hosts) - {peer})
+    blocks = f", blocks {first}-{end - 1}" if end - first > 1 else f", block {first}" if end > first else ""
     return line("hosting", [
-        f"stage {stage.number}, {f'blocks {first}-{end - 1}' if end - first > 1 else f'block {first}'}",
+        f"stage {stage.number}{blocks}",
         f"{human_count(report.tokens_per_second)} tokens/s" if report.tokens_per_second > 0 else "",
         f"{report.waiting} waiting",
         Text("bottleneck", "bold yellow") if stage.is_bottleneck else "",

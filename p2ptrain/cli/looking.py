@@ -89,13 +89,14 @@ async def watch_over(source: Source, manifest: Observer | Peer, link: SwarmLink)
         manifest: Who knows what the swarm agreed on.
         link: The swarm's.
     """
-    from p2ptrain.monitor.serve import bootstraps, swarm_view
+    from p2ptrain.monitor.serve import bootstraps, swarm_view, what_is_missing
     from p2ptrain.monitor.store import Store
     from p2ptrain.monitor.watch import Watch
 
     # What it would log is on the screen.
     logging.getLogger("p2ptrain.monitor.watch").setLevel(logging.ERROR)
-    swarm = swarm_view(manifest.signed, link)
+    seen = await source.look() if what_is_missing(manifest.manifest) else None
+    swarm = swarm_view(manifest.signed, link, [record for record, _ in seen or ()])
     store = await Store.open(None, swarm.digest, source.now())
     try:
         yield Watch(source, swarm, store, bootstraps=bootstraps(link))

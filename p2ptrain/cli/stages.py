@@ -30,7 +30,7 @@ def stage_row(stage: StageView) -> tuple[str, ...]:
     ]
     return (
         str(stage.number),
-        f"{first}-{end - 1}" if end - first > 1 else str(first),
+        f"{first}-{end - 1}" if end - first > 1 else str(first) if end > first else "",
         f"{len(stage.hosts)}{on_the_way}",
         str(stage.waiting),
         human_count(stage.tokens_per_second) if stage.tokens_per_second > 0 else "",

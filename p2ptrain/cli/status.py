@@ -42,7 +42,7 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
     import tempfile
     from pathlib import Path
 
-    from p2ptrain.monitor.serve import stage_spans
+    from p2ptrain.monitor.serve import stage_spans, what_is_missing
     from p2ptrain.node.observe import Observer
 
     with tempfile.TemporaryDirectory(prefix="p2ptrain-status-") as folder:
@@ -52,8 +52,9 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
 
                 await watch_swarm(observer, link)
             else:
-                spans = stage_spans(observer.manifest)
-                print(rendered(await observer.peers(), observer.manifest.name, link, spans, as_json=as_json))
+                manifest, records = observer.manifest, await observer.peers()
+                spans, missing = stage_spans(manifest, records), what_is_missing(manifest)
+                print(rendered(records, manifest.name, link, spans, missing, as_json=as_json))
 
 
 def _title(name: str, peers: int) -> str:
@@ -65,6 +66,7 @@ def rendered(
     name: str,
     link: SwarmLink,
     spans: Sequence[tuple[int, int]],
+    missing: str = "",
     *,
     as_json: bool = False,
     width: int | None = None,
@@ -76,11 +78,12 @@ def rendered(
         name: The swarm's.
         link: Which swarm.
         spans: By stage: its first block and the one after its last; one where the model is not cut.
+        missing: Why their blocks are not known; empty where they are.
         as_json: Whether for machines.
         width: Of the terminal; None: that of standard output, or any width where that is none.
     """
     from p2ptrain.cli.stages import risk_lines, stage_lines
-    from p2ptrain.cli.table import peer_row, plain_table, record_values
+    from p2ptrain.cli.table import peer_row, plain_table, printable, record_values
     from p2ptrain.monitor.snapshot import Sighting, peer_views
     from p2ptrain.monitor.stages import stage_views
 
@@ -90,6 +93,7 @@ def rendered(
             "swarm": name,
             "digest": link.digest.hex(),
             "stages": [asdict(stage) for stage in stages],
+            "missing": missing,
             "peers": [record_values(record) for record in records],
         }
         return json.dumps(values, indent=2)
@@ -98,5 +102,5 @@ def rendered(
     lines = [_title(name, len(records))]
     if len(stages) > 1:
         lines += [line.plain for line in stage_lines(stages, width)]
-        lines += [*risk_lines(stages, width), ""]
+        lines += [*risk_lines(stages, width), *([printable(missing)] if missing else []), ""]
     return "\n".join([*lines, plain_table([peer_row(record, len(stages)) for record in records], width)])

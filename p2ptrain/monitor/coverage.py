@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from p2ptrain.monitor.stages import TRAINING_ROLES, holds
+from p2ptrain.monitor.stages import TRAINING_ROLES, holds, hosts_stage
 from p2ptrain.monitor.views import PeerView, Snapshot
 
 MAX_ROWS = 20
@@ -35,7 +35,7 @@ class Row:
     """One peer's line.
 
     Attributes:
-        cells: By cell: whether the peer holds all blocks in it.
+        cells: By cell: whether the peer holds all blocks in it; by stage, where blocks are not known.
     """
 
     peer: str
@@ -75,7 +75,7 @@ def coverage(snapshot: Snapshot) -> Coverage:
             )
             for each in snapshot.stages
         ),
-        rows=tuple(_row(peer, num_blocks) for peer in trainers[:MAX_ROWS]),
+        rows=tuple(_row(peer, num_blocks, len(snapshot.stages)) for peer in trainers[:MAX_ROWS]),
         others=max(0, len(trainers) - MAX_ROWS),
         states=tuple(sorted(states.items(), key=lambda item: (-item[1], item[0]))),
         num_blocks=num_blocks,
@@ -86,12 +86,15 @@ def _interest(peer: PeerView) -> tuple[bool, bool, tuple[int, int], str]:
     return (peer.agrees is not False, peer.state not in UNUSUAL, peer.blocks, peer.name.casefold())
 
 
-def _row(peer: PeerView, num_blocks: int) -> Row:
+def _row(peer: PeerView, num_blocks: int, num_stages: int) -> Row:
+    state = peer.state if peer.agrees is not False else "astray"
+    if not num_blocks:
+        return Row(peer.peer, peer.name, state, tuple(hosts_stage(peer, number) for number in range(num_stages)))
     num_cells = min(num_blocks, MAX_CELLS)
     borders = [cell * num_blocks // num_cells for cell in range(num_cells + 1)]
     return Row(
         peer.peer,
         peer.name,
-        peer.state if peer.agrees is not False else "astray",
+        state,
         tuple(holds(peer, (borders[cell], borders[cell + 1])) for cell in range(num_cells)),
     )

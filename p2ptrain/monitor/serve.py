@@ -9,12 +9,12 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2ptrain.errors import TemporaryError
-from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.errors import IncompatibleError, TemporaryError, UsageError
+from p2ptrain.manifest import MAX_PIPELINE_STAGES, Manifest, SignedManifest
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching
@@ -22,6 +22,7 @@ from p2ptrain.monitor.web import make_app
 from p2ptrain.monitor.webhook import Webhook
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records import PeerRecord
 from p2ptrain.node.observe import Observer
 from p2ptrain.node.service_manager import notify
 
@@ -69,7 +70,8 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
         listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-monitor-")))
         observer = await stack.enter_async_context(Observer(settings.link, folder))
-        swarm = swarm_view(observer.signed, settings.link)
+        records = await observer.peers() if what_is_missing(observer.manifest) else []
+        swarm = swarm_view(observer.signed, settings.link, records)
         lost: list[str] = []
 
         def on_lost(reason: str) -> None:
@@ -105,10 +107,10 @@ def answer_first() -> None:
     sys.setswitchinterval(TURN_SECONDS)
 
 
-def swarm_view(signed: SignedManifest, link: SwarmLink) -> SwarmView:
-    """What a swarm agreed on, for the page; raises as `stage_spans`."""
+def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRecord] = ()) -> SwarmView:
+    """What a swarm agreed on, for the page; arguments and errors are those of `stage_spans`."""
     manifest = signed.manifest
-    spans = stage_spans(manifest)
+    spans = stage_spans(manifest, records)
     return SwarmView(
         name=manifest.name,
         digest=manifest.digest.hex(),
@@ -120,20 +122,46 @@ def swarm_view(signed: SignedManifest, link: SwarmLink) -> SwarmView:
         num_blocks=spans[-1][1],
         group_size=manifest.averaging.group_size,
         spans=spans,
+        missing=what_is_missing(manifest),
     )
 
 
-def stage_spans(manifest: Manifest) -> tuple[tuple[int, int], ...]:
+def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple[tuple[int, int], ...]:
     """Of each stage of a swarm's model: its first block and the one after its last. One stage, if it is not cut.
 
-    Raises:
-        ManifestError, UsageError, IncompatibleError: As `PipelinePlan`; only for a model that is cut.
-    """
-    if not manifest.in_stages:
-        return ((0, manifest.model.layers),)  # Whoever looks need not know the model.
-    from p2ptrain.pipeline.plan import PipelinePlan
+    Whoever looks need not know the model: of one that this machine does not, stages have no blocks, (0, 0).
 
-    return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
+    Args:
+        manifest: What the swarm agreed on.
+        records: What peers say now. Where the manifest leaves the number of stages to the model, and this machine does
+            not know that, there are as many as they host.
+
+    Raises:
+        ManifestError: The model cannot be cut as the manifest says.
+    """
+    pipeline = manifest.pipeline
+    if not manifest.in_stages:
+        return ((0, manifest.model.layers),)
+    if not what_is_missing(manifest):
+        from p2ptrain.pipeline.plan import PipelinePlan
+
+        return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
+    hosted = max((record.stages[0].unit + 1 for record in records if record.stages), default=0)
+    number = len(pipeline.cuts) + 1 if pipeline.cuts else pipeline.stages
+    return ((0, 0),) * (number if isinstance(number, int) else min(max(2, hosted), MAX_PIPELINE_STAGES))
+
+
+def what_is_missing(manifest: Manifest) -> str:
+    """Why a model's stages are shown without their blocks, and what to do, for people; empty where they need not be."""
+    if not manifest.in_stages:
+        return ""
+    from p2ptrain.models import get_family
+
+    try:
+        get_family(manifest.model)
+    except (IncompatibleError, UsageError) as error:
+        return f"stages are shown without their blocks: {error}"
+    return ""
 
 
 def bootstraps(link: SwarmLink) -> list[str]:

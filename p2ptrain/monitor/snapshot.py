@@ -116,7 +116,8 @@ def _peer_view(
     has_state = record.digest != EMPTY
     hosting = [_hosted_view(each, usual, spans) for each in reports_of(record, num_stages)]
     if num_stages > 1:
-        held = joined([each.blocks for each in hosting if each.unit < num_stages and each.digest])
+        blocks = [each.blocks for each in hosting if each.unit < num_stages and each.digest]
+        held = joined([(low, high) for low, high in blocks if low < high])
         agreements = {each.agrees for each in hosting} - {None}
     else:
         held = tuple(spans) if record.role == "trainer" and has_state else ()

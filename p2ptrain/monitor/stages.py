@@ -59,6 +59,11 @@ def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def hosts_stage(peer: PeerView, number: int) -> bool:
+    """Whether a peer has the state of a stage, whose blocks need not be known."""
+    return any(each.unit == number and each.digest for each in peer.hosting)
+
+
 def holds(peer: PeerView, span: tuple[int, int]) -> bool:
     """Whether a peer has all blocks of a span."""
     return any(low <= span[0] and span[1] <= high for low, high in peer.spans)
@@ -71,7 +76,11 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
         spans: By stage: its first block and the one after its last.
         peers: All of them.
     """
-    hosts = [[peer for peer in peers if peer.state in HOSTING and holds(peer, span)] for span in spans]
+    hosting = [peer for peer in peers if peer.state in HOSTING]
+    hosts = [
+        [peer for peer in hosting if (holds(peer, span) if span[0] < span[1] else hosts_stage(peer, number))]
+        for number, span in enumerate(spans)
+    ]
     speeds = [sum(_speed(peer, number) for peer in of_stage) for number, of_stage in enumerate(hosts)]
     loads = _loads([bool(of_stage) for of_stage in hosts], speeds)
     return [

@@ -15,7 +15,8 @@ class HostedView:
 
     Attributes:
         unit: The stage's number; the number of stages for embeddings that the first and the last one share.
-        blocks: First block of the stage and the one after its last; equal for what is shared.
+        blocks: First block of the stage and the one after its last; equal for what is shared, and where the model's
+            blocks are not known.
         round: The round that it is working towards there.
         digest, lineage: In hexadecimal; empty before it has a state.
         agrees: Whether its state is that of most hosts of the stage, lineage and round; None where nobody else has one.
@@ -43,7 +44,7 @@ class PeerView:
 
     Attributes:
         peer: Its id.
-        blocks: First block that it hosts and the one after its last; equal when it hosts none.
+        blocks: First block that it hosts and the one after its last; equal when it hosts none, or they are not known.
         spans: The same, without what lies between stages that it hosts; empty when it hosts none.
         stages: Numbers of the stages that it hosts, of a model that is cut into several.
         hosting: What it says of each of them, and of what it averages beside them.
@@ -95,7 +96,7 @@ class StageView:
     """One stage of the model and who hosts it.
 
     Attributes:
-        blocks: First block and the one after the last.
+        blocks: First block and the one after the last; equal where they are not known.
         hosts: Peers that hold all of it and take part in rounds.
         syncing: Peers that are about to.
         waiting: Passes in the queues of all hosts together.
@@ -237,9 +238,10 @@ class SwarmView:
         command: That joins it.
         signer: The organizer's id.
         manifest: By section: names and values.
-        num_blocks: Of the model.
+        num_blocks: Of the model; 0 where it is not known.
         group_size: Peers that average together at most.
         spans: Of each stage: its first block and the one after its last; one for a model that is not cut.
+        missing: Why the model's blocks are not known, and what to do; empty where they are.
     """
 
     name: str
@@ -252,6 +254,7 @@ class SwarmView:
     num_blocks: int
     group_size: int
     spans: tuple[tuple[int, int], ...]
+    missing: str = ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records import PeerRecord
@@ -36,12 +37,14 @@ class Site:
         return response.json()
 
 
-def served(scenario: Callable[[Site], Awaitable[None]], *records: PeerRecord, looks: int = 1) -> None:
+def served(
+    scenario: Callable[[Site], Awaitable[None]], *records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM
+) -> None:
     """Run a scenario with a page over these peers, after so many looks."""
 
     async def main() -> None:
-        source, store = FakeSource(*records), await Store.open(None, SWARM.digest, START)
-        watch = Watch(source, SWARM, store, bootstraps=["gone"])
+        source, store = FakeSource(*records), await Store.open(None, swarm.digest, START)
+        watch = Watch(source, swarm, store, bootstraps=["gone"])
         app = make_app(watch, store, source.now)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         try:

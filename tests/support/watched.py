@@ -21,6 +21,10 @@ SWARM = SwarmView(
 )  # fmt: skip
 CUT = replace(SWARM, num_blocks=8, spans=((0, 2), (2, 4), (4, 6), (6, 8)))
 """The same, of a model that is cut into four stages."""
+STRANGE = replace(
+    CUT, num_blocks=0, spans=((0, 0),) * 4, missing="stages are shown without their blocks: unknown model family 'x'"
+)
+"""The same, of a family that is not installed here."""
 LINEAGE, DIGEST = b"l" * 32, b"d" * 32
 
 

@@ -22,7 +22,7 @@ export function showCoverage({ stages, states, rows, others }) {
 
 function stageBox(stage, isCut) {
   const [first, end] = stage.blocks;
-  const blocks = end - first === 1 ? `block ${first}` : `blocks ${first}–${end - 1}`;
+  const blocks = end === first ? "" : end - first === 1 ? `block ${first}` : `blocks ${first}–${end - 1}`;
   const isSlowest = stage.is_bottleneck && stage.hosts > 0; // Of one without hosts there is worse to say.
   const waiting = isCut ? `, ${stage.waiting} waiting` : "";
   const syncing = stage.syncing ? `, ${stage.syncing} on the way` : "";

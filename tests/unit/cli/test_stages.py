@@ -16,7 +16,7 @@ from p2ptrain.cli.table import COLUMNS, committed_rounds, most_tokens, peer_row,
 from p2ptrain.monitor.views import StageView
 from p2ptrain.network.records import PeerRecord
 from tests.support.made_up_swarm import MadeUpSwarm
-from tests.support.watched import CUT, feeder, host, pipeline, report, snapshot_of, trainer
+from tests.support.watched import CUT, STRANGE, feeder, host, pipeline, report, snapshot_of, trainer
 from tests.unit.cli.test_lines import PROGRESS, fits, plain
 
 LINK = MadeUpSwarm(1).link
@@ -82,6 +82,17 @@ def test_status_shows_stages_above_peers(width: int | None) -> None:
     whole = rendered([trainer("a"), trainer("b")], "demo", LINK, ((0, 4),), width=width)
     assert "stage" not in whole
     assert whole.splitlines()[0] == "swarm demo: 2 peers"
+
+
+def test_status_of_a_model_that_is_not_known_here_says_so() -> None:
+    text = rendered(without("b1"), "demo", LINK, STRANGE.spans, STRANGE.missing, width=80)
+    assert text.splitlines()[1].split() == ["stage", "hosts", "waiting", "tokens/s", "load"]
+    assert text.index("! stage 1 has one host") < text.index(STRANGE.missing) < text.index("\npeer ")
+    assert json.loads(rendered(pipeline(), "demo", LINK, STRANGE.spans, "why", as_json=True))["missing"] == "why"
+    snapshot = snapshot_of(pipeline(), swarm=STRANGE)
+    assert "stages are shown without their blocks" in plain(swarm_lines(snapshot, (0, 0), 120))
+    lines = peer_lines(replace(PROGRESS, record=host("a0", 0, 4), jobs=()), 1, (0, 0), "demo", snapshot, 80)
+    assert "hosting  stage 0  100 tokens/s" in plain(lines)
 
 
 def test_status_for_machines_has_stages_too() -> None:

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.monitor.coverage import coverage
 from p2ptrain.monitor.metrics import exposition
-from p2ptrain.monitor.serve import stage_spans
+from p2ptrain.monitor.serve import stage_spans, what_is_missing
 from p2ptrain.monitor.stage_rounds import SwarmRounds, told_of
 from p2ptrain.monitor.stages import joined
 from p2ptrain.monitor.store import Store
@@ -22,6 +22,7 @@ from tests.support.site import Site, served
 from tests.support.watched import (
     CUT,
     START,
+    STRANGE,
     FakeSource,
     aborted,
     digest_after,
@@ -167,6 +168,49 @@ def test_the_stages_are_those_of_the_manifest() -> None:
     assert spans[0][1] == spans[1][0]
 
 
+@pytest.mark.parametrize(
+    ("cuts", "num_stages"),
+    [
+        (PipelineSpec(stages=3), 3),
+        (PipelineSpec(cuts=(2, 3)), 3),
+        (PipelineSpec(stages="auto", stage_memory=1 << 30), 4),
+    ],
+)
+@pytest.mark.parametrize("family", ["nobody-has-it", "custom"])
+def test_stages_of_a_model_that_this_machine_does_not_know_are_counted(
+    family: str, cuts: PipelineSpec, num_stages: int
+) -> None:
+    four = pipeline()  # Whose first and last stage share something, which is no fifth.
+    model = ModelSpec(layers=4, family=family)
+    manifest = Manifest(name="cut", model=model, training=TrainingSpec(every=1), pipeline=cuts)
+    assert stage_spans(manifest, [*four, feeder("f")]) == ((0, 0),) * num_stages
+    assert what_is_missing(manifest).startswith("stages are shown without their blocks: ")
+    known = manifest.model_copy(update={"model": ModelSpec(layers=4)})
+    assert what_is_missing(known) == what_is_missing(manifest.model_copy(update={"pipeline": PipelineSpec()})) == ""
+
+
+def test_stages_without_known_blocks_are_watched_like_others() -> None:
+    known, strange = cut(*without("b2")), snapshot_of(without("b2"), swarm=STRANGE)
+    assert [replace(stage, blocks=(0, 0)) for stage in known.stages] == list(strange.stages)
+    assert (known.headline, known.alerts) == (strange.headline, strange.alerts)
+    assert [peer.stages for peer in known.peers] == [peer.stages for peer in strange.peers]
+    assert {(peer.blocks, peer.spans) for peer in strange.peers} == {((0, 0), ())}
+    drawn = coverage(strange)
+    assert [row.cells for row in drawn.rows if row.peer == "a1"] == [(False, True, False, False)]
+
+
+def test_the_page_says_what_is_missing_and_names_no_blocks() -> None:
+    async def scenario(site: Site) -> None:
+        page = (await site.get("/")).text
+        assert "Stages are shown without their blocks: unknown model family" in page
+        assert "Stages 0\u20133" in page
+        assert "block 0" not in page
+        assert "stage 0" in (await site.get("/peers/a0")).text
+        assert (await site.json("/join"))["missing"] == STRANGE.missing
+
+    served(scenario, *pipeline(), swarm=STRANGE)
+
+
 def test_stages_are_measured_for_prometheus() -> None:
     text = exposition(cut(*without("b2"))).decode()
     for line in (
@@ -298,8 +342,7 @@ def test_a_token_counts_when_all_stages_have_counted_it(behind: int | None, toke
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def test_api_and_page_show_stages_and_what_each_peer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.site.SWARM", CUT)
+def test_api_and_page_show_stages_and_what_each_peer_holds() -> None:
     evil = replace(host("evil", 1), name="<script>alert(1)</script>")
 
     async def scenario(site: Site) -> None:
@@ -317,4 +360,4 @@ def test_api_and_page_show_stages_and_what_each_peer_holds(monkeypatch: pytest.M
         peer = (await site.get("/peers/a0")).text
         assert "Shared embeddings" in peer
 
-    served(scenario, *without("a1", "b1"), evil)
+    served(scenario, *without("a1", "b1"), evil, swarm=CUT)
