@@ -163,10 +163,12 @@ class RoundGoal:
     Attributes:
         tokens: 0 where that cannot be told.
         is_shared: Whether it is that of all peers together, not of each.
+        sample_tokens: Tokens of a sample, of a model that is cut into stages, whose hosts tell samples; else 0.
     """
 
     tokens: int
     is_shared: bool
+    sample_tokens: int = 0
 
 
 def round_goal(manifest: Manifest) -> RoundGoal:
@@ -175,7 +177,8 @@ def round_goal(manifest: Manifest) -> RoundGoal:
     samples = training.global_batch if is_shared else training.every * training.local_batch
     if manifest.model.family == "custom" or training.fragments > 1:
         samples = 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
-    return RoundGoal(samples * manifest.model.context, is_shared)
+    context = manifest.model.context
+    return RoundGoal(samples * context, is_shared, context if manifest.pipeline.is_used else 0)
 
 
 def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal) -> tuple[int, int]:
@@ -183,12 +186,23 @@ def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal)
 
     Args:
         records: Of the peers to be counted.
-        number: The round.
+        number: The round; of a model that is cut into stages it is the one that most hosts of the first are in.
         goal: Of the swarm.
     """
+    if goal.sample_tokens:
+        return _tokens_in_first_stage(records, goal)
     here = [each for each in records if (each.role, each.state, each.round) == ("trainer", "training", number)]
     if goal.is_shared:
         return sum(each.round_tokens for each in here), goal.tokens if here else 0
     # Nobody's surplus makes up for what another peer still has to do.
     most = goal.tokens or 1 << 63
     return sum(min(each.round_tokens, most) for each in here), goal.tokens * len(here)
+
+
+def _tokens_in_first_stage(records: Iterable[PeerRecord], goal: RoundGoal) -> tuple[int, int]:
+    """All stages take on the same microbatches, and the hosts of the first one let them into the round."""
+    first = [each for record in records if record.state == "training" for each in record.stages if each.unit == 0]
+    if not first:
+        return 0, 0
+    number = statistics.median_high([each.round for each in first])
+    return goal.sample_tokens * sum(each.samples for each in first if each.round == number), goal.tokens

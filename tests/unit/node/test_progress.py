@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
+from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
+from p2ptrain.network.records import PeerRecord, StageReport
 from p2ptrain.node.progress import JobBook, RoundGoal, round_goal, seconds_to_round, tokens_in_round
 from tests.unit.cli.test_table import COMMITTED, TRAINER
 
@@ -85,3 +86,21 @@ def test_a_round_is_due_at_the_swarms_or_at_each_peers_own_number_of_tokens() ->
     assert tokens_in_round(records, 5, own) == (700 + 1024, 2048)
     assert tokens_in_round(records, 6, own) == (0, 0)
     assert tokens_in_round(records, 5, RoundGoal(0, False)) == (2700, 0)
+
+
+def test_the_round_of_a_pipeline_is_as_far_as_the_hosts_of_its_first_stage() -> None:
+    manifest = Manifest(
+        name="x", model=ModelSpec(context=128), training=TrainingSpec(every=1, global_batch=12),
+        pipeline=PipelineSpec(stages=2),
+    )  # fmt: skip
+    goal = round_goal(manifest)
+    assert goal == RoundGoal(1536, True, 128)
+
+    def host(unit: int, round_: int, samples: int, state: str = "training") -> PeerRecord:
+        stage = StageReport(unit, round_, bytes(32), bytes(32), 0, samples=samples)
+        return replace(TRAINER, role="stage", state=state, round=round_, stages=(stage,))
+
+    feeder = replace(TRAINER, round=0)
+    records = [host(0, 5, 3), host(0, 5, 4), host(0, 4, 10), host(0, 5, 9, "draining"), host(1, 5, 10), feeder]
+    assert tokens_in_round(records, 0, goal) == (7 * 128, 1536)
+    assert tokens_in_round([host(1, 5, 10), feeder], 5, goal) == (0, 0)
