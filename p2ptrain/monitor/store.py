@@ -75,7 +75,11 @@ CREATE INDEX contributions_by_time ON contributions (last_seen);
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened: ``joined``, ``left``, ``alert``, ``cleared``; with whom, and one line for people."""
+    """Something that happened, with whom, and one line for people.
+
+    Attributes:
+        kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
+    """
 
     at: float
     kind: str

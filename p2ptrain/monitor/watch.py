@@ -8,7 +8,7 @@ import logging
 import random
 import statistics
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from p2ptrain.averaging.certificate import Certificate
@@ -33,6 +33,8 @@ TREND_SECONDS = 600.0
 MIN_TREND_POINTS = 20
 LAST_WORDS_SECONDS = 2.0
 """How long the end waits for alerts that are on their way to somebody."""
+GATHER_SECONDS = 10.0
+"""Peers publish every five seconds: so long after the first one all have told of a host that failed."""
 MAX_UNKNOWN = 2
 """Peers that do not know a lineage, one after the other, before it is given up."""
 
@@ -105,6 +107,8 @@ class Watch:
         self._next_point = 0.0
         self._next_prune = 0.0
         self._aborted_before = 0
+        self._failovers: dict[str, str] = {}
+        self._failovers_since = 0.0
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
@@ -184,12 +188,30 @@ class Watch:
             self._rate.update(now, min(tokens for _, tokens in places.values()))
         if is_first:
             return []
+        failovers = self._take_in_failovers(before, now)
         joined = [each.record for peer, each in self._sightings.items() if peer not in before]
         left = [each.record for peer, each in before.items() if peer not in self._sightings]
         return [
+            *failovers,
             *(Event(now, "joined", each.peer, f"{each.name or each.peer[-8:]} joined") for each in joined),
             *(Event(now, "left", each.peer, f"{each.name or each.peer[-8:]} left") for each in left),
         ]
+
+    def _take_in_failovers(self, before: Mapping[str, Sighting], now: float) -> list[Event]:
+        """One event for all who saw hosts fail within a while: of a death all tell, each with its next record."""
+        for peer, each in self._sightings.items():
+            if (known := before.get(peer)) is None:
+                continue
+            is_same_life = known.record.started_at == each.record.started_at
+            if each.record.failovers > (known.record.failovers if is_same_life else 0):
+                self._failovers_since = self._failovers_since if self._failovers else now
+                self._failovers[peer] = each.record.name or peer[-8:]
+        if not self._failovers or now < self._failovers_since + GATHER_SECONDS:
+            return []
+        names, self._failovers = sorted(self._failovers.values()), {}
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = f"a host of a stage failed: {names[0]}{more} went on with others"
+        return [Event(self._failovers_since, "failover", "", text)]
 
     def _follow(self, trainers: Sequence[PeerRecord]) -> None:
         """Ask somebody for the certificates of what was committed since, unless that is under way."""

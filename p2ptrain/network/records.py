@@ -210,6 +210,7 @@ class PeerRecord:
         clock_skew_seconds: How far its machine's clock is ahead of the swarm's; it goes by the swarm's.
         note: One line for people, at most 200 characters.
         stages: What it hosts of a pipeline; empty where peers train the whole model.
+        failovers: How often a host failed to which it sent microbatches, so that it went to others.
     """
 
     peer: str
@@ -239,6 +240,7 @@ class PeerRecord:
     clock_skew_seconds: float = 0.0
     note: str = ""
     stages: tuple[StageReport, ...] = ()
+    failovers: int = 0
 
     def of_unit(self, unit: int) -> PeerRecord | None:
         """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
@@ -266,6 +268,9 @@ class PeerRecord:
         ]
         # Without names, which would be half of the bytes: with 64 stages there would be no room for the rest.
         values["stages"] = [list(vars(stage).values()) for stage in self.stages[:MAX_STAGES]]
+        for name in _ADDED_LATER:
+            if not values[name]:
+                del values[name]
         return values
 
     @classmethod
@@ -281,8 +286,8 @@ class PeerRecord:
         """
         known = {field.name for field in fields(cls)} - {"peer"}
         try:
-            _expect(set(payload) == known, "fields", "differ from what this version knows")
-            return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in known})
+            _expect(known - _ADDED_LATER <= set(payload) <= known, "fields", "differ from what this version knows")
+            return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in payload})
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
 
@@ -423,4 +428,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "clock_skew_seconds": _number,
     "note": _text(MAX_NOTE_CHARS),
     "stages": _stages,
+    "failovers": _count,
 }
+_ADDED_LATER = frozenset({"failovers"})
+"""Sent only by those that have something to say, so that earlier versions read the records of all others."""

@@ -87,10 +87,11 @@ class Pace:
 
 @dataclass
 class Status:
-    """What the parts of a peer report about it, for its record; ``pace`` is asked each time, from the event loop."""
+    """What the parts of a peer report about it, for its record; functions are asked each time, from the event loop."""
 
     state: str = "starting"
     pace: Callable[[], Pace] = Pace
+    failovers: Callable[[], int] = int
     note: str = ""
     started_at: float = field(default=0.0)
 
@@ -426,6 +427,7 @@ class Peer:
             trained_rounds=sync.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
+            failovers=status.failovers(),
             note=status.note or self._clock_note or self.reach.standing.note,
         )
 

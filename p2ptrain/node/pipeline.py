@@ -79,7 +79,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         torch.set_num_threads(config.resources.threads)
     plan = PipelinePlan(peer.manifest)
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
-    peer.presence.on_records = view.update
+    peer.presence.on_records, peer.status.failovers = view.update, lambda: view.failovers
     await peer.presence.refresh()
     mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
     feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None

@@ -219,7 +219,7 @@ class Swarm:
         from p2ptrain.training.pipeline_view import PipelineView
 
         view = PipelineView(plan, self.peer_id, self._runtime)
-        self._peer.presence.on_records = view.update
+        self._peer.presence.on_records, self._peer.status.failovers = view.update, lambda: view.failovers
         await self._peer.presence.refresh()
         feeder = await start_feeder(self._peer, view)
         self._peer.set_state("training")

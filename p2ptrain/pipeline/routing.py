@@ -144,9 +144,13 @@ class Router:
     Args:
         num_stages: How many stages there are.
         random: Decides between equals.
+
+    Attributes:
+        failovers: How often a host failed that was in the routes, so that others took its place.
     """
 
     def __init__(self, num_stages: int, random: Random) -> None:
+        self.failovers = 0
         self.stages = [StageRouter(stage, random) for stage in range(num_stages)]
 
     def update(self, states: Sequence[Mapping[str, HostState]]) -> None:
@@ -156,6 +160,7 @@ class Router:
 
     def failed(self, host: str, reason: str) -> None:
         """Have a host leave the routes of all stages."""
+        self.failovers += any(host in stage.hosts for stage in self.stages)
         for stage in self.stages:
             stage.failed(host, reason)
 

@@ -66,6 +66,11 @@ class PipelineView:
         self._refresh([router])
         return router
 
+    @property
+    def failovers(self) -> int:
+        """How often this peer saw a host fail that it sent microbatches to."""
+        return sum(router.failovers for router in self._routers)
+
     def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
         """Take in verified records, with their sequences and the times at which they expire."""
         for record, sequence, expires_at in records:

@@ -173,8 +173,13 @@ def test_the_stages_of_a_pipeline_are_seen_with_what_is_wrong(
     browser: Browser, pictures: Path, with_scripts: bool
 ) -> None:
     swarm = MadeUpSwarm(10, num_stages=4, bare_stages=[2])
+
+    async def prepare(store: Store) -> None:
+        await fill(store, swarm)
+        await store.add_events([Event(swarm.now() - 900, "failover", "", "a host of a stage failed: others went on")])
+
     with (
-        served_page(swarm, swarm.swarm) as site,
+        served_page(swarm, swarm.swarm, prepare=prepare) as site,
         visiting(browser, site.url, size=PHONE, with_scripts=with_scripts) as visit,
     ):
         settle(visit, "/") if with_scripts else visit.open("/")
@@ -191,6 +196,8 @@ def test_the_stages_of_a_pipeline_are_seen_with_what_is_wrong(
         held = page.locator("#blocks tbody tr").first.locator("rect.held").count()
         assert held == snapshot.stages[0].blocks[1]
         assert "stage 0" in page.locator("#peer-table").inner_text()
+        assert page.locator("#event-list .failover").count() == 1
+        assert page.locator("#chart-key .failover").count() == 1
         visit.assert_no_sideways_scrolling()
         screenshot(page, pictures / f"pipeline-{'live' if with_scripts else 'without-scripts'}.png")
         found = Axe().run(page) if with_scripts else None

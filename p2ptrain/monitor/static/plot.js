@@ -1,4 +1,4 @@
-// One chart, drawn by uPlot, with rounds, joins, leaves and alerts marked on its time axis.
+// One chart, drawn by uPlot, with rounds, joins, leaves, failovers and alerts marked on its time axis.
 
 /* global uPlot */
 
@@ -102,6 +102,7 @@ function annotate(plot, { events, rounds }, colour) {
     if (at < min || at > max) continue;
     const x = place(at);
     if (kind === "joined" || kind === "left") triangle(ctx, x, bbox.top + unit, 4 * unit, kind === "joined", colour);
+    else if (kind === "failover") diamond(ctx, x, bbox.top + 8 * unit, 4 * unit, colour("--bad"));
     else if (kind !== "cleared") {
       ctx.strokeStyle = colour("--bad");
       ctx.lineWidth = unit;
@@ -113,6 +114,16 @@ function annotate(plot, { events, rounds }, colour) {
     }
   }
   ctx.restore();
+}
+
+function diamond(ctx, x, y, size, fill) {
+  ctx.fillStyle = fill;
+  ctx.beginPath();
+  ctx.moveTo(x - size, y);
+  ctx.lineTo(x, y - size);
+  ctx.lineTo(x + size, y);
+  ctx.lineTo(x, y + size);
+  ctx.fill();
 }
 
 function triangle(ctx, x, y, size, upwards, colour) {

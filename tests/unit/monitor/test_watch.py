@@ -16,9 +16,17 @@ from p2ptrain.monitor.alert_book import HOLD_SECONDS
 from p2ptrain.monitor.alerts import FORK_SECONDS
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import Snapshot
-from p2ptrain.monitor.watch import LOOK_SECONDS, MIN_TREND_POINTS, POINT_SECONDS, TREND_SECONDS, Watch, watching
+from p2ptrain.monitor.watch import (
+    GATHER_SECONDS,
+    LOOK_SECONDS,
+    MIN_TREND_POINTS,
+    POINT_SECONDS,
+    TREND_SECONDS,
+    Watch,
+    watching,
+)
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import LINEAGE, START, SWARM, FakeSource, chain, report, trainer
+from tests.support.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
 Scenario = Callable[[Watch, FakeSource, Store], Awaitable[None]]
@@ -70,6 +78,31 @@ def test_the_first_peer_of_an_empty_swarm_joins() -> None:
         assert await kinds(store) == [("joined", "a")]
 
     watched(scenario)
+
+
+def test_a_host_that_failed_is_one_event_for_all_who_tell_of_it() -> None:
+    async def failovers(store: Store) -> list[Event]:
+        return [event for event in await store.events(0.0, 99) if event.kind == "failover"]
+
+    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+        await look(watch, source)
+        source.records = [feeder("a", failovers=8), feeder("b"), host("c", 0), feeder("late", failovers=5)]
+        await look(watch, source)
+        began = source.time
+        source.records = [feeder("a", failovers=8), feeder("b", failovers=1), host("c", 0, failovers=2)]
+        await look(watch, source, 4.0)
+        assert await failovers(store) == []
+        await look(watch, source, GATHER_SECONDS)
+        [event] = await failovers(store)
+        assert (event.at, event.text) == (began, "a host of a stage failed: a's laptop and 2 more went on with others")
+        source.records = [feeder("a", failovers=1, started_at=START), feeder("b", failovers=1)]
+        await look(watch, source)
+        for _ in range(2):
+            await look(watch, source, GATHER_SECONDS)
+        texts = [event.text for event in await failovers(store)]
+        assert texts == ["a host of a stage failed: a's laptop went on with others", event.text]
+
+    watched(scenario, feeder("a", failovers=7), feeder("b"), host("c", 0))
 
 
 def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_an_alert() -> None:

@@ -257,6 +257,13 @@ def test_a_field_of_a_report_out_of_bounds_is_refused_by_name(name: str, value: 
         PeerRecord.from_payload("alice", payload)
 
 
+def test_what_was_added_later_is_sent_only_where_there_is_any() -> None:
+    assert "failovers" not in record().to_payload()
+    assert PeerRecord.from_payload("alice", record(failovers=3).to_payload()).failovers == 3
+    with pytest.raises(IntegrityError, match="failovers"):
+        PeerRecord.from_payload("alice", record().to_payload() | {"failovers": -1})
+
+
 def test_missing_and_unknown_fields_are_refused() -> None:
     payload = record().to_payload()
     with pytest.raises(IntegrityError, match="fields"):
