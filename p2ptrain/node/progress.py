@@ -178,7 +178,7 @@ def round_goal(manifest: Manifest) -> RoundGoal:
     if manifest.model.family == "custom" or training.fragments > 1:
         samples = 0  # A script's samples may be of any length; and fragments count what they have, each for itself.
     context = manifest.model.context
-    return RoundGoal(samples * context, is_shared, context if manifest.pipeline.is_used else 0)
+    return RoundGoal(samples * context, is_shared, context if manifest.in_stages else 0)
 
 
 def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal) -> tuple[int, int]:
