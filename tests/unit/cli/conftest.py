@@ -1,0 +1,19 @@
+"""What all tests of the command line share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command sets up the log of its process, which here is that of other tests."""
+    root, own = logging.getLogger(), logging.getLogger("p2ptrain")
+    before = root.handlers[:], root.level, own.level
+    yield
+    root.handlers[:], level, own_level = before
+    root.setLevel(level)
+    own.setLevel(own_level)
