@@ -79,7 +79,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     names = [f"trainer-{number}" for number in range(1, arguments.peers + 1)]
     stages = _num_stages(manifest, arguments.peers)
     roles = [
-        ("both", {"pipeline": {"stage": number % stages}}) if stages > 1 else ("trainer", {})
+        ("both", {"pipeline": {"stage": number % stages}}) if manifest.in_stages else ("trainer", {})
         for number in range(arguments.peers)
     ]
     minutes = arguments.minutes or (0.0 if arguments.rounds or manifest.training.rounds else DEFAULT_MINUTES)

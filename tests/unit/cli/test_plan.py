@@ -47,6 +47,22 @@ def test_it_ends_after_the_minutes_or_the_rounds_that_were_asked_for(
     assert (stop.rounds, stop.at_round) == (0, rounds)
 
 
+@pytest.mark.parametrize(
+    ("words", "roles"),
+    [
+        ([], [("trainer", -1)] * 3),
+        (["--stages", "2"], [("both", 0), ("both", 1), ("both", 0)]),
+        (["--set", "lora.targets=['q_proj']"], [("both", 0)] * 3),
+    ],
+    ids=["whole model", "two stages", "adapters"],
+)
+def test_each_peer_hosts_a_stage_where_there_are_any(
+    tmp_path: Path, words: list[str], roles: list[tuple[str, int]]
+) -> None:
+    configs = [PeerConfig.load(file) for file in make_plan(arguments(tmp_path, "--peers", "3", *words)).trainers]
+    assert [(config.role, config.pipeline.stage) for config in configs] == roles
+
+
 def test_rounds_count_from_what_a_former_run_left_unless_it_trained_something_else(tmp_path: Path) -> None:
     def goal(*words: str) -> int:
         return make_plan(arguments(tmp_path, "--peers", "1", "--rounds", "5", *words)).goal.rounds
