@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
 from p2ptrain.models.family import Shape
 from p2ptrain.network.rpc import Rpc
-from p2ptrain.pipeline.hops import Caller, OtherRoundError, service
+from p2ptrain.pipeline.hops import Caller, News, OtherRoundError, service
 from p2ptrain.pipeline.ledger import MicrobatchId
-from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload
+from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
 from p2ptrain.pipeline.outputs import Outputs, Waiting
 from p2ptrain.pipeline.routing import NoHostError, Router
 
@@ -36,6 +37,9 @@ TELL_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 FULL_SECONDS = 3.0
 """How long the next round may take to begin until it is tried again whether the one in progress has room."""
+ROOM_SECONDS = 12.0
+"""How long a first host that takes a dead one's place may say that the round has its samples: longer than the round's
+leader keeps room for one that says nothing any more (`p2ptrain.averaging.batch.HOLD_SECONDS`)."""
 NO_HOST_SECONDS = 120.0
 """How long a stage may have no host before that is an error."""
 DONE_SECONDS = 20.0
@@ -255,12 +259,12 @@ class Feeder:
         targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
         route = self._router.draw(tokens)
         hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns, goes_home=True)
-        task = asyncio.create_task(self._bring(hop, route[0]), name=f"opened-{id.number}")
+        task = asyncio.create_task(self._bring(hop, route[0], waiting.output), name=f"opened-{id.number}")
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
         return Opened(id, waiting, task)
 
-    async def _bring(self, hop: Hop, first: str) -> Accepted:
-        """Take an opened microbatch there and back."""
+    async def _bring(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor]) -> Accepted:
+        """Take an opened microbatch there and back, and settle it."""
         assert self._outputs is not None
         told: set[tuple[int, str]] = set()
 
@@ -268,7 +272,7 @@ class Feeder:
             told.add((stage, host))
 
         try:
-            reply = await self._caller.through(hop, first, news)
+            reply = await self._there_and_back(hop, first, output, news)
             if not hop.learns:
                 return Accepted(hop.id, reply.loss, reply.legs, 1)
             return await self._settle(hop.id, reply.loss, reply.legs, 1)
@@ -280,6 +284,27 @@ class Feeder:
             raise
         finally:
             self._outputs.forget(hop.id)
+
+    async def _there_and_back(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor], news: News) -> Reply:
+        """What comes back of an opened microbatch.
+
+        Once its output is here, it cannot be sent again under another number. If its first host dies then, another one
+        has to take it on in the same round, which has room for it as soon as the dead one is missed.
+        """
+        loop, route, deadline = asyncio.get_running_loop(), [first, *hop.route], math.inf
+
+        async def heard(stage: int, host: str) -> None:
+            route[stage] = host
+            await news(stage, host)
+
+        while True:
+            try:
+                return await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], heard)
+            except OtherRoundError:
+                deadline = min(deadline, loop.time() + ROOM_SECONDS)
+                if not output.done() or self.round > hop.id.round or loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _hosts_everywhere(self) -> None:
         """Wait until every stage has a host.

@@ -177,7 +177,7 @@ def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(num_stages: int
         await asyncio.sleep(10.0)  # Until all know of all.
         harmed: list[PipelinePeer] = []
 
-        def harm(opened: Opened) -> None:
+        async def harm(opened: Opened) -> None:
             stage = 0 if fault == "first host" else num_stages - 1
             if fault and not harmed:  # Nothing is settled yet, so nothing is lost with it.
                 busy = [peer for peer in pipeline.alive if peer.stage == stage]
@@ -195,6 +195,36 @@ def test_a_trainer_that_makes_its_own_loss_trains_the_same_model(num_stages: int
         await pipeline.close()
 
     simulate(main, seed=4)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_a_full_round_takes_on_what_a_first_host_had_that_dies_while_outputs_are_with_the_trainer(which: int) -> None:
+    """Whichever dies, of two of them another one leads the round, and keeps room for it until it is missed."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = await start(network, 2, 3)
+        whole, trainer = WholeModel(pipeline.manifest), trainer_of(pipeline)
+        await asyncio.sleep(10.0)  # Until all know of all.
+        are_open, num_open = asyncio.Event(), 0
+
+        async def harm(opened: Opened) -> None:
+            nonlocal num_open
+            num_open += 1
+            if num_open == ROUND:
+                network.crash(pipeline.hosts[which].peer)
+                are_open.set()
+            await are_open.wait()
+
+        sending = [trainer.peer.spawn(trainer.send_own(number, harm)) for number in range(ROUND)]
+        accepted = await asyncio.gather(*sending)
+        assert {each.id.round for each in accepted} == {0}
+        whole.step(list(range(ROUND)))
+        await until(lambda: pipeline.rounds() == {1})
+        del pipeline.peers[which]
+        check_parameters(pipeline, whole)
+        await pipeline.close()
+
+    simulate(main, seed=6)
 
 
 def test_an_output_that_no_gradient_is_asked_for_counts_nowhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,10 @@ def sample(manifest: Manifest, number: int) -> torch.Tensor:
     """The tokens of a microbatch: ``[2, context + 1]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
+
+
+async def no_harm(opened: Opened) -> None:
+    """What happens to most microbatches while their outputs are with the trainer."""
 
 
 class PipelinePeer:
@@ -205,7 +209,7 @@ class PipelinePeer:
         inputs, targets = self._payloads(number)
         return await self.feeder.send(inputs, targets, targets.shape[0], targets.shape[0] * targets.shape[1])
 
-    async def send_own(self, number: int, harm: Callable[[Opened], None] = lambda opened: None) -> Accepted:
+    async def send_own(self, number: int, harm: Callable[[Opened], Awaitable[None]] = no_harm) -> Accepted:
         """Send a microbatch through, and make the loss here; ``harm`` happens between forward and backward."""
         assert self.feeder is not None
         tokens = sample(self.manifest, number)
@@ -213,7 +217,7 @@ class PipelinePeer:
         shape = (*targets.shape, self.manifest.model.vocabulary)
         count = targets.shape[0] * targets.shape[1]
         opened = await self.feeder.open(inputs, targets.shape[0], count, shape, learns=True)
-        harm(opened)
+        await harm(opened)
         output = opened.waiting.output.result().requires_grad_()
         loss = functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())
         (gradient,) = torch.autograd.grad(loss, output)
