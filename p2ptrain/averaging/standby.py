@@ -18,7 +18,7 @@ from p2ptrain.averaging.conductor import Conductor
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.place import Place, probe_seconds
+from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
@@ -122,6 +122,22 @@ class Standby:
         asked = self._runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != self._rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)
+
+    async def hurry(self) -> None:
+        """Tell all that are there to close the round in progress with what they have.
+
+        A leader does so once the batch is full, or half of them came. Who learns otherwise that nothing more comes for
+        the round may be alone with that, and the others would wait for ever.
+        """
+        key = self._place.key
+        peers = [peer for peer in self._membership.expected() if self._place.cells.includes(key, peer)]
+        await asyncio.gather(*(self._hurry(peer, key) for peer in peers))
+
+    async def _hurry(self, peer: str, key: Key) -> None:
+        try:
+            await nudge(self._rpc, peer, key, closing=True, timeout_seconds=probe_seconds(self._spec))
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            self._failed(key, peer, error)
 
     def _leader(self, key: Key) -> str:
         return self._leaders.candidates(key, sorted(self._leaders.unreachable(key)))[0]

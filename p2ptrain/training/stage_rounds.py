@@ -202,6 +202,8 @@ class StageRounds:
 
     async def _synchronize(self, unit: HostedUnit) -> None:
         round = unit.round
+        if self._is_over_elsewhere:
+            await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
         if unit is self._units[0]:
             if result.committed and not unit.work.tokens:

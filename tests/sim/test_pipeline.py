@@ -13,7 +13,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.feeder import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample
+from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, hurry, make_manifest, sample
 from tests.support.simulation import until
 
 ROUND = 6
@@ -135,6 +135,28 @@ def test_moments_in_8_bits_are_the_same_on_all_hosts_and_on_one_that_joins() -> 
         await pipeline.close()
 
     simulate(main, seed=8)
+
+
+def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes_on() -> None:
+    """It is no half of them, and the batch is not full: nobody would close the round."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = Pipeline(network, make_manifest(2))
+        for name, stage in (("first", 0), ("second", 1), ("third", 1), ("fourth", 1)):
+            await pipeline.add(name, stage)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        assert all((await pipeline.feed(trainer, range(3), at_once=3)).values())
+        first = pipeline.hosts[0]
+        assert first.hosted is not None
+        await hurry(trainer, first)
+        await until(lambda: first.hosted.host.ledger.round == 1)  # type: ignore[union-attr]
+        sending = trainer.peer.spawn(trainer.send(3))
+        await until(lambda: pipeline.rounds() == {1}, 30.0)
+        await sending
+        await pipeline.close()
+
+    simulate(main, seed=2)
 
 
 def test_all_go_on_from_checkpoints_of_which_one_unit_is_a_round_behind() -> None:

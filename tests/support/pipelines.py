@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.place import nudge
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.models import build_model
@@ -86,6 +87,15 @@ def sample(manifest: Manifest, number: int) -> torch.Tensor:
     """The tokens of a microbatch: ``[2, context + 1]``."""
     generator = torch.Generator().manual_seed(number)
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
+
+
+async def hurry(by: PipelinePeer, host: PipelinePeer) -> None:
+    """Have a host close its round with what it has, as any peer may."""
+    assert host.hosted is not None
+    averager = host.hosted.units[0].synchronizer.averager
+    key = averager.matchmaker.cells.key_of(averager.head, host.peer.peer_id)
+    rpc = by.rpc.scoped(f"unit{host.hosted.number}")
+    await by.peer.spawn(nudge(rpc, host.peer.peer_id, key, closing=True, timeout_seconds=5.0))
 
 
 async def no_harm(opened: Opened) -> None:
