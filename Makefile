@@ -51,7 +51,7 @@ test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
 
-schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 --max-peers 5"
+schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines]"
 	$(BIN)/python -m tests.support.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.pipeline.device import Device
-from p2ptrain.pipeline.feeder import Accepted, Feeder, Opened
+from p2ptrain.pipeline.feeder import Accepted, Feeder, LostError, Opened
 from p2ptrain.pipeline.hops import Caller, HopLimits
 from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import Payload, pack
@@ -127,9 +126,9 @@ class PipelinePeer:
         self.results: list[RoundResult] = []
         self.feeder: Feeder | None = None
         self.done: list[MicrobatchId] = []
+        self.makes_loss = False
         if stage is not None:
-            device = SlowDevice(peer.runtime, pass_seconds)
-            self._hosted = [self._make_stage(stage, device)]
+            self._hosted = [self._make_stage(stage, self._make_device())]
             self._hosted[0].rounds.on_round = self._after_round
 
     @property
@@ -141,6 +140,17 @@ class PipelinePeer:
     def hosted(self) -> HostedStage | None:
         """What it hosts; while it moves, what it has hosted so far."""
         return self._hosted[0] if self._hosted else None
+
+    @property
+    def all_hosted(self) -> list[HostedStage]:
+        """What it hosts, with what it takes on while it moves."""
+        return list(self._hosted)
+
+    def _make_device(self) -> Device:
+        return SlowDevice(self.peer.runtime, self.pass_seconds)
+
+    def _make_mover(self, hosted: HostedStage) -> Mover:
+        return Mover(self.view, self.rpc, self.peer.runtime, hosted, self._take_on, may_move=self.may_move)
 
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
         return HostedStage(
@@ -175,7 +185,7 @@ class PipelinePeer:
         self.status = "syncing"
         await self._sync(hosted)
         self.status = "training"
-        self.mover = Mover(self.view, self.rpc, self.peer.runtime, hosted, self._take_on, may_move=self.may_move)
+        self.mover = self._make_mover(hosted)
         self.mover.on_moved = self._moved
         await self._step_in(hosted)
         await self.mover.run()
@@ -189,7 +199,7 @@ class PipelinePeer:
         await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
 
     async def _take_on(self, stage: int) -> HostedStage:
-        made = self._make_stage(stage, SlowDevice(self.peer.runtime, self.pass_seconds))
+        made = self._make_stage(stage, self._make_device())
         made.rounds.on_round = self._after_round
         self._hosted.append(made)
         await self._sync(made)
@@ -257,12 +267,20 @@ class SlowDevice(Device):
 
 @dataclass
 class Pipeline:
-    """Simulated peers of one pipeline."""
+    """Simulated peers of one pipeline.
+
+    Attributes:
+        sent: What was accepted: which microbatch had which number.
+        failed: Numbers of what is said not to have come through.
+        former: Peers that died and were started again.
+    """
 
     network: SimulatedNetwork
     manifest: Manifest
     peers: list[PipelinePeer] = field(default_factory=list)
     sent: dict[MicrobatchId, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+    former: list[PipelinePeer] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     may_move: bool = False
     is_stopping: bool = False
@@ -300,8 +318,8 @@ class Pipeline:
     def alive(self) -> list[PipelinePeer]:
         return [peer for peer in self.peers if peer.peer.alive]
 
-    async def feed(self, trainer: PipelinePeer, numbers: range, at_once: int) -> dict[int, Accepted | None]:
-        """Send microbatches, so many at once; what did not come through is None."""
+    async def feed(self, trainer: PipelinePeer, numbers: Iterable[int], at_once: int) -> dict[int, Accepted | None]:
+        """Send microbatches, so many at once, while the trainer lives; what did not come through is None."""
         results: dict[int, Accepted | None] = {}
         waiting = iter(numbers)
 
@@ -309,14 +327,18 @@ class Pipeline:
             for number in waiting:
                 results[number] = None
                 if not trainer.peer.alive or self.is_stopping:
-                    continue
-                sending = trainer.peer.spawn(trainer.send(number))
+                    return
+                sending = trainer.peer.spawn(trainer.send_own(number) if trainer.makes_loss else trainer.send(number))
                 while not sending.done() and trainer.peer.alive:
                     await asyncio.wait({sending}, timeout=1.0)
                 if sending.done() and not sending.cancelled():
-                    with contextlib.suppress(TemporaryError):
+                    try:
                         results[number] = accepted = sending.result()
                         self.sent[accepted.id] = number
+                    except LostError:
+                        pass
+                    except TemporaryError:
+                        self.failed.add(number)
 
         await asyncio.gather(*(feed_one_after_another() for _ in range(at_once)))
         return results

@@ -17,6 +17,7 @@ import logging
 import random
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
@@ -24,6 +25,7 @@ from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.accounts import Accounts
 from tests.support.auxiliaries import SimulatedAuxiliary
 from tests.support.hostile import BROKEN_PARTS, HOSTILITIES
+from tests.support.pipeline_schedules import draw_pipeline_schedule, find_pipeline_problems
 from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer, longest_wait_seconds, make_manifest
 
 logger = logging.getLogger(__name__)
@@ -294,21 +296,29 @@ def main() -> int:
     parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least")
     parser.add_argument("--max-peers", type=int, default=6, help="and at most")
     parser.add_argument("--max-events", type=int, default=6, help="faults, at most")
+    parser.add_argument("--pipelines", action="store_true", help="of pipelines: peers are hosts of stages and trainers")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns")
     parser.add_argument("--overlap-steps", type=int, default=0, help="steps while a round is under way")
     parser.add_argument("--verbose", action="store_true", help="log what the peers do")
     options = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.CRITICAL)
     torch.set_num_threads(1)
-    began, failed = time.process_time(), []
+    began, failed, hits = time.process_time(), [], Counter[str]()
     for seed in range(options.first, options.first + options.count):
-        schedule = draw_schedule(seed, options.min_peers, options.max_peers, options.max_events)
-        schedule = replace(schedule, fragments=options.fragments, overlap_steps=options.overlap_steps)
-        for problem in find_problems(schedule):
+        bounds = seed, options.min_peers, options.max_peers, options.max_events
+        if options.pipelines:
+            problems = find_pipeline_problems(draw_pipeline_schedule(*bounds), hits)
+        else:
+            schedule = draw_schedule(*bounds)
+            schedule = replace(schedule, fragments=options.fragments, overlap_steps=options.overlap_steps)
+            problems = find_problems(schedule)
+        for problem in problems:
             failed.append(seed)
             sys.stdout.write(f"{problem}\n")
             sys.stdout.flush()
     seconds = (time.process_time() - began) / max(1, options.count)
+    for what, number in sorted(hits.items()):
+        sys.stdout.write(f"{number:6d} times: {what}\n")
     sys.stdout.write(f"{options.count} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
     return int(bool(failed))
 
