@@ -206,8 +206,8 @@ class StageRounds:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
         if unit is self._units[0]:
-            if result.committed and not unit.work.tokens:
-                if result.contributed:
+            if not unit.work.tokens:  # It is in the round, or was dropped with a lineage that lost.
+                if result.committed and result.contributed:
                     self._host.remember_done(round, self._uncounted)
                 self._uncounted = []
             self.on_round(result)

@@ -19,7 +19,7 @@ from tests.support.pipeline_schedules import (
     draw_pipeline_schedule,
     find_pipeline_problems,
 )
-from tests.support.pipelines import PipelinePeer, make_manifest
+from tests.support.pipelines import PipelinePeer, hurry, make_manifest
 from tests.support.simulation import until
 
 FAULTS_IN = ("crash in", "stall in", "trainer in")
@@ -38,6 +38,36 @@ def test_it_does_so_in_whatever_phase_a_host_or_its_trainer_is_hit(fault: str, p
     schedule = PipelineSchedule(1, (8, 8, 2), (3, 3), trainers=2, own_losses=1, is_both=False, events=events)
     assert find_pipeline_problems(schedule, hits) == []
     assert hits[f"{fault} {phase}"] == 1
+
+
+def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> None:
+    """One side of a partition has settled half a round, not averaged, when it finds that the other one is ahead."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+        sides = []
+        for side in range(2):
+            hosts = [await pipeline.add(f"host{stage}.{side}", stage) for stage in range(2)]
+            sides.append((await pipeline.add(f"trainer{side}", None), *hosts))
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        await asyncio.sleep(10.0)  # Until all know of all.
+        network.partition([peer.peer for peer in sides[0]])
+        await asyncio.sleep(60.0)  # Until each side knows only of its own.
+        less, more = (trainer for trainer, *_ in sides)
+        await asyncio.gather(pipeline.feed(less, range(3), 6), pipeline.feed(more, range(100, 112), 6))
+        for host in sides[0][1:]:
+            await hurry(less, host)
+        await until(lambda: len(less.done) == 3 and len(more.done) == 12)
+        await pipeline.feed(less, range(3, 9), 6)
+        network.heal()
+        await until(pipeline.is_level)
+        await pipeline.feed(less, range(9, 45), 6)
+        await until(lambda: len(less.done) > 24)
+        await asyncio.sleep(30.0)  # All that it asks about has been answered.
+        pipeline.check(may_fork=True)
+        await pipeline.close()
+
+    simulate(main, seed=1)
 
 
 @pytest.mark.parametrize("fault", ["", "crash", "stall"])
