@@ -83,10 +83,10 @@ class Standby:
                         "head": head, "samples": samples, "batch": 0, "seconds": 0.0, "held": held, "wanted": wanted
                     }  # fmt: skip
                     reply = await self._rpc.call(leader, "rally.report", request, probe_seconds(self._spec))
-            except PeerRefusedError:
-                return 0
             except (PeerError, DeadlineError) as error:
-                self._failed(key, leader, error)
+                if leader == self._rpc.peer_id:  # It is leaving.
+                    return 0
+                self._failed(key, leader, error)  # Also if it refuses: it has left, to host another stage.
                 continue
             if reply.get("closing") is True:
                 self._place.close(key)
@@ -114,8 +114,6 @@ class Standby:
                 reply = await self._rpc.call(leader, "rally.pass", {"head": head}, probe_seconds(self._spec))
                 if reply.get("behind") is True:
                     return leader
-            except PeerRefusedError:
-                pass
             except (PeerError, DeadlineError) as error:
                 self._failed(key, leader, error)
         others = [peer for peer in self._membership.expected() if peer != leader]

@@ -13,7 +13,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.feeder import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, hurry, make_manifest, sample
+from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
 from tests.support.simulation import until
 
 ROUND = 6
@@ -149,7 +149,7 @@ def test_a_stage_of_which_one_host_alone_hears_that_the_round_is_over_goes_on() 
         assert all((await pipeline.feed(trainer, range(3), at_once=3)).values())
         first = pipeline.hosts[0]
         assert first.hosted is not None
-        await hurry(trainer, first)
+        await tell(trainer, first, closing=True)
         await until(lambda: first.hosted.host.ledger.round == 1)  # type: ignore[union-attr]
         sending = trainer.peer.spawn(trainer.send(3))
         await until(lambda: pipeline.rounds() == {1}, 30.0)

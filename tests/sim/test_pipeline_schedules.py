@@ -12,15 +12,16 @@ from collections import Counter
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.counting import PLACES, CountedPipeline
+from tests.support.counting import PLACES, CountedPipeline, CountingPeer
 from tests.support.pipeline_schedules import (
     PHASES,
     PipelineSchedule,
     draw_pipeline_schedule,
     find_pipeline_problems,
 )
-from tests.support.pipelines import PipelinePeer, hurry, make_manifest
+from tests.support.pipelines import PipelinePeer, make_manifest, tell
 from tests.support.simulation import until
+
 
 FAULTS_IN = ("crash in", "stall in", "trainer in")
 
@@ -56,7 +57,7 @@ def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> N
         less, more = (trainer for trainer, *_ in sides)
         await asyncio.gather(pipeline.feed(less, range(3), 6), pipeline.feed(more, range(100, 112), 6))
         for host in sides[0][1:]:
-            await hurry(less, host)
+            await tell(less, host, closing=True)
         await until(lambda: len(less.done) == 3 and len(more.done) == 12)
         await pipeline.feed(less, range(3, 9), 6)
         network.heal()
@@ -65,6 +66,31 @@ def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> N
         await until(lambda: len(less.done) > 24)
         await asyncio.sleep(30.0)  # All that it asks about has been answered.
         pipeline.check(may_fork=True)
+        await pipeline.close()
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("which", range(2))
+def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(which: int) -> None:
+    """One of the two leads it, and grants microbatches; the other has heard from it that it takes part."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+        for stage in (0, 0, 1):
+            await pipeline.add(f"host{len(pipeline.peers)}", stage)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        await asyncio.sleep(10.0)  # Until all know of all.
+        mover = pipeline.peers[which]
+        assert isinstance(mover, CountingPeer)
+        await tell(mover, pipeline.peers[1 - which], closing=False)
+        mover.go(1)
+        await until(lambda: mover.stage == 1)
+        assert all((await pipeline.feed(trainer, range(48), 6)).values())
+        await until(lambda: len(trainer.done) >= 24)
+        await until(pipeline.is_level)
+        pipeline.check()
         await pipeline.close()
 
     simulate(main, seed=1)

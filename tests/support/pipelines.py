@@ -88,13 +88,13 @@ def sample(manifest: Manifest, number: int) -> torch.Tensor:
     return torch.randint(manifest.model.vocabulary, (SAMPLES, manifest.model.context + 1), generator=generator)
 
 
-async def hurry(by: PipelinePeer, host: PipelinePeer) -> None:
-    """Have a host close its round with what it has, as any peer may."""
+async def tell(by: PipelinePeer, host: PipelinePeer, closing: bool) -> None:
+    """Tell a host that one is in its round, and whether to close that with what there is."""
     assert host.hosted is not None
     averager = host.hosted.units[0].synchronizer.averager
     key = averager.matchmaker.cells.key_of(averager.head, host.peer.peer_id)
     rpc = by.rpc.scoped(f"unit{host.hosted.number}")
-    await by.peer.spawn(nudge(rpc, host.peer.peer_id, key, closing=True, timeout_seconds=5.0))
+    await by.peer.spawn(nudge(rpc, host.peer.peer_id, key, closing, timeout_seconds=5.0))
 
 
 async def no_harm(opened: Opened) -> None:

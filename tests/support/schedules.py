@@ -293,9 +293,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.schedules", description=main.__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
-    parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least")
-    parser.add_argument("--max-peers", type=int, default=6, help="and at most")
-    parser.add_argument("--max-events", type=int, default=6, help="faults, at most")
+    parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least; of pipelines, peers")
+    parser.add_argument("--max-peers", type=int, help="and at most: 6, with hosts of stages 16")
+    parser.add_argument("--max-events", type=int, help="faults, at most: 6, in pipelines 9")
     parser.add_argument("--pipelines", action="store_true", help="of pipelines: peers are hosts of stages and trainers")
     parser.add_argument("--fragments", type=int, default=1, help="parts of the model that take turns")
     parser.add_argument("--overlap-steps", type=int, default=0, help="steps while a round is under way")
@@ -305,7 +305,8 @@ def main() -> int:
     torch.set_num_threads(1)
     began, failed, hits = time.process_time(), [], Counter[str]()
     for seed in range(options.first, options.first + options.count):
-        bounds = seed, options.min_peers, options.max_peers, options.max_events
+        most = options.max_peers or (16 if options.pipelines else 6)
+        bounds = seed, options.min_peers, most, options.max_events or (9 if options.pipelines else 6)
         if options.pipelines:
             problems = find_pipeline_problems(draw_pipeline_schedule(*bounds), hits)
         else:
