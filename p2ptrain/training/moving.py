@@ -15,6 +15,7 @@ from typing import Any
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.network.rpc import Rpc
+from p2ptrain.pipeline.hops import service
 from p2ptrain.pipeline.placement import Host, Move, best_move
 from p2ptrain.runtime import Runtime
 from p2ptrain.training.hosted_stage import HostedStage
@@ -28,6 +29,8 @@ LONGEST_WAIT_SECONDS = 10.0
 LEAST_STAY_SECONDS = 90.0
 """Between two moves of one host: what a stage gains by it has to show first."""
 PROMISE_SECONDS = 120.0
+HAND_OVER_SECONDS = 10.0
+"""How long a host that leaves waits until another one has the last round's result."""
 MAX_ASKED = 4
 CALL_SECONDS = 5.0
 
@@ -92,6 +95,8 @@ class Mover:
                 if move is not None and not hosting.done():
                     hosting = await self._move(move, hosting)
             await hosting
+            if self._is_stopping:
+                await self._hand_over(self.hosted)
         finally:
             hosting.cancel()
             await asyncio.gather(hosting, return_exceptions=True)
@@ -142,6 +147,7 @@ class Mover:
             following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
             before.rounds.stop()
             await asyncio.gather(hosting, return_exceptions=True)
+            await self._hand_over(before)
             self.hosted = after
             await before.close()
             self.on_moved(after)
@@ -166,6 +172,35 @@ class Mover:
             if reply.get("stays") is True:
                 return True
         return False
+
+    async def _hand_over(self, leaving: HostedStage) -> None:
+        """Wait until another host of the stage is as far as this one, which may have ended its last round alone."""
+        round = leaving.host.ledger.round
+        request = {"after": round - 1, "seconds": HAND_OVER_SECONDS}
+
+        async def ask(other: str) -> bool:
+            name = f"{service(leaving.number)}.round"
+            try:
+                reply = await self._rpc.call(other, name, request, HAND_OVER_SECONDS + CALL_SECONDS)
+            except (PeerError, DeadlineError) as error:
+                logger.debug("host %s takes nothing over: %s", other[-8:], error)
+                return False
+            now = reply.get("round")
+            return type(now) is int and now >= round
+
+        others = [host.peer for host in self._view.hosts() if host.stage == leaving.number]
+        asking = [asyncio.create_task(ask(other), name=f"hand-over-{other[-8:]}") for other in others]
+        try:
+            async with asyncio.timeout(HAND_OVER_SECONDS):
+                for answer in asyncio.as_completed(asking):
+                    if await answer:
+                        return
+        except TimeoutError:
+            logger.warning("stage %d: no other host took over what this one ended round %d with", leaving.number, round)
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
 
     async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         stage, round = request.get("stage"), request.get("round")

@@ -23,6 +23,12 @@ from tests.support.pipelines import PipelinePeer, make_manifest, tell
 from tests.support.simulation import until
 
 
+def settled(peer: PipelinePeer) -> int:
+    """Samples that a host has for its round."""
+    assert peer.hosted is not None
+    return peer.hosted.host.ledger.settled_samples
+
+
 FAULTS_IN = ("crash in", "stall in", "trainer in")
 
 
@@ -91,6 +97,29 @@ def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(which: 
         await until(lambda: len(trainer.done) >= 24)
         await until(pipeline.is_level)
         pipeline.check()
+        await pipeline.close()
+
+    simulate(main, seed=1)
+
+
+def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+        for stage in (0, 1, 1):
+            await pipeline.add(f"host{len(pipeline.peers)}", stage)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        assert all((await pipeline.feed(trainer, range(1), 1)).values())
+        (mover,) = [peer for peer in pipeline.hosts if peer.stage == 1 and settled(peer)]
+        assert isinstance(mover, CountingPeer)
+        mover.go(0)
+        await tell(trainer, pipeline.hosts[0], closing=True)
+        await until(lambda: mover.stage == 0)
+        assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
+        await until(lambda: len(trainer.done) >= 24)
+        await until(pipeline.is_level)
+        pipeline.check()
+        assert 0 in {pipeline.sent[id] for id in trainer.done}
         await pipeline.close()
 
     simulate(main, seed=1)
