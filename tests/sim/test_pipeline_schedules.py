@@ -14,6 +14,7 @@ import pytest
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.counting import PLACES, CountedPipeline, CountingPeer
 from tests.support.pipeline_schedules import (
+    FAULTS_IN,
     PHASES,
     PipelineSchedule,
     draw_pipeline_schedule,
@@ -27,9 +28,6 @@ def settled(peer: PipelinePeer) -> int:
     """Samples that a host has for its round."""
     assert peer.hosted is not None
     return peer.hosted.host.ledger.settled_samples
-
-
-FAULTS_IN = ("crash in", "stall in", "trainer in")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -72,6 +70,27 @@ def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> N
         await until(lambda: len(less.done) > 24)
         await asyncio.sleep(30.0)  # All that it asks about has been answered.
         pipeline.check(may_fork=True)
+        await pipeline.close()
+
+    simulate(main, seed=1)
+
+
+def test_of_a_stage_whose_hosts_all_move_at_once_one_stays() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+        for stage in (0, 0, 0, 1):
+            await pipeline.add(f"host{len(pipeline.peers)}", stage)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        await asyncio.sleep(10.0)  # Until all know of all.
+        for _ in range(3):
+            for mover in [peer for peer in pipeline.hosts if peer.stage == 0]:
+                assert isinstance(mover, CountingPeer)
+                mover.go(1)
+            assert all((await pipeline.feed(trainer, range(len(pipeline.sent), len(pipeline.sent) + 24), 6)).values())
+            assert any(peer.stage == 0 for peer in pipeline.hosts)
+        await until(pipeline.is_level)
+        pipeline.check()
         await pipeline.close()
 
     simulate(main, seed=1)

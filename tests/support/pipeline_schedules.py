@@ -56,6 +56,7 @@ AT_HOME = "at home"
 ROUND = ("matchmaking", "scatter", "reduce", "gather", "commit")
 MOVE = ("taking on", "leaving")
 PHASES = (*PASSES, AT_HOME, *ROUND, *MOVE)
+FAULTS_IN = ("crash in", "stall in", "trainer in")
 LOSSES = (0.0, 0.0, 0.0, 0.01, 0.05)
 SPARE_PLACES = 600
 """For what is sent after the faults."""
@@ -221,7 +222,7 @@ class PipelineRun:
                 self._move(1)
             case "two moves":
                 self._move(2)
-            case "crash in" | "stall in" | "trainer in":
+            case _ if fault in FAULTS_IN:
                 self._traps.append((fault, phase))
                 if phase in MOVE:
                     self._move(1)

@@ -25,7 +25,8 @@ from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.accounts import Accounts
 from tests.support.auxiliaries import SimulatedAuxiliary
 from tests.support.hostile import BROKEN_PARTS, HOSTILITIES
-from tests.support.pipeline_schedules import draw_pipeline_schedule, find_pipeline_problems
+from tests.support.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems
+from tests.support.pipeline_schedules import PHASES as PIPELINE_PHASES
 from tests.support.trainers import InvariantError, SimulatedSwarm, SimulatedTrainer, longest_wait_seconds, make_manifest
 
 logger = logging.getLogger(__name__)
@@ -320,6 +321,9 @@ def main() -> int:
     seconds = (time.process_time() - began) / max(1, options.count)
     for what, number in sorted(hits.items()):
         sys.stdout.write(f"{number:6d} times: {what}\n")
+    if options.pipelines:
+        missed = [phase for phase in PIPELINE_PHASES if not any(hits[f"{fault} {phase}"] for fault in FAULTS_IN)]
+        sys.stdout.write(f"phases in which nobody was hit: {', '.join(missed) or 'none'}\n")
     sys.stdout.write(f"{options.count} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
     return int(bool(failed))
 
