@@ -211,6 +211,7 @@ class PeerRecord:
         note: One line for people, at most 200 characters.
         stages: What it hosts of a pipeline; empty where peers train the whole model.
         failovers: How often a host failed to which it sent microbatches, so that it went to others.
+        next_stage: The stage that it is going to host; its own while it cannot move; None where that is open.
     """
 
     peer: str
@@ -241,6 +242,7 @@ class PeerRecord:
     note: str = ""
     stages: tuple[StageReport, ...] = ()
     failovers: int = 0
+    next_stage: int | None = None
 
     def of_unit(self, unit: int) -> PeerRecord | None:
         """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
@@ -268,8 +270,8 @@ class PeerRecord:
         ]
         # Without names, which would be half of the bytes: with 64 stages there would be no room for the rest.
         values["stages"] = [list(vars(stage).values()) for stage in self.stages[:MAX_STAGES]]
-        for name in _ADDED_LATER:
-            if not values[name]:
+        for name, default in _ADDED_LATER.items():
+            if values[name] == default:
                 del values[name]
         return values
 
@@ -286,7 +288,9 @@ class PeerRecord:
         """
         known = {field.name for field in fields(cls)} - {"peer"}
         try:
-            _expect(known - _ADDED_LATER <= set(payload) <= known, "fields", "differ from what this version knows")
+            _expect(
+                known - _ADDED_LATER.keys() <= set(payload) <= known, "fields", "differ from what this version knows"
+            )
             return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in payload})
         except (ValueError, TypeError, KeyError) as error:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
@@ -329,6 +333,10 @@ def _amount(name: str, value: Any) -> float:
 def _number(name: str, value: Any) -> float:
     _expect(type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e12, name, "is not a number")
     return float(value)
+
+
+def _stage(name: str, value: Any) -> int | None:
+    return None if value is None else _count(name, value)
 
 
 def _loss(name: str, value: Any) -> float | None:
@@ -429,6 +437,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "note": _text(MAX_NOTE_CHARS),
     "stages": _stages,
     "failovers": _count,
+    "next_stage": _stage,
 }
-_ADDED_LATER = frozenset({"failovers"})
+_ADDED_LATER: dict[str, int | None] = {"failovers": 0, "next_stage": None}
 """Sent only by those that have something to say, so that earlier versions read the records of all others."""

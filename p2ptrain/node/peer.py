@@ -106,7 +106,8 @@ class Peer:
         jobs: What it does that takes long.
         synchronizer: When it trains.
         lender: When it lends its bandwidth.
-        hosted: The stages that it hosts; ``intended``: what its record says before it does.
+        hosted: The stages that it hosts; ``intended``: what its record says before it does;
+            ``next_stage``: where its record says that it goes.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -119,6 +120,7 @@ class Peer:
         self.lender: Lender | None = None
         self.hosted: list[HostedStage] = []
         self.intended: tuple[StageReport, ...] = ()
+        self.next_stage: Callable[[], int | None] = lambda: None
         self.signed: SignedManifest
         self.transport: Libp2pTransport
         self.directory: Libp2pDirectory
@@ -426,6 +428,7 @@ class Peer:
             trained_tokens=sync.trained_tokens if sync else 0,
             trained_rounds=sync.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
+            next_stage=self.next_stage(),
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
             failovers=status.failovers(),
             note=status.note or self._clock_note or self.reach.standing.note,

@@ -157,7 +157,8 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         peer.synchronizer = after.units[0].synchronizer
         peer.presence.changed()
 
-    mover.on_moved, view.on_update = moved, look
+    mover.on_moved, mover.on_leaving, view.on_update = moved, peer.presence.changed, look
+    peer.next_stage = lambda: mover.next_stage
     return mover
 
 

@@ -1,9 +1,10 @@
 """A host that moves to another stage when that helps the pipeline more.
 
 All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`); whom it concerns
-waits a random time and looks again, so that one moves at a time. It takes on the other stage while it serves its own,
-and leaves only with the promise of another host of that stage to stay, which gives none while it is leaving itself. So
-no stage loses its last host by a move, whatever two hosts do at once.
+waits a random time, looks again, and says in its record where it goes. So one host after another decides, and the next
+one does while the first still downloads. It takes on the other stage while it serves its own, and leaves only with the
+promise of another host of that stage to stay, which gives none while it is leaving itself. So no stage loses its last
+host by a move, whatever two hosts do at once. Who cannot move for now says so, too: the others choose another one.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from p2ptrain.training.pipeline_view import PipelineView
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 15.0
-LONGEST_WAIT_SECONDS = 10.0
-"""The random wait before a move."""
+LOOK_SECONDS = 5.0
+LONGEST_WAIT_SECONDS = 5.0
+"""The random wait before a move: as long as a record takes to be published, and read by all."""
 LEAST_STAY_SECONDS = 90.0
 """Between two moves of one host: what a stage gains by it has to show first."""
 PROMISE_SECONDS = 120.0
@@ -50,6 +51,7 @@ class Mover:
     Attributes:
         hosted: What is hosted now.
         on_moved: Called when that is another stage; the one before is closed.
+        on_leaving: Called when `next_stage` says that it is going to be.
     """
 
     def __init__(
@@ -65,18 +67,27 @@ class Mover:
     ) -> None:
         self.hosted = hosted
         self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
+        self.on_leaving: Callable[[], None] = lambda: None
         self._view = view
         self._rpc = rpc
         self._runtime = runtime
         self._take_on = take_on
         self._memory = memory
         self._may_move = may_move
+        self._target: int | None = None
         self._is_leaving = False
         self._is_stopping = False
         loop = asyncio.get_running_loop()
         self._promised_until = loop.time()
         self._since = loop.time()
         rpc.serve("pipeline.stay", self._serve_stay)
+
+    @property
+    def next_stage(self) -> int | None:
+        """Where this peer goes; its own stage while it cannot move; None where that is open."""
+        if self._target is not None:
+            return self._target
+        return None if self._is_free else self.hosted.number
 
     def stop(self) -> None:
         """Let `run` end with the round in progress averaged as it is."""
@@ -103,15 +114,16 @@ class Mover:
 
     # Deciding
 
+    @property
+    def _is_free(self) -> bool:
+        """Whether nothing is against a move."""
+        now = asyncio.get_running_loop().time()
+        bound_until = max(self._since + LEAST_STAY_SECONDS, self._promised_until)
+        return self._may_move and now >= bound_until and not (self._is_stopping or self.hosted.rounds.is_done)
+
     def _best(self) -> Move | None:
         """The best move of all, if it is one of this peer's and nothing is against it."""
-        now = asyncio.get_running_loop().time()
-        if (
-            not self._may_move
-            or now < self._since + LEAST_STAY_SECONDS
-            or now < self._promised_until
-            or self.hosted.rounds.is_done
-        ):
+        if not self._is_free:
             return None
         needs, number = self._view.plan.needs, self.hosted.number
         speed = self.hosted.host.tokens_per_second * needs[number].work or self._view.medium_speed()
@@ -139,6 +151,8 @@ class Mover:
                 logger.info("staying with stage %d: no other host promises to stay", before.number)
                 return hosting
             logger.info("moving from stage %d to stage %d: %s", move.source, move.target, move.reason)
+            self._target = move.target
+            self.on_leaving()
             try:
                 after = await self._take_on(move.target)
             except P2PTrainError as error:
@@ -155,7 +169,7 @@ class Mover:
                 after.rounds.stop()
             return following
         finally:
-            self._is_leaving = False
+            self._is_leaving, self._target = False, None
             self._since = asyncio.get_running_loop().time()
 
     async def _promised(self, leaving: HostedStage) -> bool:

@@ -19,6 +19,9 @@ from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 """Of a peer that is going to host a stage: before and after it has chosen which."""
+SILENT_SECONDS = 15.0
+"""Of whom nothing new was read for so long, while others were heard of, placement takes for gone: three records were
+missed. Routes and averaging find out by themselves, and need not wait for that."""
 
 
 class PipelineView:
@@ -43,6 +46,7 @@ class PipelineView:
         self._memberships: dict[int, Membership] = {}
         self._routers: list[Router] = []
         self._records: dict[str, tuple[PeerRecord, int, float]] = {}
+        self._heard: dict[str, float] = {}
         self._own_sequence = 0
 
     async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
@@ -79,11 +83,13 @@ class PipelineView:
                 continue
             self._records[record.peer] = (record, sequence, expires_at)
             self.saves.tell(record.peer, record.stages)
+            self._heard[record.peer] = self._runtime.now()
             for unit, membership in self._memberships.items():
                 _tell(membership, unit, record, sequence, expires_at)
         now = self._runtime.now()
         self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
         self.saves.keep_only([*self._records, self._peer_id])
+        self._heard = {peer: heard for peer, heard in self._heard.items() if peer in self._records}
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
@@ -92,17 +98,28 @@ class PipelineView:
     def hosts(self) -> list[Host]:
         """Who hosts what, for placement: other peers only.
 
-        Those that are on their way count, but of those that have not decided yet only the ones with a smaller id: of
-        several that come at a time not all go to the same stage. Who has not been measured counts as of medium speed.
+        Those that are on their way count where they go, but of those that have not decided yet only the ones with a
+        smaller id: of several that come at a time not all go to the same stage. Who has not been measured counts as of
+        medium speed.
         """
-        found: list[tuple[str, int, float]] = []
+        found: list[Host] = []
+        medium, needs = self.medium_speed(), self.plan.needs
+        heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
         for record, _, _ in self._records.values():
             is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
-            for stage in record.stages if is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES) else ():
-                if stage.unit < self.plan.num_stages:
-                    found.append((record.peer, stage.unit, stage.tokens_per_second * self.plan.needs[stage.unit].work))
-        medium = self.medium_speed()
-        return [Host(peer, stage, speed or medium) for peer, stage, speed in found]
+            if self._heard[record.peer] < heard_from or not (
+                is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)
+            ):
+                continue
+            stages = [stage for stage in record.stages if stage.unit < len(needs)]
+            if not stages:
+                continue
+            speed = max(stage.tokens_per_second * needs[stage.unit].work for stage in stages)
+            is_bound = record.next_stage is not None or record.state not in ACTIVE_STATES
+            goes_to = stages[-1].unit if record.next_stage is None else record.next_stage
+            if goes_to < len(needs):
+                found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound))
+        return found
 
     def medium_speed(self) -> float:
         """The median of what hosts do, in work per second; 1 before any was measured."""

@@ -173,6 +173,7 @@ class PipelinePeer:
             lineage=bytes(32), digest=bytes(32), lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
             bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
             stages=tuple(report for hosted in self._hosted for report in hosted.reports()),
+            next_stage=self.mover.next_stage if self.mover is not None else None,
         )  # fmt: skip
 
     async def start(self) -> None:
@@ -186,7 +187,7 @@ class PipelinePeer:
         await self._sync(hosted)
         self.status = "training"
         self.mover = self._make_mover(hosted)
-        self.mover.on_moved = self._moved
+        self.mover.on_moved, self.mover.on_leaving = self._moved, self.presence.changed
         await self._step_in(hosted)
         await self.mover.run()
 

@@ -124,6 +124,7 @@ STAGES = st.builds(
 )  # fmt: skip
 KINDS: dict[str, st.SearchStrategy[Any]] = {
     "str": TEXT, "int": COUNTS, "float": AMOUNTS, "float | None": st.none() | NUMBERS, "bytes": HASHES,
+    "int | None": st.none() | COUNTS | st.integers(0, 4),
     "bool": st.booleans(), "tuple[str, ...]": st.just(()),
     "tuple[RoundReport, ...]": st.lists(REPORTS, max_size=8).map(tuple),
     "tuple[StageReport, ...]": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),

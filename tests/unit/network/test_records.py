@@ -228,6 +228,9 @@ def test_a_peer_that_has_no_loss_yet_did_not_diverge() -> None:
         ("clock_skew_seconds", float("nan")),
         ("clock_skew_seconds", 1e13),
         ("clock_skew_seconds", "0"),
+        ("next_stage", -1),
+        ("next_stage", True),
+        ("next_stage", "0"),
     ],
 )
 def test_a_field_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
@@ -287,7 +290,7 @@ NAMES = [field.name for field in dataclasses.fields(StageReport)]
 
 
 def test_stages_survive_the_wire() -> None:
-    hosting = record(role="stage", stages=STAGES)
+    hosting = record(role="stage", stages=STAGES, next_stage=3)
     opened = open_record(sealed(hosting.to_payload()), "peer", SWARM, BOB)
     assert PeerRecord.from_payload("alice", opened.payload) == hosting
 

@@ -169,3 +169,31 @@ def test_those_that_are_still_deciding_count_for_those_with_larger_ids_alone() -
     assert {host.peer for host in view.hosts()} == {"a"}
     told(view, replace(record("z", 0), state="syncing"), sequence=2)
     assert {host.peer for host in view.hosts()} == {"a", "z"}
+
+
+def test_who_is_on_its_way_counts_where_it_goes_and_cannot_be_moved() -> None:
+    view = make_view()
+    moving, bound = replace(record("a", 0), next_stage=2), replace(record("b", 0), next_stage=0)
+    told(view, moving, bound, record("c", 0), record("d", 1, state="syncing"))
+    seen = {host.peer: (host.stage, host.stays) for host in view.hosts()}
+    assert seen == {"a": (2, True), "b": (0, True), "c": (0, False), "d": (1, True)}
+    told(view, replace(record("a", 0, 2), next_stage=2), sequence=2)
+    assert [(host.peer, host.stage) for host in view.hosts() if host.peer == "a"] == [("a", 2)], "once"
+    told(view, replace(record("a", 2), next_stage=70), sequence=3)
+    assert "a" not in {host.peer for host in view.hosts()}, "there is no such stage"
+
+
+def test_placement_does_without_who_falls_silent_while_others_are_heard() -> None:
+    clock = [1000.0]
+    view = make_view(clock=clock)
+    router = view.new_router()
+    told(view, record("a", 0), record("b", 0))
+    clock[0] += 100
+    assert {host.peer for host in view.hosts()} == {"a", "b"}, "the directory may be away"
+    told(view, record("a", 0), record("b", 0))
+    assert {host.peer for host in view.hosts()} == {"a", "b"}, "nothing new of either"
+    told(view, record("b", 0), sequence=2)
+    assert {host.peer for host in view.hosts()} == {"b"}
+    assert routes(router)[0] == {"a", "b"}, "it may be drawn as long as its record lasts"
+    told(view, record("a", 0), sequence=2)
+    assert {host.peer for host in view.hosts()} == {"a", "b"}
