@@ -1,11 +1,11 @@
-"""A pipeline of stages: what it costs beside one process, how busy links leave it, what few bits do, how it recovers.
+"""A pipeline of stages: its cost beside one process, busy links, few bits, hosts that die, hosts that come and go.
 
     make bench-pipeline ARGS="--json results/pipeline.json"
     python -m benchmarks.bench_pipeline --only utilisation
 
 Each part is a module of its own, which says what is measured and how: `benchmarks.pipeline_overhead`,
-`pipeline_utilisation`, `pipeline_codecs`, `pipeline_recovery`. All but the first simulate: a busy machine changes how
-long they take, and no result.
+`pipeline_utilisation`, `pipeline_codecs`, `pipeline_recovery`, `pipeline_rebalancing`. All but the first simulate: a
+busy machine changes how long they take, and no result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import pipeline_codecs, pipeline_overhead, pipeline_recovery, pipeline_utilisation
+from benchmarks import (
+    pipeline_codecs,
+    pipeline_overhead,
+    pipeline_rebalancing,
+    pipeline_recovery,
+    pipeline_utilisation,
+)
 from benchmarks.findings import Section, goal_table
 from benchmarks.harness import exit_on_signals, machine
 
@@ -42,11 +48,18 @@ def recovery(options: argparse.Namespace) -> Section:
     return pipeline_recovery.compare(options.schedules, options.first_schedule, options.workers)
 
 
+def rebalancing(options: argparse.Namespace) -> Section:
+    """Hosts that come and go."""
+    seeds = range(options.first_schedule, options.first_schedule + options.traces)
+    return pipeline_rebalancing.compare(seeds, options.hours, options.workers)
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
     "overhead": overhead,
     "utilisation": utilisation,
     "codecs": codecs,
     "recovery": recovery,
+    "rebalancing": rebalancing,
 }
 
 
@@ -62,12 +75,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="codecs: how many")
     parser.add_argument("--steps", type=int, default=200, help="codecs: how many")
     parser.add_argument("--schedules", type=int, default=100, help="recovery: how many of each fault")
-    parser.add_argument("--first-schedule", type=int, default=0, help="recovery: the seed of the first one")
+    parser.add_argument(
+        "--first-schedule", type=int, default=0, help="recovery, rebalancing: the seed of the first one"
+    )
+    parser.add_argument("--traces", type=int, default=10, help="rebalancing: how many")
+    parser.add_argument("--hours", type=float, default=pipeline_rebalancing.HOURS, help="rebalancing: of a trace")
     parser.add_argument("--workers", type=int, default=2, help="processes that simulate at the same time")
     parser.add_argument("--json", metavar="FILE", help="also write all values here")
     options = parser.parse_args(arguments)
-    if min(options.turns, options.seeds, options.steps, options.schedules, options.workers) < 1:
-        parser.error("--turns, --seeds, --steps, --schedules and --workers must be at least 1")
+    counts = (options.turns, options.seeds, options.steps, options.schedules, options.traces, options.workers)
+    if min(counts) < 1 or options.hours <= 0:
+        parser.error("--turns, --seeds, --steps, --schedules, --traces, --workers and --hours must be positive")
     return options
 
 
