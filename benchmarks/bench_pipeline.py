@@ -40,7 +40,7 @@ def utilisation(options: argparse.Namespace) -> Section:
 
 def codecs(options: argparse.Namespace) -> Section:
     """Loss, by how activations travel."""
-    return pipeline_codecs.compare(range(1, options.seeds + 1), options.steps, workers=options.workers)
+    return pipeline_codecs.compare(range(1, options.seeds + 1), options.steps, options.codecs, options.workers)
 
 
 def recovery(options: argparse.Namespace) -> Section:
@@ -74,6 +74,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--in-flight", type=int, default=0, help="utilisation: microbatches; 0: as many as it takes")
     parser.add_argument("--seeds", type=int, default=3, help="codecs: how many")
     parser.add_argument("--steps", type=int, default=200, help="codecs: how many")
+    parser.add_argument(
+        "--codecs", nargs="+", choices=pipeline_codecs.CODECS, default=pipeline_codecs.CODECS, help="beside fp32"
+    )
     parser.add_argument("--schedules", type=int, default=100, help="recovery: how many of each fault")
     parser.add_argument(
         "--first-schedule", type=int, default=0, help="recovery, rebalancing: the seed of the first one"

@@ -149,6 +149,7 @@ def compare(
     seeds: Sequence[int] = (1, 2, 3), steps: int = 200, codecs: Sequence[str] = CODECS, workers: int = 2
 ) -> Section:
     """Train with all of them, and compare with fp32."""
+    codecs = ("fp32", *(codec for codec in codecs if codec != "fp32"))
     cases = [Case(ALONE, 1, seed, steps) for seed in seeds]
     cases += [Case(codec, stages, seed, steps) for stages in STAGES for codec in codecs for seed in seeds]
     sampler(seeds[0])  # The text is read once, before processes are made.

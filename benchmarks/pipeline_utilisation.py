@@ -44,6 +44,7 @@ STAGES = 4
 BITS_PER_SECOND = (500e6, 100e6)
 ROUND_TRIPS = (0.0, 0.010, 0.050, 0.100, 0.200)
 GOAL = 0.95
+KEPT_GOAL = 0.9
 WINDOW = 200
 """Microbatches that pass the slowest part of a middle stage while it is watched."""
 TRAINERS = 2
@@ -210,6 +211,9 @@ def compare(
     ratios = [one["utilisation"]["median"] / one["published"] for one in results if one["published"] is not None]
     if ratios:
         section.findings.append(Finding("least utilisation", min(ratios), "SWARM's published", 1.0, at_least=True))
+    section.findings.append(
+        Finding("least throughput at 100 ms", kept(results), "that at 0 ms", KEPT_GOAL, at_least=True)
+    )
     section.notes += [
         f"{shape.name}: {shape.samples} x {TOKENS} tokens in a microbatch,"
         f" {1000 * Case(shape, 1, 0, tflops).pass_seconds:.1f} ms for all its passes"
@@ -217,6 +221,15 @@ def compare(
     ]
     section.notes.append(f"{sum(one['resent'] for one in results)} microbatches were sent again.")
     return section
+
+
+def kept(results: Sequence[dict[str, Any]]) -> float:
+    """The least throughput at a round trip of 100 ms, of that of the same shape and rate without latency."""
+    paces = {
+        (one["shape"], one["bits_per_second"], one["round_trip_seconds"]): one["per_second"]["median"]
+        for one in results
+    }
+    return min(pace / paces[shape, rate, 0.0] for (shape, rate, trip), pace in paces.items() if trip == 0.100)
 
 
 def as_result(case: Case, found: Sequence[Pace]) -> dict[str, Any]:
