@@ -67,7 +67,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), help="measure these parts")
-    parser.add_argument("--sizes", nargs="+", choices=list(pipeline_overhead.MODELS), default=["large", "small"])
+    sizes = list(pipeline_overhead.MODELS)
+    parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="overhead: which models")
     parser.add_argument("--turns", type=int, default=4, help="overhead: of each contender")
     parser.add_argument("--log", metavar="FILE", help="overhead: where the peers' error output goes")
     parser.add_argument("--tflops", type=float, help="utilisation: of every device, instead of the published ones")

@@ -50,9 +50,10 @@ START_SECONDS, IDLE_SECONDS, TURN_SECONDS = 180.0, 20.0, 900.0
 GOAL = 0.85
 MODELS = {
     "large": ModelSpec(layers=4, hidden=512, heads=8, kv_heads=8, intermediate=1376, context=256),
+    "medium": ModelSpec(layers=4, hidden=256, heads=4, kv_heads=4, intermediate=688, context=128),
     "small": ModelSpec(layers=4, hidden=64, heads=2, kv_heads=2, intermediate=168, context=64),
 }
-ROUNDS = {"large": 2, "small": 10}
+ROUNDS = {"large": 2, "medium": 6, "small": 10}
 """In a turn."""
 
 
