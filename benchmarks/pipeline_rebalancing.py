@@ -32,6 +32,7 @@ import heapq
 import itertools
 import multiprocessing
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -265,13 +266,13 @@ def limit(scene: Scene, stays: Sequence[Stay], seconds: float, random: Random) -
     """What nobody can surpass who knows and moves no sooner; see the module. For hosts of one speed."""
     times = sorted({0.0, seconds, *(time for stay in stays for time in _turns(stay) if 0 < time < seconds)})
     done = possible = 0.0
+    coming, near = deque(stays), list[Stay]()
     for now, until in itertools.pairwise(times):
-        there = [stay for stay in stays if stay.arrives <= now < stay.leaves]
-        known = [
-            stay.leaves > now
-            for stay in stays
-            if stay.works_from <= now and (stay.missed > now - DOWNLOAD_SECONDS or stay.leaves > now)
-        ]
+        while coming and coming[0].arrives <= now:
+            near.append(coming.popleft())
+        near = [stay for stay in near if stay.missed > now - DOWNLOAD_SECONDS]
+        there = [stay for stay in near if stay.leaves > now]
+        known = [stay.leaves > now for stay in near if stay.works_from <= now]
         random.shuffle(known)
         done += min(sum(known[stage :: scene.stages]) for stage in range(scene.stages)) * (until - now)
         possible += scene.possible([stay.speed for stay in there]) * (until - now)
@@ -321,16 +322,15 @@ def compare(seeds: Sequence[int] = range(10), hours: float = HOURS, workers: int
     )
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
         for scene in SCENES:
-            progress(str(scene))
-            policies = POLICIES if scene.spread == 1 else POLICIES[:-1]
-            cases = [Case(scene, policy, seed, hours) for policy in policies for seed in seeds]
-            values = list(pool.map(percent, cases))
-            found = {
-                policy: Measured(tuple(values[len(seeds) * number : len(seeds) * (number + 1)]))
-                for number, policy in enumerate(policies)
-            }
+            found: dict[str, Measured] = {}
+            cells = dict.fromkeys(POLICIES, "")
+            for policy in POLICIES if scene.spread == 1 else POLICIES[:-1]:
+                cases = [Case(scene, policy, seed, hours) for seed in seeds]
+                found[policy] = each = Measured(tuple(pool.map(percent, cases)))
+                cells[policy] = f"{each.median:.2f} ({min(each.values):.2f})"
+                progress(f"{scene}, {policy}: {cells[policy]}")
             section.results[str(scene)] = {policy: measured.to_json() for policy, measured in found.items()}
-            section.rows.append((scene, *(f"{each.median:.2f} ({min(each.values):.2f})" for each in found.values())))
+            section.rows.append((scene, *cells.values()))
             _add(section, scene, found)
     section.rows.append(("published, real traces", *(f"{value:.1f}" for value in PUBLISHED.values()), "", ""))
     return section

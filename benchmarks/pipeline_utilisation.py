@@ -225,7 +225,7 @@ def compare(
 
 def kept(results: Sequence[dict[str, Any]]) -> float:
     """The least throughput at a round trip of 100 ms, of that of the same shape and rate without latency."""
-    paces = {
+    paces: dict[tuple[str, float, float], float] = {
         (one["shape"], one["bits_per_second"], one["round_trip_seconds"]): one["per_second"]["median"]
         for one in results
     }

@@ -6,7 +6,18 @@ from random import Random
 
 import pytest
 
-from benchmarks.pipeline_rebalancing import LIMIT, OURS, POLICIES, Case, Scene, Simulation, limit, percent
+from benchmarks.pipeline_rebalancing import (
+    LIMIT,
+    OURS,
+    POLICIES,
+    SCENES,
+    Case,
+    Scene,
+    Simulation,
+    compare,
+    limit,
+    percent,
+)
 
 
 def test_the_hosts_of_a_seed_are_the_same_for_all_policies() -> None:
@@ -35,3 +46,9 @@ def test_hosts_that_leave_are_counted_once_and_those_that_come_after_their_downl
     seconds = min(stay.leaves for stay in stays)
     assert Simulation(scene, "random", Random(1)).run(stays, seconds) == pytest.approx(1.0)
     assert limit(scene, stays, seconds, Random(1)) == pytest.approx(1.0)
+
+
+def test_all_scenes_make_a_table() -> None:
+    section = compare(seeds=range(1), hours=0.1, workers=1)
+    assert str(SCENES[0]) in str(section)
+    assert len(section.findings) == 2 * len(SCENES) - 1
