@@ -147,8 +147,10 @@ def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple
 
         return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
     hosted = max((record.stages[0].unit + 1 for record in records if record.stages), default=0)
-    number = len(pipeline.cuts) + 1 if pipeline.cuts else pipeline.stages
-    return ((0, 0),) * (number if isinstance(number, int) else min(max(2, hosted), MAX_PIPELINE_STAGES))
+    number = min(max(2, hosted), MAX_PIPELINE_STAGES) if pipeline.stages == "auto" else pipeline.stages
+    if pipeline.cuts:
+        number = len(pipeline.cuts) + 1
+    return ((0, 0),) * number if number > 1 else ((0, manifest.model.layers),)
 
 
 def what_is_missing(manifest: Manifest) -> str:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
@@ -16,8 +15,8 @@ from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError
 from p2ptrain.network.records import StageReport
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.stage_saving import restore_stage, save_and_tell
 from p2ptrain.node.training import find_the_others, step_in
-from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from p2ptrain.training.hosted_stage import HostedStage
     from p2ptrain.training.moving import Mover
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
-    from p2ptrain.training.stage_saves import Save
     from p2ptrain.training.sync import RoundResult
 
 logger = logging.getLogger(__name__)
@@ -108,7 +106,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         results = await asyncio.gather(working, wanted, return_exceptions=True)
     hosted = mover.hosted if mover is not None else None
     if hosted is not None:
-        await _save_and_tell(peer, config, hosted)
+        await save_and_tell(peer, config, hosted)
     await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, time.monotonic() - started, reason)
     peer.remember_peers()
     if isinstance(results[0], Exception):
@@ -173,7 +171,7 @@ async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: i
         bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
     )  # fmt: skip
     try:
-        for save in await peer.runtime.compute(_restore, config, hosted):
+        for save in await peer.runtime.compute(restore_stage, config, hosted):
             hosted.saves.note(save)
         peer.host(hosted)
         for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
@@ -302,65 +300,8 @@ class _Rounds:
         is_idle = self._saving is None or self._saving.done()
         is_due = every > 0 and round % every == 0
         if is_idle and (is_due or self._hosted.rounds.is_done):
-            saving = _save_and_tell(self._peer, self._config, self._hosted)
+            saving = save_and_tell(self._peer, self._config, self._hosted)
             self._saving = asyncio.create_task(saving, name="save")
-
-
-def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
-    return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
-
-
-async def _save_and_tell(peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
-    """Write what this peer hosts to disk, and say so in its record."""
-    saves, failed = await peer.runtime.compute(_save, config, hosted)
-    for save in saves:
-        hosted.saves.note(save)
-    for unit in failed:
-        hosted.saves.failed(unit)
-    peer.presence.changed()
-
-
-def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int]]:
-    """What was written, but what was there already; what cannot be written is said, and training goes on."""
-    from p2ptrain.errors import CheckpointError
-    from p2ptrain.training.checkpoint import save_checkpoint
-    from p2ptrain.training.stage_saves import Save
-
-    saves, failed = [], []
-    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
-        state = unit.synchronizer.state
-        last = hosted.saves.newest(number)
-        if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
-            continue
-        try:
-            path = save_checkpoint(
-                _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
-                extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
-            )  # fmt: skip
-        except (ResourceError, CheckpointError) as error:
-            logger.error("%s", error)
-            failed.append(number)
-        else:
-            saves.append(Save(number, state.head.round, state.head.digest, path))
-    return saves, failed
-
-
-def _restore(config: PeerConfig, hosted: HostedStage) -> list[Save]:
-    """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
-    from p2ptrain.node.trainer import restore
-    from p2ptrain.training.checkpoint import load_newest_valid
-    from p2ptrain.training.stage_saves import Save
-
-    saves = []
-    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
-        checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
-        if checkpoint is not None:
-            restore(unit.synchronizer.state, checkpoint)
-            unit.synchronizer.averager.set_head(checkpoint.head)
-            unit.work.adopt(False, None)
-            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
-            saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))
-    return saves
 
 
 # Feeding

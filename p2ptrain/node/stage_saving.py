@@ -1,0 +1,75 @@
+"""What a host of a stage keeps on its disk: written after rounds, read at its start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ResourceError
+from p2ptrain.node.peer import Peer
+from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
+
+if TYPE_CHECKING:
+    from p2ptrain.training.hosted_stage import HostedStage
+    from p2ptrain.training.stage_saves import Save
+
+logger = logging.getLogger(__name__)
+
+
+def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
+    return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
+
+
+async def save_and_tell(peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
+    """Write what this peer hosts to disk, and say so in its record."""
+    saves, failed = await peer.runtime.compute(_save, config, hosted)
+    for save in saves:
+        hosted.saves.note(save)
+    for unit in failed:
+        hosted.saves.failed(unit)
+    peer.presence.changed()
+
+
+def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int]]:
+    """What was written, but what was there already; what cannot be written is said, and training goes on."""
+    from p2ptrain.errors import CheckpointError
+    from p2ptrain.training.checkpoint import save_checkpoint
+    from p2ptrain.training.stage_saves import Save
+
+    saves, failed = [], []
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        state = unit.synchronizer.state
+        last = hosted.saves.newest(number)
+        if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
+            continue
+        try:
+            path = save_checkpoint(
+                _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
+                extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
+            )  # fmt: skip
+        except (ResourceError, CheckpointError) as error:
+            logger.error("%s", error)
+            failed.append(number)
+        else:
+            saves.append(Save(number, state.head.round, state.head.digest, path))
+    return saves, failed
+
+
+def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
+    """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
+    from p2ptrain.node.trainer import restore
+    from p2ptrain.training.checkpoint import load_newest_valid
+    from p2ptrain.training.stage_saves import Save
+
+    saves = []
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
+        if checkpoint is not None:
+            restore(unit.synchronizer.state, checkpoint)
+            unit.synchronizer.averager.set_head(checkpoint.head)
+            unit.work.adopt(False, None)
+            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+            saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))
+    return saves
