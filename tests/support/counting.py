@@ -201,7 +201,7 @@ class DirectedMover(Mover):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._told = asyncio.Event()
-        self._target = 0
+        self._destination = 0
 
     @property
     def is_leaving(self) -> bool:
@@ -210,7 +210,7 @@ class DirectedMover(Mover):
 
     def go(self, target: int) -> None:
         """Move to another stage now."""
-        self._target = target
+        self._destination = target
         self._told.set()
 
     async def run(self) -> None:
@@ -221,7 +221,7 @@ class DirectedMover(Mover):
             while not hosting.done():
                 await asyncio.wait({hosting, told}, return_when=asyncio.FIRST_COMPLETED)
                 if told.done():
-                    move = Move(self._rpc.peer_id, self.hosted.number, self._target, "it was told to")
+                    move = Move(self._rpc.peer_id, self.hosted.number, self._destination, "it was told to")
                     hosting = await self._move(move, hosting)
                     self._told.clear()
                     told = asyncio.create_task(self._told.wait(), name="told")
