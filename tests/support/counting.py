@@ -324,8 +324,8 @@ class CountedPipeline(Pipeline):
         """A microbatch counts at most once at each stage, exactly once if it was reported done, nowhere if it failed.
 
         Args:
-            may_fork: Whether hosts of a stage could not reach each other for a while, so that it may have had two
-                lineages. One of them lost, and what was done there is in the lost one.
+            may_fork: Whether hosts of a stage could not reach each other for a while, or were stopped, so that it may
+                have had two lineages. One of them lost, and what was done there is in the lost one.
         """
         for stage in range(self.plan.num_stages):
             heads = {

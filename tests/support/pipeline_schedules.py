@@ -202,6 +202,7 @@ class PipelineRun:
             case "crash" if chosen.hosted is not None and self._may_lose(chosen):
                 self._crash(chosen)
             case "stall":
+                self._may_fork = True  # It may end a round when it wakes that the others ended without it.
                 network.stall(chosen.peer, self._random.choice((0.3, 3.0, 20.0)))
             case "cut":
                 self._may_fork = True
@@ -304,7 +305,11 @@ class PipelineRun:
                 self._traps.remove(trap)
                 self.hits[f"{fault} {phase}"] += 1
                 self.network.record("trap", fault, phase)
-                self.network.stall(victim.peer, 20.0) if fault == "stall in" else self._crash(victim)
+                if fault == "stall in":
+                    self._may_fork = True
+                    self.network.stall(victim.peer, 20.0)
+                else:
+                    self._crash(victim)
                 return
 
     def _victim(self, fault: str, peer: CountingPeer) -> PipelinePeer | None:
