@@ -159,9 +159,15 @@ class Mover:
                 logger.warning("staying with stage %d: %s", before.number, error)
                 return hosting
             following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
-            before.rounds.stop()
-            await asyncio.gather(hosting, return_exceptions=True)
-            await self._hand_over(before)
+            try:
+                before.rounds.stop()
+                await asyncio.gather(hosting, return_exceptions=True)
+                await self._hand_over(before)
+            except BaseException:  # This peer ends meanwhile.
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+                await after.close()
+                raise
             self.hosted = after
             await before.close()
             self.on_moved(after)

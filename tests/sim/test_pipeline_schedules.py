@@ -177,11 +177,15 @@ def test_hosts_move_to_where_they_are_missed_and_no_stage_is_left_alone(seed: in
         pipeline.is_stopping = True
         await feeding
         pipeline.is_stopping = False
+        moves = sum(len(peer.moves) for peer in pipeline.peers)
         results = await pipeline.feed(trainer, range(PLACES - 36, PLACES), at_once=8)
-        assert all(results.values())
         await until(pipeline.is_level, 120.0)
         watching.cancel()
-        assert sum(len(peer.moves) for peer in pipeline.peers) <= 4  # No stampede, and no wandering about.
+        more = sum(len(peer.moves) for peer in pipeline.peers) - moves
+        lost = [number for number, accepted in results.items() if accepted is None]
+        assert not pipeline.failed.intersection(lost)
+        assert len(lost) <= 8 * more  # Not settled yet at a host when it left.
+        assert moves + more <= 4  # No stampede, and no wandering about.
         pipeline.check()
         await pipeline.close()
 
