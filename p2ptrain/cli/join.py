@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     signed = run_async(_fetch(link))
     check_compatible(signed.manifest, lends=arguments.auxiliary)
-    overrides |= _in_pipeline(arguments, signed.manifest)
+    overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
     print(describe_lending(signed, config) if arguments.auxiliary else describe(signed, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
 
 
-def _in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
+def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
     """What --role and --stage mean in this swarm.
 
     Raises:
@@ -102,7 +102,32 @@ def _in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str,
         return {}
     if arguments.role == "trainer" and arguments.stage is not None:
         raise UsageError("--stage: a trainer hosts none; use --role stage or both")
-    return {"role": arguments.role or "both", "pipeline.stage": arguments.stage}
+    role = arguments.role or ("both" if arguments.stage is not None or _has_room(arguments, manifest) else "trainer")
+    return {"role": role, "pipeline.stage": arguments.stage}
+
+
+def _has_room(arguments: argparse.Namespace, manifest: Manifest) -> bool:
+    """Whether a stage fits into this machine; says so if none does, since the peer then hosts none.
+
+    Raises:
+        ConfigError: --max-memory is no size.
+    """
+    from p2ptrain.config import parse_size
+    from p2ptrain.monitor.formats import human_bytes
+    from p2ptrain.pipeline.measuring import available_memory
+    from p2ptrain.pipeline.plan import PipelinePlan
+
+    try:
+        memory = parse_size(arguments.max_memory or 0) or available_memory()
+    except ValueError as error:
+        raise ConfigError(f"--max-memory: {error}") from error
+    least = min(need.memory for need in PipelinePlan(manifest).needs)
+    if least > memory:
+        print(
+            f"no stage fits into {human_bytes(memory)} of memory: the smallest takes {human_bytes(least)}. This machine"
+            " sends text through those of others; --role stage insists"
+        )
+    return least <= memory
 
 
 async def _fetch(link: SwarmLink) -> SignedManifest:
@@ -201,7 +226,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
     plan = PipelinePlan(manifest)
     wanted = config.pipeline.stage
     numbers = [wanted] if 0 <= wanted < plan.num_stages else list(range(plan.num_stages))
-    sizes = [num_parameters(manifest.model, plan.spans[number]) for number in numbers]
+    sizes = [plan.state_bytes(number) for number in numbers]
     needs = [plan.needs[number].memory for number in numbers]
 
     def between(values: list[int], show: Callable[[float], str]) -> str:
@@ -212,11 +237,14 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
     parameters = human_count(num_parameters(manifest.model))
     which = f"stage {wanted}" if wanted >= 0 else "the stage that needs it most"
     hosts = [
-        f"downloads  the state of one of {plan.num_stages} stages, about"
-        f" {between([12 * size for size in sizes], human_bytes)}, from peers",
+        f"downloads  the state of one of {plan.num_stages} stages, about {between(sizes, human_bytes)}, from peers",
         f"hosts      {which} of {manifest.model.family}, {parameters} parameters; device {resources.device}, about"
         f" {between(needs, human_bytes)} of memory",
     ]
+    if manifest.model.weights and config.weights is None:
+        hosts.insert(1, f"begins     with the blocks of that stage in {manifest.model.weights}")
+    if manifest.lora is not None:
+        hosts.append(f"trains     adapters of {', '.join(manifest.lora.targets)} alone")
     feeds = [f"reads      {manifest.data.source}, and sends it through all stages"]
     return "\n".join(
         [
@@ -233,8 +261,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
 
 
 def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
-    """Bytes of memory and number of parameters of the stage to be hosted; of the smallest if that is open."""
-    from p2ptrain.models import num_parameters
+    """Bytes of memory and of state of the stage to be hosted; of the smallest if that is open."""
     from p2ptrain.models.registry import PROCESS_BYTES
     from p2ptrain.pipeline.plan import PipelinePlan
 
@@ -242,7 +269,7 @@ def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
         return PROCESS_BYTES, 0
     plan = PipelinePlan(manifest)
     numbers = [config.pipeline.stage] if 0 <= config.pipeline.stage < plan.num_stages else range(plan.num_stages)
-    return min((plan.needs[number].memory, num_parameters(manifest.model, plan.spans[number])) for number in numbers)
+    return min((plan.needs[number].memory, plan.state_bytes(number)) for number in numbers)
 
 
 def check_machine(manifest: Manifest, config: PeerConfig) -> None:
@@ -260,9 +287,9 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     from p2ptrain.monitor.formats import human_bytes
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
-    size = num_parameters(manifest.model)
+    checkpoint = 5 * 4 * num_parameters(manifest.model)
     if manifest.in_stages:
-        needed, size = _least_stage(manifest, config)
+        needed, checkpoint = _least_stage(manifest, config)
     available = psutil.virtual_memory().available
     if needed > available:
         raise ResourceError(
@@ -271,7 +298,6 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
         )
     config.run_dir.mkdir(parents=True, exist_ok=True)
     # A checkpoint is written beside the ones that are kept before the oldest is removed.
-    checkpoint = 5 * 4 * size
     disk = (config.checkpoints.keep_last + 1) * checkpoint + _SPARE_DISK_BYTES
     free = shutil.disk_usage(config.run_dir).free
     if disk > free:

@@ -128,9 +128,11 @@ async def _all(parts: list[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> Mover:
+    from p2ptrain.pipeline.measuring import available_memory
     from p2ptrain.training.moving import Mover
 
-    choice = await _choose_stage(peer, config, view)
+    memory = config.resources.max_memory or available_memory()
+    choice = await _choose_stage(peer, config, view, memory)
     logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
     hosted = await _take_on(peer, config, view, choice.stage)
 
@@ -138,8 +140,6 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         made = await _take_on(peer, config, view, stage)
         await _step_in(peer, made)
         return made
-
-    memory = config.resources.max_memory or 1 << 62
 
     completing: asyncio.Task[None] | None = None
 
@@ -198,31 +198,31 @@ def _last_round(peer: Peer, config: PeerConfig, now: int) -> int:
     return min(filter(None, limits), default=0)
 
 
-async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView) -> Choice:
+async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
     """The stage that the config names, or the one that needs this peer most.
 
     Raises:
         ConfigError: There is no such stage.
         ResourceError: No stage fits.
     """
-    plan, memory = view.plan, config.resources.max_memory or 1 << 62
+    plan = view.plan
     if config.pipeline.stage >= plan.num_stages:
         raise ConfigError(
             f"pipeline.stage = {config.pipeline.stage}: this swarm has the stages 0 to {plan.num_stages - 1}"
         )
     if config.pipeline.stage >= 0:
         need = plan.needs[config.pipeline.stage].memory
-        if need > memory:
+        if config.resources.max_memory and need > memory:  # Else its owner knows what it has to spare.
             raise ResourceError(
                 f"stage {config.pipeline.stage} takes about {need / 1e9:.1f} GB, and the limit is {memory / 1e9:.1f}"
                 " GB: raise --max-memory, or let the peer choose a stage"
             )
         peer.set_state(DECIDED_STATE)
         return Choice(config.pipeline.stage, "asked for")
-    choice = Choice(-1, "")
+    speed, choice = await _speed(peer, config, view), Choice(-1, "")
     for _ in range(MAX_CHOICES):
         before = choice
-        choice = choose(plan.needs, view.hosts(), view.medium_speed(), memory)
+        choice = choose(plan.needs, view.hosts(), speed, memory)
         if choice.stage == before.stage:
             break
         # Others that come now should see it, and this peer what they want.
@@ -233,6 +233,22 @@ async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView) -> C
     peer.status.state = DECIDED_STATE
     await peer.presence.publish()
     return choice
+
+
+async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
+    """This machine's, beside the speeds of hosts that are there; as a medium one's where none was measured yet."""
+    from p2ptrain.node.trainer import choose_device
+    from p2ptrain.pipeline.measuring import measure_speed
+
+    others = view.medium_speed()
+    if not view.is_measured:
+        return others
+    with peer.jobs("measuring this machine", ""):
+        device, bandwidth = choose_device(config), config.resources.up
+        speed = await peer.runtime.compute(measure_speed, view.plan, device, bandwidth)
+    if speed:
+        logger.info("this machine is about %.2g times as fast as a host of medium speed", speed / others)
+    return speed or others
 
 
 def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> Any:

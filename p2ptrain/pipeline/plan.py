@@ -119,10 +119,7 @@ class PipelinePlan:
     @cached_property
     def needs(self) -> tuple[StageNeed, ...]:
         """What hosting each stage takes: work of one sample, and memory."""
-        work = self._family.work(self.manifest.model)
-        return tuple(
-            StageNeed(float(sum(work[slice(*span)])), self._memory(span) + PROCESS_BYTES) for span in self.spans
-        )
+        return tuple(StageNeed(self.work_of(span), self._memory(span) + PROCESS_BYTES) for span in self.spans)
 
     @cached_property
     def tied(self) -> Unit | None:
@@ -166,15 +163,39 @@ class PipelinePlan:
         local = {ties.get(name, name): name for name in stage_shapes(self._blocks, self.spans[stage])}
         return {name: local[name] for name in unit.names}
 
+    def state_bytes(self, stage: int) -> int:
+        """What a newcomer downloads from other hosts of a stage: what is trained, and AdamW's moments of it."""
+        values = sum(math.prod(shape) for unit in self.units(stage) for shape in self.shapes(unit).values())
+        return values * (4 + (2 if self.manifest.pipeline.moments == "8bit" else 8))
+
     def units(self, stage: int) -> tuple[Unit, ...]:
         """All that a host of a stage averages: what is the stage's own first."""
         tied = self.tied
         return (self.own(stage), *([tied] if tied is not None and stage in tied.stages else []))
 
+    @property
+    def num_blocks(self) -> int:
+        """Of the whole model."""
+        return len(self._blocks)
+
+    @property
+    def inner_shape(self) -> tuple[int, int, int]:
+        """Of what goes from one stage to the next: samples of a microbatch, positions, values."""
+        spec = self.manifest
+        return spec.training.local_batch, self._family.tokens(spec.model), spec.model.hidden
+
+    def work_of(self, span: Span) -> float:
+        """Of one sample, in the unit of `needs`."""
+        return float(sum(self._family.work(self.manifest.model)[slice(*span)]))
+
     def build(self, stage: int, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
         """A stage on the CPU, as all its hosts begin with it; arguments and errors as in `build_stage`."""
+        return self.build_span(self.spans[stage], weights, jobs)
+
+    def build_span(self, span: Span, weights: Path | None = None, jobs: Jobs = untold) -> Stage:
+        """Any span of blocks, as `build` makes it of a stage's."""
         spec = self.manifest
-        built = build_stage(spec.model, self.spans[stage], weights, spec.pipeline.quant or None, jobs)
+        built = build_stage(spec.model, span, weights, spec.pipeline.quant or None, jobs)
         if spec.lora is not None:
             from p2ptrain.models.adapters import add_adapters
 

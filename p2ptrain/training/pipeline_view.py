@@ -121,16 +121,24 @@ class PipelineView:
                 found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound))
         return found
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether any host has told what it does."""
+        return bool(self._speeds())
+
     def medium_speed(self) -> float:
         """The median of what hosts do, in work per second; 1 before any was measured."""
+        speeds = self._speeds()
+        return statistics.median(speeds) if speeds else 1.0
+
+    def _speeds(self) -> list[float]:
         needs = self.plan.needs
-        speeds = [
+        return [
             stage.tokens_per_second * needs[stage.unit].work
             for record, _, _ in self._records.values()
             for stage in record.stages
-            if stage.unit < self.plan.num_stages and stage.tokens_per_second > 0
+            if stage.unit < len(needs) and stage.tokens_per_second > 0
         ]
-        return statistics.median(speeds) if speeds else 1.0
 
     def refresh_routes(self) -> None:
         """Have what this peer hosts itself in the routes, or no more."""

@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import argparse
 import io
+import re
 from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.join import check_compatible, check_machine, describe, describe_lending
+from p2ptrain.cli.join import add_arguments, check_compatible, check_machine, describe, describe_lending, in_pipeline
 from p2ptrain.cli.running import confirm
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, ResourceError, UsageError
-from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
 
 
 def config(tmp_path: Path) -> PeerConfig:
@@ -48,6 +50,43 @@ def test_a_model_that_is_too_large_for_this_machine_is_refused(tmp_path: Path) -
 def test_text_that_is_not_here_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/no/such"):
         check_machine(Manifest(data=DataSpec(source="path:/no/such")), config(tmp_path))
+
+
+STAGES = {"training": {"every": 1}, "pipeline": {"stages": 2}}
+
+
+def joining(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["p2ptrain://x", *words])
+
+
+def test_who_has_room_for_a_stage_hosts_one_and_who_has_none_sends_text(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = parse_manifest(STAGES, "run.toml")
+    assert in_pipeline(joining(), manifest)["role"] == "both"
+    assert not capsys.readouterr().out
+    assert in_pipeline(joining("--max-memory", "100MB"), manifest)["role"] == "trainer"
+    assert "no stage fits into 100" in capsys.readouterr().out
+    for words in (["--role", "stage"], ["--role", "both"]):
+        assert in_pipeline(joining("--max-memory", "100MB", *words), manifest)["role"] == words[1]
+    assert in_pipeline(joining("--max-memory", "100MB", "--stage", "1"), manifest)["role"] == "both"
+    with pytest.raises(ConfigError, match="--max-memory"):
+        in_pipeline(joining("--max-memory", "a lot"), manifest)
+
+
+def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> None:
+    host = config(tmp_path).model_copy(update={"role": "stage"})
+
+    def shown(**sections: object) -> str:
+        return describe(SignedManifest(parse_manifest({**STAGES, **sections}, "run.toml"), "Qm", b""), host)
+
+    digests = ["0" * 64] * 6
+    weights = {"weights": "hub:owner/name", "weight_digests": digests}
+    everything, adapters = shown(), shown(lora={"targets": ["q_proj"], "rank": 1}, model=weights)
+    assert "begins     with the blocks of that stage in hub:owner/name" in adapters
+    assert "trains     adapters of q_proj alone" in adapters
+    sizes = [re.search(r"stages, about (\S+) (\S+)", text) for text in (everything, adapters)]
+    assert [size[2].rstrip(",") for size in sizes if size] == ["MB", "kB"]
 
 
 def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
