@@ -62,6 +62,14 @@ def train(moments: Moments, seed: int, steps: int, train_on: torch.Tensor, held_
         return sum(float(loss_of(model, part)) for part in parts) / len(parts)
 
 
+def state_bytes(moments: Moments) -> float:
+    """Of one parameter: what hosts hold, save and hand to newcomers."""
+    layout = Layout.from_module(build_model(SPEC))
+    stepper = AdamWStep(layout, TRAINING, moments)
+    held = layout.new_vector().nbytes + sum(tensor.nbytes for _, tensor in stepper.state_tensors())
+    return held / layout.num_parameters
+
+
 def step_seconds(num_values: int, repeats: int) -> dict[str, float]:
     """CPU time of one step, by what holds the moments."""
     module = nn.Module()
@@ -98,9 +106,11 @@ def main() -> None:
     results = {"steps": arguments.steps, "runs": runs, "ratio": mean, "step_seconds": seconds}
     title = f"held-out loss after {arguments.steps} steps, nats"
     report(title, ("", "fp32", "8 bits", "ratio"), [*rows, ("mean", "", "", f"{mean:.4f}")], results, arguments.json)
+    sizes = {moments: state_bytes(moments) for moments in MOMENTS}
     timed = [(name, f"{each:.3f}", f"{each / seconds['torch']:.2f}") for name, each in seconds.items()]
     title = f"CPU seconds of a step of {arguments.values / 1e6:g}M parameters"
     sys.stdout.write(f"\n{format_table((title, '', 'of torch'), timed)}\n")
+    sys.stdout.write(f"\nstate: {sizes['fp32']:.2f} bytes a parameter, with 8 bits {sizes['8bit']:.2f}\n")
 
 
 if __name__ == "__main__":

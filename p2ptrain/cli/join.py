@@ -277,13 +277,14 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
 
     Raises:
         ResourceError: Memory or disk will not do; says how much is missing.
-        ConfigError: The swarm reads text from a path that is not here.
+        ConfigError: The swarm's text, or the model that it begins with, is at a path that is not here.
     """
     import shutil
 
     import psutil
 
     from p2ptrain.models import estimate_memory_bytes, num_parameters
+    from p2ptrain.models.pretrained import local_data
     from p2ptrain.monitor.formats import human_bytes
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
@@ -305,9 +306,14 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             f"checkpoints need about {human_bytes(disk)} of disk and {human_bytes(free)} is free in {config.run_dir}:"
             " choose another --run-dir"
         )
-    for kind, source in (("data.source", manifest.data.source), ("data.tokenizer", manifest.data.tokenizer)):
+    data = local_data(manifest, config.weights)
+    needs = {} if config.role == "stage" else {"data.source": data.source, "data.tokenizer": data.tokenizer}
+    if config.role != "trainer" or not manifest.in_stages:
+        needs["model.weights"] = manifest.model.weights if config.weights is None else f"path:{config.weights}"
+    for kind, source in needs.items():
         scheme, _, path = source.partition(":")
-        if scheme == "path" and not Path(path).exists():
+        if scheme == "path" and not Path(path).expanduser().exists():
+            hint = ", and give its folder with --weights" if kind == "model.weights" else ""
             raise ConfigError(
-                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
+                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy{hint}"
             )

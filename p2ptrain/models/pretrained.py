@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from p2ptrain.jobs import Jobs, untold
-from p2ptrain.manifest import ModelSpec, explain
+from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
 from p2ptrain.models.family import Span, stage_shapes, stage_ties
 from p2ptrain.models.registry import get_family, model_blocks, model_families
 
@@ -56,6 +56,14 @@ def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs:
             " for a copy, and give its folder with --weights"
         )
     return folder
+
+
+def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
+    """The manifest's text, with the tokenizer from where this machine has the model if they came together."""
+    data = manifest.data
+    if given is None or data.tokenizer != manifest.model.weights:
+        return data
+    return data.model_copy(update={"tokenizer": f"path:{given}"})
 
 
 def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> ModelSpec:
@@ -111,14 +119,18 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
         known = ", ".join(model_families())
         raise ManifestError(f"{folder} holds a model of the family {kind!r}, and this version has {known}")
     family = get_family(ModelSpec(family=kind))
-    found = family.from_hugging_face(theirs)
-    longest = found.get("context", 0)
-    if context and longest and context > longest:
+    settings = family.from_hugging_face(theirs)
+    longest = settings.get("context", 0)
+    if context and not longest:
+        raise ManifestError(f"a model of the family {kind!r} has no context: leave --context out")
+    if context > longest:
         raise ManifestError(f"a context of {context} tokens is more than this model's, {longest}")
+    if context and context < longest and family.has_fixed_context:
+        raise ManifestError(f"this model's positions are parameters: its context is {longest} tokens, not {context}")
     if longest and not family.has_fixed_context:
-        found["context"] = context or min(longest, CONTEXT)
+        settings["context"] = context or min(longest, CONTEXT)
     try:
-        spec = ModelSpec.model_validate({"family": kind, **found})
+        spec = ModelSpec.model_validate({"family": kind, **settings})
     except ValidationError as error:
         raise ManifestError(explain(error, str(path))) from error
     ours = family.hugging_face(spec)

@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 DRAIN_SECONDS = 20.0
 LINGER_SECONDS = 20.0
 """After the last round hosts go on answering trainers that measure the result."""
+WRITING_SECONDS = 10.0
+"""How long a checkpoint that is being written when the peer ends may take."""
 MAX_CHOICES = 6
 SPREADING_SECONDS = 1.5
 """How long a record may take to be seen by everybody."""
@@ -76,6 +78,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
 
         torch.set_num_threads(config.resources.threads)
     plan = PipelinePlan(peer.manifest)
+    await asyncio.to_thread(lambda: plan.needs)  # Adapters are looked up in the model, which takes a while.
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.on_records, peer.status.failovers = view.update, lambda: view.failovers
     await peer.presence.refresh()
@@ -148,6 +151,7 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         if completing is None or completing.done():
             completing = asyncio.create_task(mover.hosted.saves.complete(), name="complete")
 
+    peer.on_close(lambda: _end(completing))
     mover = Mover(view, peer.rpc, peer.runtime, hosted, take_on, memory, may_move=config.pipeline.stage < 0)
 
     def moved(after: HostedStage) -> None:
@@ -187,6 +191,7 @@ async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: i
         raise
     hosted.rounds.last_round = _last_round(peer, config, hosted.units[0].round)
     rounds = _Rounds(peer, config, hosted)
+    peer.on_close(rounds.close)
     hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
     return hosted
 
@@ -319,6 +324,18 @@ class _Rounds:
             saving = save_and_tell(self._peer, self._config, self._hosted)
             self._saving = asyncio.create_task(saving, name="save")
 
+    async def close(self) -> None:
+        """End a save that is under way."""
+        await _end(self._saving)
+
+
+async def _end(writing: asyncio.Task[None] | None) -> None:
+    """Let what is being written come to its end, if it does so soon."""
+    if writing is not None:
+        await asyncio.wait({writing}, timeout=WRITING_SECONDS)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+
 
 # Feeding
 
@@ -341,14 +358,15 @@ async def start_feeder(peer: Peer, view: PipelineView) -> Feeder:
 
 async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
     from p2ptrain.models import check_reads_text
+    from p2ptrain.models.pretrained import local_data
     from p2ptrain.training.metrics import MetricsWriter
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
     from p2ptrain.training.text import load_corpus
 
     manifest, model = peer.manifest, peer.manifest.model
     check_reads_text(model)
-    cache = config.run_dir.parent / "data"
-    corpus = await asyncio.to_thread(load_corpus, manifest.data, model.context, model.vocabulary, cache, peer.jobs)
+    data, cache = local_data(manifest, config.weights), config.run_dir.parent / "data"
+    corpus = await asyncio.to_thread(load_corpus, data, model.context, model.vocabulary, cache, peer.jobs)
     feeder = await start_feeder(peer, view)
     trainer = PipelineTrainer(
         feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,

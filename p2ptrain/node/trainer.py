@@ -81,7 +81,7 @@ def choose_device(config: PeerConfig) -> torch.device:
 
 def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -> tuple[torch.nn.Module, Corpus]:
     from p2ptrain.models import build_model, check_reads_text, estimate_memory_bytes, whole
-    from p2ptrain.models.pretrained import weights_folder
+    from p2ptrain.models.pretrained import local_data, weights_folder
     from p2ptrain.training.text import load_corpus
 
     manifest = peer.manifest
@@ -93,7 +93,7 @@ def _load(peer: Peer, config: PeerConfig, run_dir: Path, device: torch.device) -
             f"this model needs about {needed / 1e9:.1f} GB, and the limit is {allowed / 1e9:.1f} GB: raise --max-memory"
         )
     model, cache = manifest.model, run_dir.parent / "data"
-    corpus = load_corpus(manifest.data, model.context, model.vocabulary, cache, peer.jobs)
+    corpus = load_corpus(local_data(manifest, config.weights), model.context, model.vocabulary, cache, peer.jobs)
     weights = weights_folder(model, whole(model), config.weights, peer.jobs)
     return build_model(model, weights, jobs=peer.jobs).to(device), corpus
 

@@ -89,6 +89,22 @@ def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> 
     assert [size[2].rstrip(",") for size in sizes if size] == ["MB", "kB"]
 
 
+def test_each_role_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
+    gone = f"path:{tmp_path / 'gone'}"
+    sections = {
+        "model": {"weights": gone, "weight_digests": ["0" * 64] * 6},
+        "data": {"tokenizer": gone, "source": f"path:{tmp_path}"},
+    }
+    manifest = parse_manifest({**STAGES, **sections}, "run.toml")
+    own = config(tmp_path)
+    for role, missing in (("stage", r"model\.weights .*--weights"), ("trainer", r"data\.tokenizer")):
+        with pytest.raises(ConfigError, match=missing):
+            check_machine(manifest, own.model_copy(update={"role": role}))
+        check_machine(manifest, own.model_copy(update={"role": role, "weights": tmp_path}))
+    elsewhere = parse_manifest({**STAGES, **sections, "data": {"source": gone}}, "run.toml")
+    check_machine(elsewhere, own.model_copy(update={"role": "stage", "weights": tmp_path}))  # It reads no text.
+
+
 def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     with pytest.raises(UsageError, match="--yes"):

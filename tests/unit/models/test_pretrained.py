@@ -123,7 +123,11 @@ def test_a_sample_has_as_many_tokens_as_asked_for_if_the_model_has_them(tmp_path
     assert describe_pretrained(str(llama), 4).context == 4
     with pytest.raises(ManifestError, match="a context of 4096 tokens"):
         describe_pretrained(str(llama), 4096)
-    assert describe_pretrained(str(gpt2)).context == SPECS["gpt2"].context
+    assert describe_pretrained(str(gpt2)).context == describe_pretrained(str(gpt2), 16).context == 16
+    with pytest.raises(ManifestError, match="positions are parameters"):
+        describe_pretrained(str(gpt2), 8)
+    with pytest.raises(ManifestError, match="has no context"):
+        describe_pretrained(str(written(SPECS["vit"], tmp_path / "vit")), 8)
 
 
 def test_weights_and_their_digests_come_together(tmp_path: Path) -> None:

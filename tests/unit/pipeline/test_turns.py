@@ -118,6 +118,8 @@ def test_who_gives_up_just_when_it_may_go_lets_the_next_one_go() -> None:
             await asyncio.sleep(0)
         sends.tasks["b"].cancel()  # Its turn has come, and it does not know yet.
         await until(lambda: sends.under_way == ["c"])
+        assert sends.tasks["b"].cancelled()
         await sends.end("c")
+        assert sends.under_way == []
 
     simulate(main, seed=5)
