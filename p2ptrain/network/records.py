@@ -18,6 +18,8 @@ import msgpack
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network import record_checks as checks
+from p2ptrain.network.serving_report import ServingReport
 from p2ptrain.signing import Signer
 
 MAX_RECORD_BYTES = 16 * 1024
@@ -212,6 +214,7 @@ class PeerRecord:
         stages: What it hosts of a pipeline; empty where peers train the whole model.
         failovers: How often a host failed to which it sent microbatches, so that it went to others.
         next_stage: The stage that it is going to host; its own while it cannot move; None where that is open.
+        serving: What it served since it started; None where it does not serve.
     """
 
     peer: str
@@ -243,6 +246,7 @@ class PeerRecord:
     stages: tuple[StageReport, ...] = ()
     failovers: int = 0
     next_stage: int | None = None
+    serving: ServingReport | None = None
 
     def of_unit(self, unit: int) -> PeerRecord | None:
         """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
@@ -273,6 +277,8 @@ class PeerRecord:
         for name, default in _ADDED_LATER.items():
             if values[name] == default:
                 del values[name]
+        if self.serving is not None:
+            values["serving"] = self.serving.to_payload()
         return values
 
     @classmethod
@@ -288,7 +294,7 @@ class PeerRecord:
         """
         known = {field.name for field in fields(cls)} - {"peer"}
         try:
-            _expect(
+            checks.expect(
                 known - _ADDED_LATER.keys() <= set(payload) <= known, "fields", "differ from what this version knows"
             )
             return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in payload})
@@ -296,148 +302,102 @@ class PeerRecord:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
 
 
-def _expect(condition: bool, name: str, message: str) -> None:
-    if not condition:
-        raise ValueError(f"{name} {message}")
-
-
-def _text(max_chars: int) -> Callable[[str, Any], str]:
-    def check(name: str, value: Any) -> str:
-        _expect(
-            isinstance(value, str) and len(value) <= max_chars, name, f"is not text of up to {max_chars} characters"
-        )
-        _expect(value.isprintable(), name, "holds control characters")  # it is printed on terminals
-        return str(value)
-
-    return check
-
-
-def _one_of(choices: tuple[str, ...]) -> Callable[[str, Any], str]:
-    def check(name: str, value: Any) -> str:
-        _expect(isinstance(value, str) and value in choices, name, f"is none of {', '.join(choices)}")
-        return str(value)
-
-    return check
-
-
-def _count(name: str, value: Any) -> int:
-    _expect(type(value) is int and 0 <= value < 1 << 63, name, "is not a count")
-    return int(value)
-
-
-def _amount(name: str, value: Any) -> float:
-    _expect(type(value) in (int, float) and math.isfinite(value) and 0 <= value <= 1e18, name, "is not an amount")
-    return float(value)
-
-
-def _number(name: str, value: Any) -> float:
-    _expect(type(value) in (int, float) and math.isfinite(value) and abs(value) <= 1e12, name, "is not a number")
-    return float(value)
-
-
 def _stage(name: str, value: Any) -> int | None:
-    return None if value is None else _count(name, value)
+    return None if value is None else checks.count(name, value)
 
 
 def _loss(name: str, value: Any) -> float | None:
-    return None if value is None else _number(name, value)
-
-
-def _hash(name: str, value: Any) -> bytes:
-    _expect(isinstance(value, bytes) and len(value) == 32, name, "is not 32 bytes")
-    return bytes(value)
-
-
-def _boolean(name: str, value: Any) -> bool:
-    _expect(isinstance(value, bool), name, "is not a truth value")
-    return bool(value)
+    return None if value is None else checks.number(name, value)
 
 
 def _addresses(name: str, value: Any) -> tuple[str, ...]:
-    _expect(isinstance(value, list) and len(value) <= MAX_ADDRESSES, name, f"is not a list of up to {MAX_ADDRESSES}")
-    return tuple(_text(MAX_ADDRESS_CHARS)(name, address) for address in value)
+    checks.expect(
+        isinstance(value, list) and len(value) <= MAX_ADDRESSES, name, f"is not a list of up to {MAX_ADDRESSES}"
+    )
+    return tuple(checks.text(MAX_ADDRESS_CHARS)(name, address) for address in value)
 
 
 def _reports(name: str, value: Any) -> tuple[RoundReport, ...]:
-    _expect(isinstance(value, list) and len(value) <= MAX_REPORTS, name, f"is not a list of up to {MAX_REPORTS}")
+    checks.expect(isinstance(value, list) and len(value) <= MAX_REPORTS, name, f"is not a list of up to {MAX_REPORTS}")
     reports = []
     for report in value:
-        _expect(isinstance(report, dict) and set(report) == set(_REPORT_CHECKS), name, "holds something else")
+        checks.expect(isinstance(report, dict) and set(report) == set(_REPORT_CHECKS), name, "holds something else")
         reports.append(RoundReport(**{key: check(key, report[key]) for key, check in _REPORT_CHECKS.items()}))
     return tuple(reports)
 
 
 def _stages(name: str, value: Any) -> tuple[StageReport, ...]:
-    _expect(isinstance(value, list) and len(value) <= MAX_STAGES, name, f"is not a list of up to {MAX_STAGES}")
+    checks.expect(isinstance(value, list) and len(value) <= MAX_STAGES, name, f"is not a list of up to {MAX_STAGES}")
     stages = []
     for stage in value:
         if isinstance(stage, dict):  # As peers sent it that could not say what they saved.
-            _expect(set(stage) == set(_FIRST_STAGE_FIELDS), name, "holds something else")
+            checks.expect(set(stage) == set(_FIRST_STAGE_FIELDS), name, "holds something else")
             stage = [stage[key] for key in _FIRST_STAGE_FIELDS]
         is_good = isinstance(stage, list) and len(_FIRST_STAGE_FIELDS) <= len(stage) <= len(_STAGE_CHECKS)
-        _expect(is_good, name, "holds something else")
+        checks.expect(is_good, name, "holds something else")
         checked = zip(_STAGE_CHECKS.items(), stage, strict=False)
         stages.append(StageReport(**{key: check(key, each) for (key, check), each in checked}))
-    _expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")
+    checks.expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")
     return tuple(stages)
 
 
 _STAGE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "unit": _count,
-    "round": _count,
-    "lineage": _hash,
-    "digest": _hash,
-    "lineage_tokens": _count,
-    "tokens_per_second": _amount,
-    "waiting": _count,
-    "samples": _count,
-    "saved_round": _count,
-    "saved_digest": _hash,
+    "unit": checks.count,
+    "round": checks.count,
+    "lineage": checks.digest,
+    "digest": checks.digest,
+    "lineage_tokens": checks.count,
+    "tokens_per_second": checks.amount,
+    "waiting": checks.count,
+    "samples": checks.count,
+    "saved_round": checks.count,
+    "saved_digest": checks.digest,
 }
 _FIRST_STAGE_FIELDS = tuple(_STAGE_CHECKS)[:8]
 """Those before ``saved_round``, which every version sends."""
 _REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "round": _count,
-    "committed": _boolean,
-    "reason": _text(MAX_NOTE_CHARS),
-    "seconds": _amount,
-    "members": _count,
-    "contributors": _count,
-    "contributed": _boolean,
-    "digest": _hash,
-    "compute_seconds": _amount,
-    "matchmaking_seconds": _amount,
-    "transfer_seconds": _amount,
+    "round": checks.count,
+    "committed": checks.boolean,
+    "reason": checks.text(MAX_NOTE_CHARS),
+    "seconds": checks.amount,
+    "members": checks.count,
+    "contributors": checks.count,
+    "contributed": checks.boolean,
+    "digest": checks.digest,
+    "compute_seconds": checks.amount,
+    "matchmaking_seconds": checks.amount,
+    "transfer_seconds": checks.amount,
 }
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "name": _text(64),
-    "version": _text(32),
-    "protocol": _count,
-    "role": _one_of(ROLES),
-    "state": _one_of(STATES),
-    "device": _text(64),
-    "round": _count,
-    "lineage": _hash,
-    "digest": _hash,
-    "lineage_tokens": _count,
-    "round_tokens": _count,
+    "name": checks.text(64),
+    "version": checks.text(32),
+    "protocol": checks.count,
+    "role": checks.one_of(ROLES),
+    "state": checks.one_of(STATES),
+    "device": checks.text(64),
+    "round": checks.count,
+    "lineage": checks.digest,
+    "digest": checks.digest,
+    "lineage_tokens": checks.count,
+    "round_tokens": checks.count,
     "loss": _loss,
-    "tokens_per_second": _amount,
-    "bytes_sent": _count,
-    "bytes_received": _count,
-    "reachability": _one_of(REACHABILITIES),
+    "tokens_per_second": checks.amount,
+    "bytes_sent": checks.count,
+    "bytes_received": checks.count,
+    "reachability": checks.one_of(REACHABILITIES),
     "addresses": _addresses,
-    "started_at": _amount,
+    "started_at": checks.amount,
     "last_rounds": _reports,
-    "direct_refusals": _count,
-    "trained_tokens": _count,
-    "trained_rounds": _count,
-    "diverged": _boolean,
-    "clock_skew_seconds": _number,
-    "note": _text(MAX_NOTE_CHARS),
+    "direct_refusals": checks.count,
+    "trained_tokens": checks.count,
+    "trained_rounds": checks.count,
+    "diverged": checks.boolean,
+    "clock_skew_seconds": checks.number,
+    "note": checks.text(MAX_NOTE_CHARS),
     "stages": _stages,
-    "failovers": _count,
+    "failovers": checks.count,
     "next_stage": _stage,
+    "serving": ServingReport.from_payload,
 }
-_ADDED_LATER: dict[str, int | None] = {"failovers": 0, "next_stage": None}
+_ADDED_LATER: dict[str, int | None] = {"failovers": 0, "next_stage": None, "serving": None}
 """Sent only by those that have something to say, so that earlier versions read the records of all others."""

@@ -31,6 +31,7 @@ from p2ptrain.network.libp2p_directory import Libp2pDirectory
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.records import PeerRecord, StageReport
 from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.network.serving_report import ServingReport
 from p2ptrain.node.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.progress import JobBook
@@ -92,6 +93,7 @@ class Status:
     state: str = "starting"
     pace: Callable[[], Pace] = Pace
     failovers: Callable[[], int] = int
+    serving: Callable[[], ServingReport | None] = lambda: None
     note: str = ""
     started_at: float = field(default=0.0)
 
@@ -431,6 +433,7 @@ class Peer:
             next_stage=self.next_stage(),
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
             failovers=status.failovers(),
+            serving=status.serving(),
             note=status.note or self._clock_note or self.reach.standing.note,
         )
 
