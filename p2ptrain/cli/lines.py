@@ -13,9 +13,9 @@ from rich.text import Text
 
 from p2ptrain.cli.stages import stage_lines
 from p2ptrain.cli.table import clipped, human_time, printable
-from p2ptrain.monitor.formats import human_bytes, human_count, human_seconds
+from p2ptrain.monitor.formats import human_bytes, human_count, human_latency, human_seconds
 from p2ptrain.monitor.stages import TRAINING_ROLES
-from p2ptrain.monitor.views import Headline, Snapshot, StageView
+from p2ptrain.monitor.views import Headline, ServingView, Snapshot, StageView
 from p2ptrain.network.records import PeerRecord, RoundReport, StageReport
 from p2ptrain.node.progress import Job, PeerProgress
 
@@ -130,12 +130,33 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
             f"{human_seconds(headline.round_seconds)} a round" if headline.round_seconds is not None else "",
             f"{headline.committed} committed, {headline.aborted} aborted since this began",
         ], width))  # fmt: skip
+    if served := serving_parts(snapshot.serving):
+        lines.append(line("serves", served, width))
     peers = snapshot.peers
     lines.append(traffic_line(
         sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers),
         sum(peer.sent_per_second for peer in peers), sum(peer.received_per_second for peer in peers), "", width,
     ))  # fmt: skip
     return lines
+
+
+def serving_parts(served: ServingView) -> list[str]:
+    """What peers serve, in words; empty where nobody does."""
+    if not served.peers:
+        return []
+    first, token = served.first_token.recent, served.token.recent
+    rate = served.tokens_per_second
+    return [
+        counted(served.peers, "peer"),
+        counted(served.sessions, "session"),
+        *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
+        f"{human_count(served.requests)} requests, {human_count(served.failed_requests)} failed",
+        *(
+            f"{what} {human_latency(each.p50)} (95 % {human_latency(each.p95)}, 99 % {human_latency(each.p99)})"
+            for what, each in (("first token", first), ("further ones", token))
+            if each.p50 is not None and each.p95 is not None and each.p99 is not None
+        ),
+    ]
 
 
 def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:

@@ -82,8 +82,10 @@ def rendered(
         as_json: Whether for machines.
         width: Of the terminal; None: that of standard output, or any width where that is none.
     """
+    from p2ptrain.cli.lines import serving_parts
     from p2ptrain.cli.stages import risk_lines, stage_lines
     from p2ptrain.cli.table import peer_row, plain_table, printable, record_values
+    from p2ptrain.monitor.serving import serving_view, since_their_start
     from p2ptrain.monitor.snapshot import Sighting, peer_views
     from p2ptrain.monitor.stages import stage_views
 
@@ -103,4 +105,7 @@ def rendered(
     if len(stages) > 1:
         lines += [line.plain for line in stage_lines(stages, width)]
         lines += [*risk_lines(stages, width), *([printable(missing)] if missing else []), ""]
+    # One look knows no rates: these are totals and percentiles since each peer started.
+    if served := serving_parts(serving_view(records, since_their_start(records))):
+        lines.append("serving: " + ", ".join(served))
     return "\n".join([*lines, plain_table([peer_row(record, len(stages)) for record in records], width)])

@@ -37,6 +37,13 @@ def human_seconds(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.0f} days"
 
 
+def human_latency(seconds: float) -> str:
+    """A duration of which milliseconds matter: ``3.4 ms``, ``34 ms``, ``0.34 s``, then as `human_seconds`."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.1f} ms" if seconds < 0.00995 else f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 0.995 else human_seconds(seconds)
+
+
 def utc(at: float) -> str:
     """A wall-clock second as ``2026-11-22 05:40:00 UTC``."""
     return _moment(at).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -58,6 +65,6 @@ def short_id(peer: str) -> str:
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
-    "bytes": human_bytes, "count": human_count, "duration": human_seconds, "utc": utc, "iso": iso,
-    "short_id": short_id,
+    "bytes": human_bytes, "count": human_count, "duration": human_seconds, "latency": human_latency, "utc": utc,
+    "iso": iso, "short_id": short_id,
 }  # fmt: skip

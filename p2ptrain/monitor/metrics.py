@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from p2ptrain.monitor.views import Snapshot
@@ -33,6 +34,7 @@ class _Families:
         yield from _of_the_swarm(self._snapshot)
         yield from _of_rounds(self._snapshot)
         yield from _of_stages(self._snapshot)
+        yield from _of_serving(self._snapshot)
         if len(self._snapshot.peers) <= MAX_LABELLED_PEERS:
             yield from _of_peers(self._snapshot)
 
@@ -111,6 +113,35 @@ def _of_stages(snapshot: Snapshot) -> Iterator[Metric]:
     yield from (waiting, load)
 
 
+def _of_serving(snapshot: Snapshot) -> Iterator[Metric]:
+    serving = snapshot.serving
+    yield from _gauge("serving_peers", "Peers that serve", serving.peers)
+    yield from _gauge("serving_sessions", "Generations that are open", serving.sessions)
+    since = "since the monitor began to watch"
+    yield from _counter("serving_requests", f"Requests that peers accepted {since}", serving.requests)
+    yield from _counter("serving_failed_requests", "Those of them that failed", serving.failed_requests)
+    yield from _counter("serving_generated_tokens", f"Tokens that peers generated {since}", serving.generated_tokens)
+    yield from _counter("serving_prompt_tokens", f"Tokens of prompts {since}", serving.prompt_tokens)
+    for name, text, latency in (
+        ("time_to_first_token", "From a request's arrival to its first token", serving.first_token),
+        ("time_per_output_token", "From one token of an answer to the next", serving.token),
+    ):
+        buckets = cumulative(serving.bounds, latency.counts)
+        yield HistogramMetricFamily(
+            f"p2ptrain_serving_{name}_seconds", text, buckets=buckets, sum_value=latency.seconds
+        )
+
+
+def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: under each bound, how many there are up to it.
+
+    Args:
+        bounds: Ascending.
+        counts: Up to each bound and above the one before; the last is of what is above all.
+    """
+    return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
+
+
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:
     labels = ["peer", "name"]
     sent = CounterMetricFamily("p2ptrain_peer_sent_bytes", "Sent by a peer since it started", labels=labels)
@@ -118,11 +149,14 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:
     tokens = CounterMetricFamily("p2ptrain_peer_tokens", "Tokens of a peer in committed rounds", labels=labels)
     speed = GaugeMetricFamily("p2ptrain_peer_tokens_per_second", "At which a peer trains", labels=labels)
     seen = GaugeMetricFamily("p2ptrain_peer_last_seen_timestamp_seconds", "When its record was made", labels=labels)
+    generated = CounterMetricFamily("p2ptrain_peer_served_tokens", "Tokens that a peer generated", labels=labels)
     for peer in snapshot.peers:
         who = [peer.peer, peer.name]
+        if peer.serving is not None:
+            generated.add_metric(who, peer.serving.generated_tokens)
         sent.add_metric(who, peer.bytes_sent)
         received.add_metric(who, peer.bytes_received)
         tokens.add_metric(who, peer.trained_tokens)
         speed.add_metric(who, peer.tokens_per_second)
         seen.add_metric(who, peer.last_seen)
-    yield from (sent, received, tokens, speed, seen)
+    yield from (sent, received, tokens, generated, speed, seen)

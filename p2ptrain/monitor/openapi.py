@@ -42,6 +42,7 @@ _API: tuple[tuple[str, str, Any, tuple[dict[str, Any], ...]], ...] = (
     ("/alerts", "What holds now.", {"alerts": [views.Alert]}, ()),
     ("/stages", "Who hosts which part of the model.", {"stages": [views.StageView]}, ()),
     ("/groups", "Who averaged with whom in the last certified round.", {"groups": [views.GroupView]}, ()),
+    ("/serving", "What all peers together serve, and how fast.", views.ServingView, ()),
     (
         "/peers",
         "Peers, searched and sorted.",
@@ -74,7 +75,7 @@ _API: tuple[tuple[str, str, Any, tuple[dict[str, Any], ...]], ...] = (
         {"step": int, "at": [int], "series": dict[str, list[float | None]]},
         (
             _text("window", "how far back", tuple(store.WINDOWS)),
-            _text("names", f"separated by commas, of: {', '.join(store.SERIES)}"),
+            _text("names", f"separated by commas, of: {', '.join(store.ALL_SERIES)}"),
         ),
     ),
     ("/join", "What the swarm agreed on, and how to join it.", views.SwarmView, ()),

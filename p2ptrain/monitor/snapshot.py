@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from p2ptrain.monitor.alerts import Facts, find_alerts
 from p2ptrain.monitor.headline import headline
+from p2ptrain.monitor.serving import NOTHING, Served, served_view, serving_view
 from p2ptrain.monitor.stages import WHOLE, joined, reports_of, stage_views, standings
 from p2ptrain.monitor.views import Alert, GroupView, HostedView, PeerView, RoundView, Snapshot, SwarmView
 from p2ptrain.network.records import PeerRecord, StageReport
@@ -27,10 +28,11 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Rates:
-    """How much a peer sends and receives, in bytes per second."""
+    """How much a peer sends and receives, in bytes per second, and how many tokens per second it generates."""
 
     sent: float = 0.0
     received: float = 0.0
+    served: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Observation:
         tokens_per_second: Of the swarm, in committed rounds.
         committed, aborted: Rounds since the monitor began to watch.
         facts: What takes more than one look to know.
+        served: What all peers served.
     """
 
     swarm: SwarmView
@@ -57,6 +60,7 @@ class Observation:
     rejected: int
     directory_answers: bool
     facts: Facts
+    served: Served = NOTHING
 
 
 def build_snapshot(seen: Observation, now: float) -> Snapshot:
@@ -73,6 +77,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
         peers=tuple(peers),
         rounds=tuple(seen.rounds),
         groups=tuple(seen.groups),
+        serving=serving_view([each.record for each in seen.sightings], seen.served),
         rejected=seen.rejected,
         directory_answers=seen.directory_answers,
     )
@@ -157,6 +162,8 @@ def _peer_view(
         direct_refusals=record.direct_refusals,
         last_reason=last.reason if last else "",
         note=record.note,
+        serving=served_view(record.serving) if record.serving is not None else None,
+        served_per_second=rates.served if record.serving is not None else None,
     )
 
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import aiosqlite
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.monitor import latency_history
 from p2ptrain.monitor.stages import TRAINING_ROLES
 from p2ptrain.monitor.views import PeerView, RoundView
+from p2ptrain.network.serving_report import Latencies
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,13 @@ class Resolution(NamedTuple):
     keep: int
 
 
+class Amount(NamedTuple):
+    """So much within so many seconds: its mean over longer times is their sum by theirs, however long each is."""
+
+    total: float
+    seconds: float
+
+
 WINDOWS = {
     "hour": Resolution(10, 2 * 3600),
     "day": Resolution(120, 26 * 3600),
@@ -44,10 +53,13 @@ WINDOWS = {
 }
 SERIES = (
     "loss", "tokens_per_second", "peers", "training", "compute_seconds", "matchmaking_seconds", "transfer_seconds",
-    "aborted", "sent_per_second", "received_per_second",
+    "aborted", "sent_per_second", "received_per_second", "served_tokens_per_second", "served_prompt_tokens_per_second",
+    "served_requests", "served_failures", "sessions",
 )  # fmt: skip
-COUNTED = ("aborted",)
+COUNTED = ("aborted", "served_requests", "served_failures")
 """Series of how often something happened: what falls into one step is added up; of all others the mean is kept."""
+ALL_SERIES = (*SERIES, *latency_history.PERCENTILES)
+"""With those that are made of counts of latencies."""
 MAX_EVENTS = 5_000
 MAX_ROUNDS = 2_000
 MAX_PEERS = 20_000
@@ -168,6 +180,8 @@ class Store:
                 raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
             if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
                 raise _UnusableError("it is of another swarm")
+            await database.execute(latency_history.SCHEMA)
+            await database.commit()
         except BaseException:
             await database.close()
             raise
@@ -188,45 +202,60 @@ class Store:
                     await self._database.rollback()
                 raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
 
-    async def add_points(self, at: float, values: Mapping[str, float]) -> None:
+    async def add_points(self, at: float, values: Mapping[str, float | Amount]) -> None:
         """Add one value of each series, at every resolution; of those in `COUNTED`, how many more there are."""
         rows = [
-            (series, window.step, int(at) // window.step * window.step, value)
+            (series, window.step, int(at) // window.step * window.step, total, weight)
             for series, value in values.items()
+            for total, weight in [value if isinstance(value, Amount) else (value, 1)]
             for window in WINDOWS.values()
         ]
         async with self._exclusively():
             await self._database.executemany(
-                "INSERT INTO points VALUES (?, ?, ?, ?, 1) "
-                "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + 1",
+                "INSERT INTO points VALUES (?, ?, ?, ?, ?) "
+                "ON CONFLICT DO UPDATE SET total = total + excluded.total, count = count + excluded.count",
                 rows,
             )
             await self._database.commit()
 
+    async def add_latencies(self, at: float, latencies: Mapping[str, Latencies]) -> None:
+        """Add latencies, by kind (`latency_history.KINDS`), at every resolution."""
+        rows = latency_history.rows(at, latencies, [window.step for window in WINDOWS.values()])
+        if not rows:
+            return
+        async with self._exclusively():
+            await self._database.executemany(latency_history.ADD, rows)
+            await self._database.commit()
+
     async def series(self, window: str, names: Iterable[str], now: float) -> dict[str, Any]:
-        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, or sums of
-        what is `COUNTED`; None where nothing was seen.
+        """Columns for a chart: ``at`` in seconds since the epoch, ascending, and by name as many means, sums of what is
+        `COUNTED`, or percentiles; None where nothing was seen.
 
         Args:
             window: One of `WINDOWS`.
-            names: Of `SERIES`.
+            names: Of `ALL_SERIES`.
             now: Wall-clock second at which the window ends.
         """
         step = WINDOWS[window].step
         since = now - {"hour": 3600, "day": 86400, "week": 7 * 86400}[window]
         wanted = list(names)
         marks = ",".join("?" * len(wanted))
+        percentiles = [name for name in wanted if name in latency_history.PERCENTILES]
+        statement, kinds = latency_history.query(percentiles)
         async with self._exclusively():
             cursor = await self._database.execute(
                 f"SELECT series, at, total, count FROM points WHERE series IN ({marks}) AND step = ? AND at >= ?",
                 (*wanted, step, since),
             )
             rows = await cursor.fetchall()
-        times = sorted({row[1] for row in rows})
+            found = await self._database.execute_fetchall(statement, (*kinds, step, since)) if kinds else ()
+        values = [(name, at, total if name in COUNTED else total / count) for name, at, total, count in rows]
+        values += latency_history.points(percentiles, found)
+        times = sorted({at for _, at, _ in values})
         place = {at: index for index, at in enumerate(times)}
         columns: dict[str, list[float | None]] = {name: [None] * len(times) for name in wanted}
-        for name, at, total, count in rows:
-            columns[name][place[at]] = total if name in COUNTED else total / count
+        for name, at, value in values:
+            columns[name][place[at]] = value
         return {"step": step, "at": times, "series": columns}
 
     async def add_events(self, events: Iterable[Event]) -> None:
@@ -333,6 +362,7 @@ class Store:
                 await self._database.execute(
                     "DELETE FROM points WHERE step = ? AND at < ?", (window.step, now - window.keep)
                 )
+                await self._database.execute(latency_history.PRUNE, (window.step, now - window.keep))
             await self._database.execute(
                 "DELETE FROM events WHERE id <= (SELECT max(id) FROM events) - ?", (MAX_EVENTS,)
             )

@@ -37,6 +37,35 @@ class HostedView:
 
 
 @dataclass(frozen=True)
+class Percentiles:
+    """Half, 95 % and 99 % took no more than this many seconds; None where nothing was measured."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+@dataclass(frozen=True)
+class ServedView:
+    """What one peer says that it served since it started.
+
+    Attributes:
+        sessions: Generations that are open now.
+        requests: That were accepted, ``failed_requests`` among them.
+        generated_tokens: That went out; ``prompt_tokens``: that came in.
+        first_token: From a request's arrival to its first token; ``token``: from one token to the next.
+    """
+
+    sessions: int
+    requests: int
+    failed_requests: int
+    generated_tokens: int
+    prompt_tokens: int
+    first_token: Percentiles
+    token: Percentiles
+
+
+@dataclass(frozen=True)
 class PeerView:
     """One peer, as its record says; what it says is checked for shape and signature, not for truth.
 
@@ -55,6 +84,8 @@ class PeerView:
         hours: Since it started.
         last_seen: Wall-clock second at which it published its record.
         last_reason: Why its last round was not committed, or not with its work; empty when all went well.
+        serving: What it served; None where it does not serve.
+        served_per_second: Tokens that it generates for others; None where it does not serve.
     """
 
     peer: str
@@ -89,6 +120,8 @@ class PeerView:
     direct_refusals: int
     last_reason: str
     note: str
+    serving: ServedView | None = None
+    served_per_second: float | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +263,50 @@ class Headline:
 
 
 @dataclass(frozen=True)
+class LatencyView:
+    """How long something took in the whole swarm.
+
+    Attributes:
+        recent: In the last minute.
+        counts: Since the monitor began to watch: how often it took up to each of `ServingView.bounds` and more than the
+            one before; the last is of what took longer than all of them.
+        seconds: The sum of all these.
+    """
+
+    recent: Percentiles
+    counts: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ServingView:
+    """What the swarm serves, all peers together, as they say.
+
+    Attributes:
+        peers: That serve.
+        sessions: Generations that are open now.
+        tokens_per_second: Generated in the last minute; ``prompt_tokens_per_second``: that came in. None where no peer
+            serves, or before it is known.
+        requests: That were accepted since the monitor began to watch, ``failed_requests`` among them.
+        generated_tokens: That went out since then; ``prompt_tokens``: that came in.
+        first_token: From a request's arrival to its first token; ``token``: from one token to the next.
+        bounds: Of the counts in both, in seconds.
+    """
+
+    peers: int
+    sessions: int
+    tokens_per_second: float | None
+    prompt_tokens_per_second: float | None
+    requests: int
+    failed_requests: int
+    generated_tokens: int
+    prompt_tokens: int
+    first_token: LatencyView
+    token: LatencyView
+    bounds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class SwarmView:
     """What the swarm agreed on, and how to join it.
 
@@ -275,5 +352,6 @@ class Snapshot:
     peers: tuple[PeerView, ...]
     rounds: tuple[RoundView, ...]
     groups: tuple[GroupView, ...]
+    serving: ServingView
     rejected: int
     directory_answers: bool

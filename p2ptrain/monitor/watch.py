@@ -16,6 +16,7 @@ from p2ptrain.errors import P2PTrainError, ResourceError
 from p2ptrain.monitor.alert_book import AlertBook
 from p2ptrain.monitor.alerts import Facts
 from p2ptrain.monitor.rate import TokenRate
+from p2ptrain.monitor.serving import NONE, ServingBook, growth, told
 from p2ptrain.monitor.snapshot import EMPTY, Observation, Rates, Sighting, build_snapshot
 from p2ptrain.monitor.stage_rounds import SwarmRounds
 from p2ptrain.monitor.stages import TRAINING_ROLES, standings
@@ -93,6 +94,7 @@ class Watch:
         self._book = SwarmRounds(swarm.group_size, self._num_stages)
         self._alerts = AlertBook()
         self._rate = TokenRate()
+        self._serving = ServingBook()
         self._since = source.now()
         self._last_commit: float | None = None
         self._forked_since: float | None = None
@@ -152,9 +154,10 @@ class Watch:
             tokens_per_second=self._rate.tokens_per_second,
             committed=self._book.committed,
             aborted=self._book.aborted,
-            rejected=self._source.rejected,
+            rejected=self._source.rejected + self._serving.rejected,
             directory_answers=records is not None,
             facts=self._facts(trainers, records is not None, now),
+            served=self._serving.served(),
         )
         # Of thousands of peers it takes a while, in which viewers are answered.
         snapshot = await asyncio.to_thread(build_snapshot, observation, now)
@@ -184,6 +187,7 @@ class Watch:
         self._sightings = {record.peer: Sighting(record, at) for record, at in records}
         self._rates = {peer: rates for peer, rates in self._rates.items() if peer in self._sightings}
         self._book.forget_peers(self._sightings)
+        self._serving.learn(records, now)
         if len(places) >= self._num_stages:  # A token counts when all stages have counted it.
             self._rate.update(now, min(tokens for _, tokens in places.values()))
         if is_first:
@@ -289,7 +293,10 @@ class Watch:
             return
         seconds = min(now - self._next_point + POINT_SECONDS, 2 * POINT_SECONDS) if self._next_point else 0.0
         self._next_point = now + POINT_SECONDS
-        await self._store.add_points(now, self._points(snapshot))
+        serving = snapshot.serving
+        served, latencies = self._serving.take_point(now, serving.sessions if serving.peers else None)
+        await self._store.add_points(now, {**self._points(snapshot), **served})
+        await self._store.add_latencies(now, latencies)
         await self._store.add_rounds(snapshot.rounds)
         await self._store.contribute(snapshot.peers, now, seconds)
         if now >= self._next_prune:
@@ -326,8 +333,8 @@ def usual_places(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tu
             if each.unit < num_stages:
                 places.setdefault(each.unit, []).append((record.state == "training", each.round, each.tokens))
     found = {}
-    for unit, told in places.items():
-        here = [each for each in told if each[0]] or told
+    for unit, stood in places.items():
+        here = [each for each in stood if each[0]] or stood
         found[unit] = (
             statistics.median_high([round_ for _, round_, _ in here]),
             statistics.median_high([tokens for _, _, tokens in here]),
@@ -342,7 +349,13 @@ def _rates(before: Sighting, now: Sighting) -> Rates:
     return Rates(
         max(0, now.record.bytes_sent - before.record.bytes_sent) / seconds,
         max(0, now.record.bytes_received - before.record.bytes_received) / seconds,
+        _served_since(before, now) / seconds,
     )
+
+
+def _served_since(before: Sighting, now: Sighting) -> int:
+    """Tokens that a peer generated for others between two of its records."""
+    return (growth(told(before.record, before.at), told(now.record, now.at)) or NONE).generated_tokens
 
 
 @contextlib.asynccontextmanager

@@ -31,7 +31,7 @@ from p2ptrain.monitor.coverage import coverage
 from p2ptrain.monitor.metrics import CONTENT_TYPE, exposition
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages
-from p2ptrain.monitor.store import SERIES, WINDOWS, Store
+from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
 from p2ptrain.monitor.views import PeerView, Snapshot
 from p2ptrain.monitor.watch import Watch
 
@@ -45,8 +45,9 @@ STALE_SECONDS = 60.0
 TABLE_COLUMNS = (
     "peer", "name", "role", "state", "round", "blocks", "spans", "stages", "version", "reachability", "loss",
     "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
-    "trained_rounds", "hours", "last_seen", "agrees",
+    "trained_rounds", "hours", "last_seen", "agrees", "served_per_second",
 )  # fmt: skip
+SORTABLE = frozenset(field.name for field in fields(PeerView)) - {"hosting", "serving"}
 NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -129,6 +130,7 @@ class _Web:
             "/alerts": self._alerts,
             "/stages": self._stages,
             "/groups": self._groups,
+            "/serving": self._serving,
             "/peers": self._peers,
             "/peers/table": self._table,
             "/peers/{peer}": self._peer,
@@ -193,6 +195,9 @@ class _Web:
     async def _groups(self, request: Request) -> Response:
         return self._made_once("groups", lambda snapshot: {"groups": [asdict(each) for each in snapshot.groups]})
 
+    async def _serving(self, request: Request) -> Response:
+        return self._made_once("serving", lambda snapshot: asdict(snapshot.serving))
+
     async def _join(self, request: Request) -> Response:
         return self._made_once("join", lambda snapshot: asdict(snapshot.swarm))
 
@@ -205,7 +210,7 @@ class _Web:
         if wanted := asked.get("search", "").casefold():
             peers = [peer for peer in peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()]
         column, descending = asked.get("sort", "name").removeprefix("-"), asked.get("sort", "").startswith("-")
-        if column not in {field.name for field in fields(PeerView)}:
+        if column not in SORTABLE:
             raise HTTPException(400, f"sort: there is no column {column!r}")
         peers.sort(key=lambda peer: _order(getattr(peer, column)), reverse=descending)
         offset, limit = _number(asked, "offset", 0, 1 << 31), _number(asked, "limit", 200, MAX_LIMIT)
@@ -243,11 +248,11 @@ class _Web:
 
     async def _series(self, request: Request) -> Response:
         window = request.query_params.get("window", "hour")
-        names = [name for name in request.query_params.get("names", "").split(",") if name] or list(SERIES)
+        names = [name for name in request.query_params.get("names", "").split(",") if name] or list(ALL_SERIES)
         if window not in WINDOWS:
             raise HTTPException(400, f"window: choose one of {', '.join(WINDOWS)}")
-        if unknown := sorted(set(names) - set(SERIES)):
-            raise HTTPException(400, f"names: there is no series {unknown[0]!r}; there are {', '.join(SERIES)}")
+        if unknown := sorted(set(names) - set(ALL_SERIES)):
+            raise HTTPException(400, f"names: there is no series {unknown[0]!r}; there are {', '.join(ALL_SERIES)}")
         return _json(await self._store.series(window, names, self._now()))
 
     async def _openapi(self, request: Request) -> Response:
@@ -304,6 +309,7 @@ def _live(snapshot: Snapshot) -> dict[str, Any]:
         "alerts": [asdict(each) for each in snapshot.alerts],
         "coverage": asdict(coverage(snapshot)),
         "rounds": [asdict(each) for each in snapshot.rounds[:SHOWN_ROUNDS]],
+        "serving": asdict(snapshot.serving),
         "rejected": snapshot.rejected,
     }
 

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -13,6 +20,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.serving_report import BOUNDS, Latencies, ServingReport
 from p2ptrain.node.peer import Peer
 
 PHASES = ("compute", "matchmaking", "transfer")
@@ -86,3 +94,27 @@ class _Families:
             for phase in PHASES:
                 last.add_metric([phase], getattr(record.last_rounds[-1], f"{phase}_seconds"))
             yield last
+        if record.serving is not None:
+            yield from _of_serving(record.serving)
+
+
+def _of_serving(report: ServingReport) -> Iterator[Metric]:
+    totals = report.totals
+    yield GaugeMetricFamily("p2ptrain_peer_serving_sessions", "Generations that are open", value=report.sessions)
+    counts = {
+        "requests": (totals.requests, "Requests that it accepted"),
+        "failed_requests": (totals.failed_requests, "Those of them that failed"),
+        "generated_tokens": (totals.generated_tokens, "Tokens that it generated for others"),
+        "prompt_tokens": (totals.prompt_tokens, "Tokens of prompts"),
+    }
+    for name, (count, text) in counts.items():
+        yield CounterMetricFamily(f"p2ptrain_peer_serving_{name}", text, value=count)
+    yield _histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
+    yield _histogram("time_per_output_token", "From one token of an answer to the next", totals.token)
+
+
+def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
+    buckets = list(zip([*map(str, BOUNDS), "+Inf"], accumulate(latencies.counts), strict=True))
+    return HistogramMetricFamily(
+        f"p2ptrain_peer_serving_{name}_seconds", text, buckets=buckets, sum_value=latencies.seconds
+    )

@@ -30,6 +30,7 @@ from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport, StageReport
+from tests.support.served import served, spread
 from tests.support.signers import NamedSigner
 
 MAX_PEERS = 2000
@@ -68,6 +69,7 @@ class MadeUpSwarm:
         hostile: bool = False,
         num_stages: int = 1,
         bare_stages: Sequence[int] = (),
+        serves: bool = False,
     ) -> None:
         """
         Args:
@@ -80,6 +82,7 @@ class MadeUpSwarm:
             hostile: Whether peers try to break the page by what they say.
             num_stages: Into which the model is cut.
             bare_stages: Those that nobody hosts.
+            serves: Whether every third peer serves the model, too.
         """
         if not 0 <= num_peers <= MAX_PEERS:
             raise ValueError(f"num_peers = {num_peers}: give a number from 0 to {MAX_PEERS}")
@@ -90,6 +93,7 @@ class MadeUpSwarm:
         self._num_astray = num_astray
         self._hostile = hostile
         self._num_stages = num_stages
+        self.serves = serves
         self._hosted = [number for number in range(num_stages) if number not in bare_stages]
         self._genesis = clock() - 10.5 * round_seconds
         self._ids = [base58.b58encode(b"\x12\x20" + self._hash("peer", i)).decode() for i in range(num_peers)]
@@ -182,6 +186,9 @@ class MadeUpSwarm:
             trained_rounds=num_rounds,
             note=f"{HOSTILE_NAMES[index % 3]} {'x' * 150}"[:200] if self._hostile else "",
             stages=self._stages(index, round_, int(speed * in_round)) if role == "stage" and trains else (),
+            serving=served(at - started_at, 0.3 + self._chance("requests", index))
+            if self.serves and joins and index % 3 == 1
+            else None,
         )
 
     def _stages(self, index: int, round_: int, tokens: int) -> tuple[StageReport, ...]:
@@ -360,6 +367,12 @@ async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) ->
     for at in moments:
         wave = math.sin(at / 5000) + 0.3 * math.sin(at / 37)
         there = round(peers * (0.9 + 0.08 * wave))
+        if swarm.serves:
+            number = int(20 + 4 * wave)
+            await store.add_latencies(at, {
+                "first_token_seconds": spread(number, 0.4 * (1.2 + 0.2 * wave)),
+                "token_seconds": spread(63 * number, 0.04 * (1.2 + 0.1 * wave)),
+            })  # fmt: skip
         await store.add_points(at, {
             "loss": made_up_loss(FIRST_ROUND - (now - at) / round_seconds) * (1 + 0.001 * math.sin(at)),
             "tokens_per_second": there * 2100 * (1 + 0.03 * math.sin(at / 11)),
@@ -370,6 +383,10 @@ async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) ->
             "aborted": float(math.sin(at / 71) > 0.995),
             "sent_per_second": there * ROUND_BYTES / round_seconds,
             "received_per_second": there * ROUND_BYTES / round_seconds * (0.97 + 0.02 * wave),
+            **({
+                "served_tokens_per_second": 130 + 25 * wave, "served_prompt_tokens_per_second": 400 + 80 * wave,
+                "sessions": 9 + 2 * wave,
+            } if swarm.serves else {}),
         })  # fmt: skip
     await store.add_events([
         Event(now - 3000 + 400 * i, kind, "", text)
@@ -411,11 +428,13 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true", help="let peers try to break the page")
     parser.add_argument("--stages", type=int, default=1, help="into which the model is cut (default 1)")
     parser.add_argument("--bare", type=int, action="append", default=[], help="a stage that nobody hosts")
+    parser.add_argument("--serving", action="store_true", help="let every third peer serve the model, too")
     parser.add_argument("--db", type=Path, help="where history is kept (default: in memory)")
     asked = parser.parse_args()
     swarm = MadeUpSwarm(
-        asked.peers, num_astray=asked.astray, hostile=asked.hostile, num_stages=asked.stages, bare_stages=asked.bare
-    )
+        asked.peers, num_astray=asked.astray, hostile=asked.hostile, num_stages=asked.stages, bare_stages=asked.bare,
+        serves=asked.serving,
+    )  # fmt: skip
     answer_first()
     asyncio.run(_serve(swarm, asked.port, asked.db))
 

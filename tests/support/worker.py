@@ -39,6 +39,7 @@ from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state import Snapshot
 from p2ptrain.training.sync import RoundResult, Synchronizer
+from tests.support.served import served
 
 WIDTH = 8
 SERVED_CHUNKS = 3
@@ -60,6 +61,7 @@ class Options:
         hold: Begin without training, until told to ``go``.
         tell_values: Tell all parameters and the indices of the samples with every round.
         listen: Where it listens.
+        serves: Requests per second that its record says it serves; 0 for a record without that part.
         clock_seconds: How far this machine's wall clock is ahead, as this process sees it.
     """
 
@@ -72,6 +74,7 @@ class Options:
     hold: bool = False
     tell_values: bool = False
     listen: str = "/ip4/127.0.0.1/tcp/0"
+    serves: float = 0.0
     clock_seconds: float = 0.0
 
 
@@ -230,6 +233,12 @@ def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
     return told
 
 
+def report_serving(swarm: Swarm, per_second: float) -> None:
+    """Have its record say that it serves, as a peer's does that serves."""
+    since = time.monotonic()
+    swarm._peer.status.serving = lambda: served(time.monotonic() - since, per_second)
+
+
 def set_clock(ahead_seconds: float) -> None:
     """Give the peers of this process a wall clock that is off."""
 
@@ -256,6 +265,8 @@ def main() -> int:
                 swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen)
             stack.enter_context(swarm)
             daemon = swarm._peer.transport.daemon.process_id
+            if options.serves:
+                report_serving(swarm, options.serves)
             say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)
             train(swarm, options, orders)
         except P2PTrainError as error:

@@ -1,7 +1,7 @@
 // Series over an hour, a day or a week, fetched again while the page is looked at; see plot.js for how they are drawn.
 
 import { byId, el, fetchJson, setText, show } from "./dom.js";
-import { bytes, count, duration } from "./formats.js";
+import { bytes, count, duration, latency } from "./formats.js";
 import { makePlot } from "./plot.js";
 
 const loss = (value) => value.toFixed(3);
@@ -31,12 +31,29 @@ const CHARTS = [
     lines: [["sent_per_second", "sent", "--accent"], ["received_per_second", "received", "--matchmaking", [4, 3]]],
   },
 ];
+// The same for what peers serve. Percentiles of each step are made from the counts of all peers in it.
+const percentiles = (kind) => [
+  [`${kind}_p50`, "half within", "--accent"], [`${kind}_p95`, "95 %", "--matchmaking", [4, 3]],
+  [`${kind}_p99`, "99 %", "--bad", [2, 3]],
+];
+const SERVING = [
+  {
+    title: "Served tokens per second", unit: count, fromZero: true, least: 10,
+    lines: [
+      ["served_tokens_per_second", "generated", "--accent"],
+      ["served_prompt_tokens_per_second", "prompts", "--matchmaking", [4, 3]],
+    ],
+  },
+  { title: "Time to the first token", unit: latency, fromZero: true, least: 0.001, lines: percentiles("first_token_seconds") },
+  { title: "Time per further token", unit: latency, fromZero: true, least: 0.001, lines: percentiles("token_seconds") },
+];
 const REFRESH_MILLISECONDS = { hour: 10_000, day: 60_000, week: 300_000 };
 const SECONDS = { hour: 3600, day: 86400, week: 7 * 86400 };
 
 export function startCharts() {
-  const view = { window: "hour", charts: CHARTS.map(frame), timer: 0, asked: 0 };
+  const view = { window: "hour", charts: CHARTS.map(frame), serving: SERVING.map(frame), timer: 0, asked: 0 };
   byId("chart-grid").append(...view.charts.map(({ figure }) => figure));
+  byId("serving-grid").append(...view.serving.map(({ figure }) => figure));
   show(byId("windows"), true);
   const buttons = [...byId("windows").querySelectorAll("button")];
   for (const button of buttons) {
@@ -93,14 +110,16 @@ async function refresh(view) {
   if (asked === view.asked) view.timer = setTimeout(() => refresh(view), REFRESH_MILLISECONDS[view.window]);
 }
 
-function draw({ data, charts, window: span }) {
+function draw({ data, charts, serving, window: span }) {
   const enough = data.at.length > 1 && data.series.peers.some((peers) => peers > 0);
   setText(byId("charts-state"), enough ? "" : "Charts appear once this monitor has watched peers for half a minute.");
   show(byId("charts-state"), !enough);
   show(byId("chart-grid"), enough);
   show(byId("chart-key"), enough);
+  const isServing = serving.some(({ lines }) => lines.some(([name]) => data.series[name].some((value) => value !== null)));
+  show(byId("serving-grid"), enough && isServing);
   if (!enough) return;
-  for (const chart of charts) {
+  for (const chart of isServing ? [...charts, ...serving] : charts) {
     chart.made?.destroy();
     const columns = chart.lines.map(([name]) => data.series[name]);
     chart.made = makePlot(chart, data, columns, (index) => showValues(chart, columns, index));

@@ -17,6 +17,12 @@ export function duration(seconds) {
   return seconds < 48 * 3600 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(0)} days`;
 }
 
+// Shorter than `duration` is exact: 3.4 ms, 34 ms, 0.34 s.
+export function latency(seconds) {
+  if (seconds < 0.0995) return `${(1000 * seconds).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
+  return seconds < 0.995 ? `${seconds.toFixed(2)} s` : duration(seconds);
+}
+
 export const orDash = (value, format) => (value === null || value === undefined ? "–" : format(value));
 export const ago = (now, at) => `${duration(Math.max(0, now - at))} ago`;
 export const iso = (at) => new Date(at * 1000).toISOString();

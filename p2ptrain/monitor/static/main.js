@@ -9,6 +9,7 @@ import { startLists } from "./lists.js";
 import { listen } from "./live.js";
 import { startPeers } from "./peers.js";
 import { showRounds } from "./rounds.js";
+import { showServing } from "./serving.js";
 
 startCopying();
 const notePeers = startPeers();
@@ -20,6 +21,7 @@ listen((snapshot) => {
   showHeadline(snapshot);
   notePeers(snapshot.headline.peers);
   showCoverage(snapshot.coverage);
+  showServing(snapshot.serving);
   showRounds(snapshot.rounds, snapshot.at);
   showGroups(snapshot.rounds);
 });

@@ -1,15 +1,24 @@
 // Keeps the numbers of one peer's page fresh.
 
 import { byId, setText } from "./dom.js";
-import { bytes, count, orDash, utc } from "./formats.js";
+import { bytes, count, latency, orDash, utc } from "./formats.js";
 
 const EVERY_MILLISECONDS = 5_000;
 const FORMATS = {
   loss: (value) => orDash(value, (loss) => loss.toFixed(4)),
+  served_per_second: (value) => orDash(value, count),
+  "serving.requests": count, "serving.failed_requests": count,
+  "serving.generated_tokens": count, "serving.prompt_tokens": count,
+  "serving.first_token": percentiles, "serving.token": percentiles,
   tokens_per_second: count, sent_per_second: bytes, received_per_second: bytes,
 };
 const place = byId("connection");
 const path = `/api/v1/peers/${encodeURIComponent(byId("main").dataset.peer)}`;
+
+function percentiles({ p50, p95, p99 }) {
+  if (p50 === null) return "not measured yet";
+  return `${latency(p50)}, 95 % within ${latency(p95)}, 99 % within ${latency(p99)}`;
+}
 
 async function refresh() {
   try {
@@ -34,7 +43,9 @@ async function refresh() {
 function showFacts(facts) {
   for (const element of document.querySelectorAll("[data-fact]")) {
     const name = element.dataset.fact;
-    setText(element, FORMATS[name] ? FORMATS[name](facts[name]) : facts[name]);
+    const value = name.split(".").reduce((within, part) => within?.[part], facts);
+    if (value === undefined) continue; // It does not serve any more: what it did stays.
+    setText(element, FORMATS[name] ? FORMATS[name](value) : value);
   }
   place.className = "connection live";
   setText(place, `Seen ${utc(facts.last_seen)}`);

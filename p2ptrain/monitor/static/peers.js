@@ -10,7 +10,7 @@ const OVERSCAN = 8; // Rows above and below the region, which is 0.7 screens hig
 const STRIDE = 4; // Rows to scroll before others are drawn.
 const NUMBERS = new Set([
   "round", "loss", "tokens_per_second", "sent_per_second", "received_per_second", "trained_tokens", "trained_rounds",
-  "hours", "last_seen",
+  "served_per_second", "hours", "last_seen",
 ]);
 const CELLS = {
   peer: (row) => shortId(row.peer),
@@ -23,6 +23,7 @@ const CELLS = {
   sent_per_second: (row) => bytes(row.sent_per_second),
   received_per_second: (row) => bytes(row.received_per_second),
   trained_tokens: (row) => count(row.trained_tokens),
+  served_per_second: (row) => orDash(row.served_per_second, count),
   hours: (row) => duration(3600 * row.hours),
   last_seen: (row, now) => ago(now, row.last_seen),
 };

@@ -13,9 +13,11 @@ from p2ptrain.cli.stages import risk_lines, stage_lines
 from p2ptrain.cli.status import rendered
 from p2ptrain.cli.summary import combine
 from p2ptrain.cli.table import COLUMNS, committed_rounds, most_tokens, peer_row, rounds_line
+from p2ptrain.monitor.serving import NONE, Served
 from p2ptrain.monitor.views import StageView
 from p2ptrain.network.records import PeerRecord
 from tests.support.made_up_swarm import MadeUpSwarm
+from tests.support.served import served
 from tests.support.watched import CUT, STRANGE, feeder, host, pipeline, report, snapshot_of, trainer
 from tests.unit.cli.test_lines import PROGRESS, fits, plain
 
@@ -82,6 +84,17 @@ def test_status_shows_stages_above_peers(width: int | None) -> None:
     whole = rendered([trainer("a"), trainer("b")], "demo", LINK, ((0, 4),), width=width)
     assert "stage" not in whole
     assert whole.splitlines()[0] == "swarm demo: 2 peers"
+
+
+def test_status_says_what_is_served_if_anybody_does() -> None:
+    serving = [trainer("a", serving=served(1000.0)), trainer("b", serving=served(500.0)), trainer("c")]
+    (told,) = [line for line in rendered(serving, "demo", LINK, ((0, 4),)).splitlines() if line.startswith("serving: ")]
+    assert told.startswith("serving: 2 peers, 4 sessions, 750 requests, 15 failed, first token 0.4")
+    assert "tokens/s" not in told, "one look knows no rate"
+    assert "serving" not in rendered([trainer("c")], "demo", LINK, ((0, 4),))
+    snapshot = snapshot_of(serving, served=Served(NONE, served(600.0).totals, 60.0))
+    assert "serves" in plain(swarm_lines(snapshot, (0, 0), 120))
+    assert "serves" not in plain(swarm_lines(snapshot_of([trainer("c")]), (0, 0), 120))
 
 
 def test_status_of_a_model_that_is_not_known_here_says_so() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.monitor.formats import human_bytes, human_count, human_seconds, iso, utc
+from p2ptrain.monitor.formats import human_bytes, human_count, human_latency, human_seconds, iso, utc
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,15 @@ def test_counts_are_shown_with_three_digits(number: float, text: str) -> None:
 )  # fmt: skip
 def test_durations_are_shown_with_two_digits(seconds: float, text: str) -> None:
     assert human_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0.0 ms"), (0.0034, "3.4 ms"), (0.00996, "10 ms"), (0.034, "34 ms"), (0.0999, "0.10 s"), (0.344, "0.34 s"),
+     (0.996, "1.0 s"), (12.0, "12 s")],
+)  # fmt: skip
+def test_latencies_are_shown_in_milliseconds_where_these_matter(seconds: float, text: str) -> None:
+    assert human_latency(seconds) == text
 
 
 def test_times_are_shown_in_utc() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.monitor.metrics import MAX_LABELLED_PEERS, exposition
 from p2ptrain.monitor.rounds import RoundBook
+from p2ptrain.monitor.serving import Served
 from p2ptrain.monitor.views import Snapshot
+from tests.support.served import served
 from tests.support.watched import START, report, snapshot_of, trainer
 
 
@@ -43,6 +47,8 @@ def test_all_families_parse_with_help_in_base_units_and_counters_end_in_total() 
         assert not family.name.endswith(("_ms", "_kb", "_mb", "_percent", "_hours"))
         if family.type == "counter":
             assert all(sample.name == f"{family.name}_total" for sample in family.samples)
+        elif family.type == "histogram":
+            assert family.name.endswith("_seconds")
         else:
             assert family.type == "gauge"
             assert not family.name.endswith("_total")
@@ -86,3 +92,28 @@ def test_large_swarms_have_no_series_for_each_peer(peers: int, labelled: bool) -
     assert any(name.startswith("p2ptrain_peer_") for name in families) == labelled
     assert value(snapshot_of([trainer("a"), trainer("b")]), "p2ptrain_stage_hosts", stage="0") == 2.0
     assert families["p2ptrain_peers"].samples[0].value == peers
+
+
+def test_what_is_served_is_counted_and_latencies_are_histograms() -> None:
+    totals = served(1000.0).totals
+    snapshot = snapshot_of([trainer("a", serving=served(1000.0))], served=Served(totals, totals, 60.0))
+    assert value(snapshot, "p2ptrain_serving_peers") == 1.0
+    assert value(snapshot, "p2ptrain_serving_requests_total") == totals.requests
+    assert value(snapshot, "p2ptrain_serving_generated_tokens_total") == totals.generated_tokens
+    assert value(snapshot, "p2ptrain_peer_served_tokens_total", peer="a", name="a's laptop") == totals.generated_tokens
+    name = "p2ptrain_serving_time_to_first_token_seconds"
+    family = scraped(snapshot)[name]
+    assert family.type == "histogram"
+    buckets = [(float(each.labels["le"]), each.value) for each in family.samples if each.name == f"{name}_bucket"]
+    counts = [count for _, count in buckets]
+    assert counts == sorted(counts)
+    assert math.isinf(buckets[-1][0])
+    assert counts[-1] == totals.first_token.total
+    assert value(snapshot, f"{name}_count") == totals.first_token.total
+    assert value(snapshot, f"{name}_sum") == pytest.approx(totals.first_token.seconds)
+
+
+def test_before_anybody_serves_counters_are_there_and_zero() -> None:
+    assert value(a_swarm(), "p2ptrain_serving_requests_total") == 0.0
+    assert value(a_swarm(), "p2ptrain_serving_time_per_output_token_seconds_count") == 0.0
+    assert value(a_swarm(), "p2ptrain_serving_peers") == 0.0

@@ -16,6 +16,7 @@ from p2ptrain.monitor.snapshot import Rates, Sighting, peer_views, usual_digests
 from p2ptrain.monitor.stages import stage_views
 from p2ptrain.monitor.web import to_json
 from p2ptrain.network.records import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
+from p2ptrain.network.serving_report import Latencies, ServingReport, ServingTotals
 from tests.support.watched import CUT, START, snapshot_of, trainer, views_of
 
 A, B = b"a" * 32, b"b" * 32
@@ -122,7 +123,17 @@ STAGES = st.builds(
     StageReport, unit=COUNTS | st.integers(0, 4), round=COUNTS, lineage=HASHES, digest=HASHES, lineage_tokens=COUNTS,
     tokens_per_second=AMOUNTS, waiting=COUNTS, samples=COUNTS,
 )  # fmt: skip
+LATENCIES = st.builds(Latencies.of, st.lists(st.floats(0, 5000), max_size=8))
+FEW = st.integers(0, 2**40)
+SERVING = st.builds(
+    lambda sessions, ok, failed, further, prompt, first, token: ServingReport(
+        sessions,
+        ServingTotals(ok + failed + first.total, failed, further + token.total, prompt, first, token),
+    ),
+    st.integers(0, 10**6), FEW, FEW, FEW, FEW, LATENCIES, LATENCIES,
+)  # fmt: skip
 KINDS: dict[str, st.SearchStrategy[Any]] = {
+    "ServingReport | None": st.none() | SERVING,
     "str": TEXT, "int": COUNTS, "float": AMOUNTS, "float | None": st.none() | NUMBERS, "bytes": HASHES,
     "int | None": st.none() | COUNTS | st.integers(0, 4),
     "bool": st.booleans(), "tuple[str, ...]": st.just(()),

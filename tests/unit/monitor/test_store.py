@@ -24,11 +24,13 @@ from p2ptrain.monitor.store import (
     MAX_EVENT_CHARS,
     SERIES,
     WINDOWS,
+    Amount,
     Contribution,
     Event,
     Store,
 )
 from p2ptrain.monitor.views import RoundView
+from p2ptrain.network.serving_report import Latencies
 from tests.support.stores import SWARM, peer, with_store
 from tests.support.watched import START, report, trainer
 
@@ -104,6 +106,68 @@ def test_every_column_is_as_long_as_the_times_and_each_mean_lies_between_what_wa
                 assert abs(sum(kept) - sum(added)) <= slack
                 continue
             assert all(min(added) - slack <= value <= max(added) + slack for value in kept)
+
+    with_store(None, use)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.tuples(st.integers(0, 3000), st.lists(st.floats(0, 100), max_size=20)), min_size=1, max_size=30))
+def test_percentiles_of_a_step_are_those_of_all_samples_in_it_however_long_it_is(
+    told: list[tuple[int, list[float]]],
+) -> None:
+    async def use(store: Store) -> None:
+        for seconds, samples in told:
+            await store.add_latencies(ON_THE_WEEK + seconds, {"token_seconds": Latencies.of(samples)})
+        names = ["token_seconds_p50", "token_seconds_p99", "first_token_seconds_p50"]
+        for window, (step, _) in WINDOWS.items():
+            series = await store.series(window, names, ON_THE_WEEK + 3000)
+            expected: dict[int, list[float]] = {}
+            for seconds, samples in told:
+                if samples:
+                    expected.setdefault(int(ON_THE_WEEK) + seconds // step * step, []).extend(samples)
+            assert series["at"] == sorted(expected)
+            for name, share in (("token_seconds_p50", 0.5), ("token_seconds_p99", 0.99)):
+                assert series["series"][name] == [Latencies.of(expected[at]).quantile(share) for at in series["at"]]
+            assert series["series"]["first_token_seconds_p50"] == [None] * len(expected)
+
+    with_store(None, use)
+
+
+def test_rates_of_uneven_times_are_what_came_by_how_long_it_took() -> None:
+    async def use(store: Store) -> None:
+        for seconds, amount in [(0, Amount(100.0, 10.0)), (10, Amount(0.0, 20.0)), (30, Amount(500.0, 30.0))]:
+            await store.add_points(ON_THE_WEEK + seconds, {"served_tokens_per_second": amount})
+        for window, rates in (("hour", [10.0, 0.0, 500 / 30]), ("day", [10.0]), ("week", [10.0])):
+            series = await store.series(window, ["served_tokens_per_second"], ON_THE_WEEK + 60)
+            assert series["series"]["served_tokens_per_second"] == rates
+
+    with_store(None, use)
+
+
+def test_a_file_of_before_latencies_were_kept_goes_on_with_its_past(tmp_path: Path) -> None:
+    path = tmp_path / "history.db"
+    fill(path)
+    database = sqlite3.connect(path)
+    database.execute("DROP TABLE latencies")
+    database.commit()
+    database.close()
+
+    async def use(store: Store) -> None:
+        assert len(await store.events(0.0, 1000)) == 200
+        await store.add_latencies(START, {"token_seconds": Latencies.of([1.0])})
+        assert (await store.series("day", ["token_seconds_p50"], START + 60))["series"]["token_seconds_p50"] != []
+
+    with_store(path, use)
+    assert [each.name for each in tmp_path.iterdir()] == ["history.db"]
+
+
+def test_old_latencies_are_pruned() -> None:
+    async def use(store: Store) -> None:
+        for at in (START, START + 30 * 86400):
+            await store.add_latencies(at, {"token_seconds": Latencies.of([1.0, 2.0])})
+        await store.prune(START + 30 * 86400)
+        cursor = await store._database.execute("SELECT count(*) FROM latencies")
+        assert list(await cursor.fetchall()) == [(6,)], "two counts in each of three windows"
 
     with_store(None, use)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from p2ptrain.monitor.store import Event
+from p2ptrain.monitor.store import ALL_SERIES, Event
 from p2ptrain.monitor.views import PeerView
 from p2ptrain.monitor.web import TABLE_COLUMNS
+from tests.support.served import served as report_of
 from tests.support.site import Site, served
 from tests.support.watched import START, report, trainer
 
@@ -26,8 +27,10 @@ def test_peers_are_searched_sorted_and_paged() -> None:
         assert await names(limit=0) == []
         assert await names(offset=9) == []
         assert (await site.json("/peers", search="b", limit=0))["total"] == 1
-        for column in fields(PeerView):
-            assert len(await names(sort=f"-{column.name}")) == 3, column.name
+        for column in {field.name for field in fields(PeerView)} - {"hosting", "serving"}:
+            assert len(await names(sort=f"-{column}")) == 3, column
+        for column in ("hosting", "serving", "nothing"):
+            assert (await site.get("/api/v1/peers", sort=column)).status_code == 400, "of several values, or none"
 
     served(scenario, ADA, BOB, replace(ADA, peer="c", name="cat", loss=1.0))
 
@@ -69,8 +72,32 @@ def test_events_and_leaders_are_limited() -> None:
 
 def test_series_have_all_columns_or_those_that_are_asked_for() -> None:
     async def scenario(site: Site) -> None:
-        assert len((await site.json("/series"))["series"]) == 10
+        assert set((await site.json("/series"))["series"]) == set(ALL_SERIES)
         asked = await site.json("/series", window="day", names="loss,,peers")
         assert asked == {"step": 120, "at": asked["at"], "series": {"loss": [2.5], "peers": [2.0]}}
 
     served(scenario, ADA, BOB)
+
+
+def test_peers_that_serve_are_found_by_how_much_and_percentiles_are_columns() -> None:
+    async def scenario(site: Site) -> None:
+        for number in range(8):
+            site.source.records = [
+                trainer("a", serving=report_of(100 + 5.0 * number, 1.0)),
+                trainer("b", serving=report_of(100 + 5.0 * number, 4.0)), trainer("c"),
+            ]  # fmt: skip
+            site.source.time += 5.0
+            await site.watch.look()
+        found = (await site.json("/peers", sort="-served_per_second"))["peers"]
+        assert [peer["peer"] for peer in found] == ["b", "a", "c"]
+        serving = await site.json("/serving")
+        assert (serving["peers"], serving["requests"]) == (2, 175)
+        asked = await site.json("/series", names="first_token_seconds_p95,loss")
+        assert any(value for value in asked["series"]["first_token_seconds_p95"])
+        assert "What it serves" in (await site.get("/peers/b")).text
+        assert "What it serves" not in (await site.get("/peers/c")).text
+        home = (await site.get("/")).text
+        assert 'data-key="served_per_second"' in home
+        assert 'id="serving-state" class="muted" hidden' in home
+
+    served(scenario)

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.network.records import PeerRecord, RoundReport
 from p2ptrain.node.metrics_page import exposition
+from tests.support.served import served
 
 LAST = RoundReport(6, True, "", 1.5, 3, 3, compute_seconds=4.0, matchmaking_seconds=0.5, transfer_seconds=1.0)
 RECORD = PeerRecord(
@@ -49,3 +50,12 @@ def test_what_is_not_known_is_left_out() -> None:
     found = samples(replace(RECORD, loss=None, last_rounds=()))
     assert "p2ptrain_peer_loss" not in found
     assert not [name for name in found if "phase" in name]
+
+
+def test_a_peer_that_serves_tells_of_it() -> None:
+    report = served(1000.0)
+    found = samples(replace(RECORD, serving=report))
+    assert found["p2ptrain_peer_serving_sessions"] == report.sessions
+    assert found["p2ptrain_peer_serving_requests_total"] == report.totals.requests
+    assert found["p2ptrain_peer_serving_time_to_first_token_seconds_count"] == report.totals.first_token.total
+    assert not [name for name in samples(RECORD) if "serving" in name]
