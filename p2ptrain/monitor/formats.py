@@ -39,6 +39,8 @@ def human_seconds(seconds: float) -> str:
 
 def human_latency(seconds: float) -> str:
     """A duration of which milliseconds matter: ``3.4 ms``, ``34 ms``, ``0.34 s``, then as `human_seconds`."""
+    if seconds < 0.00005:
+        return "0 s"
     if seconds < 0.0995:
         return f"{1000 * seconds:.1f} ms" if seconds < 0.00995 else f"{1000 * seconds:.0f} ms"
     return f"{seconds:.2f} s" if seconds < 0.995 else human_seconds(seconds)

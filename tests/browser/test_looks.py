@@ -41,20 +41,24 @@ class Clock:
 
 @dataclass(frozen=True)
 class Sites:
-    """A swarm with trouble of every kind, and one without anybody."""
+    """A swarm with trouble of every kind, one without anybody, and one in which some serve."""
 
     busy: ServedPage
     empty: ServedPage
+    serving: ServedPage
 
     def paths(self) -> dict[str, tuple[ServedPage, str]]:
         """Every kind of page, by name."""
         astray = next(peer for peer in self.busy.snapshot().peers if peer.agrees is False)
+        server = next(peer for peer in self.serving.snapshot().peers if peer.serving is not None)
         return {
             "home": (self.busy, "/"),
             "search-nothing": (self.busy, "/?search=nobody-of-this-name"),
             "empty": (self.empty, "/"),
             "peer": (self.busy, f"/peers/{quote(astray.peer, safe='')}"),
             "departed": (self.busy, f"/peers/{GONE}"),
+            "serving": (self.serving, "/"),
+            "server": (self.serving, f"/peers/{quote(server.peer, safe='')}"),
         }
 
 
@@ -63,19 +67,25 @@ def sites() -> Iterator[Sites]:
     clock = Clock()
     swarm = MadeUpSwarm(24, clock=clock, num_astray=1)
     nobody = MadeUpSwarm(0)
+    later = Clock()
+    serves = MadeUpSwarm(9, clock=later, serves=True)
 
     async def prepare(store: Store) -> None:
         await fill(store, swarm)
         await store.contribute(views_of(trainer(GONE, name="gone-1")), swarm.now() - 3600, 600.0)
         await store.add_events([Event(swarm.now() - 3500, "left", GONE, "gone-1 left")])
 
+    async def remember(store: Store) -> None:
+        await fill(store, serves)
+
     with (
         served_page(
             swarm, swarm.swarm, bootstraps=["nobody"], prepare=prepare, first_looks=5, between_looks=clock.pass_a_round
         ) as busy,
         served_page(nobody, nobody.swarm) as empty,
+        served_page(serves, serves.swarm, prepare=remember, first_looks=5, between_looks=later.pass_a_round) as serving,
     ):
-        yield Sites(busy, empty)
+        yield Sites(busy, empty, serving)
 
 
 def settle(visit: Visit, path: str) -> None:
@@ -147,7 +157,7 @@ NOTE_FOCUS = """() => {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", ["home", "peer", "departed", "search-nothing"])
+@pytest.mark.parametrize("kind", ["home", "peer", "departed", "search-nothing", "serving"])
 def test_everything_is_within_the_keyboards_reach_and_shows_where_one_is(
     browser: Browser, sites: Sites, size: str, kind: str
 ) -> None:
@@ -203,3 +213,30 @@ def test_the_stages_of_a_pipeline_are_seen_with_what_is_wrong(
         found = Axe().run(page) if with_scripts else None
         barriers = [each for each in found.response["violations"] if each["impact"] in SERIOUS] if found else []
         assert not barriers
+
+
+@pytest.mark.parametrize("with_scripts", [True, False])
+def test_whether_anybody_serves_is_said_and_who(browser: Browser, sites: Sites, with_scripts: bool) -> None:
+    with visiting(browser, sites.busy.url, with_scripts=with_scripts) as visit:
+        settle(visit, "/") if with_scripts else visit.open("/")
+        assert visit.page.locator("#serving-state").inner_text() == "No peer serves this model now."
+        assert not visit.page.locator("#serving-now").is_visible()
+        assert not visit.page.locator("#serving-grid").is_visible()
+        assert visit.page.locator("#peer-table thead th", has_text="Serves").count() == 0
+    with visiting(browser, sites.serving.url, with_scripts=with_scripts) as visit:
+        settle(visit, "/") if with_scripts else visit.open("/")
+        serving = sites.serving.snapshot().serving
+        assert not visit.page.locator("#serving-state").is_visible()
+        assert visit.page.locator("#s-peers").inner_text() == str(serving.peers)
+        assert " s" in visit.page.locator("#s-first-p50").inner_text()
+        assert "ms" in visit.page.locator("#s-token-p50").inner_text()
+        if with_scripts:
+            visit.page.locator("#serving-grid canvas").nth(2).wait_for()
+            label = visit.page.get_by_role("img", name="Time to the first token").get_attribute("aria-label")
+            assert label is not None
+            assert "half within: now 0.4" in label
+            visit.page.locator("#peer-table thead button", has_text="Serves").click()
+            visit.page.locator("#peer-table thead button", has_text="Serves").click()
+        names = [peer.name for peer in sites.serving.snapshot().peers if peer.serving is not None]
+        if with_scripts:
+            assert visit.page.locator("#peer-table tbody th").first.inner_text() in names

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.timeout(400)
 
 TRAINERS = ("first", "second", "third")
 SEED = "bootstrap"
+SERVER, SERVES = "third", 4.0
+"""Who publishes that it serves, too, and how many requests a second."""
 STEP_SECONDS = 0.5
 CUSTOM = (
     "--set", "model.family=custom", "--set", "data.source=custom", "--set", "training.every=4",
@@ -48,6 +50,7 @@ LINES = {
     "Traffic": "--accent",
 }  # fmt: skip
 """Charts that cannot be empty, and the colour of a line in each."""
+SERVED = ("Served tokens per second", "Time to the first token", "Time per further token")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ def watched(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Itera
         wait_until(link_file.exists, PATIENCE_SECONDS)
         link = link_file.read_text().strip()
         swarm = stack.enter_context(Swarmlet(folder))
-        workers = [swarm.start(name, link, step_seconds=STEP_SECONDS) for name in TRAINERS]
+        workers = [
+            swarm.start(name, link, step_seconds=STEP_SECONDS, serves=SERVES if name == SERVER else 0.0)
+            for name in TRAINERS
+        ]
         for worker in workers:
             worker.wait_for_commit(len(workers), timeout_seconds=2 * PATIENCE_SECONDS)
         page = stack.enter_context(monitoring(link, folder / "history.sqlite", folder / "monitor.log"))
@@ -130,6 +136,25 @@ def test_the_charts_have_data(browser: Browser, watched: Watched, pictures: Path
         page.get_by_role("button", name="Day").click()
         assert page.get_by_role("button", name="Day").get_attribute("aria-pressed") == "true"
         screenshot(page, pictures / f"real-swarm-{'dark' if is_dark else 'light'}.png")
+
+
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+def test_the_charts_of_what_is_served_have_data(browser: Browser, watched: Watched, is_dark: bool) -> None:
+    with visiting(browser, watched.page.url, is_dark=is_dark) as visit:
+        page = live(visit).page
+        page.locator("#serving-now:not([hidden])").wait_for()
+        assert page.locator("#s-peers").inner_text() == "1"
+        page.locator("#serving-grid:not([hidden])").wait_for(timeout=1000 * PATIENCE_SECONDS)
+
+        def empty() -> list[str]:
+            charts = {title: page.locator(".chart", has_text=title).locator("canvas").first for title in SERVED}
+            return [title for title, canvas in charts.items() if canvas.evaluate(COLOURED, "--accent") < 20]
+
+        wait_until(lambda: not empty(), PATIENCE_SECONDS)
+        (server,) = [peer for peer in watched.page.api("peers")["peers"] if peer["serving"] is not None]
+        assert server["name"] == SERVER
+        visit.open(f"/peers/{server['peer']}")
+        assert "95 % within" in page.locator('[data-fact="serving.first_token"]').inner_text()
 
 
 def test_without_scripts_it_is_a_plain_page(browser: Browser, watched: Watched) -> None:

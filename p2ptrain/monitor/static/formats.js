@@ -19,6 +19,7 @@ export function duration(seconds) {
 
 // Shorter than `duration` is exact: 3.4 ms, 34 ms, 0.34 s.
 export function latency(seconds) {
+  if (seconds < 0.00005) return "0 s";
   if (seconds < 0.0995) return `${(1000 * seconds).toFixed(seconds < 0.00995 ? 1 : 0)} ms`;
   return seconds < 0.995 ? `${seconds.toFixed(2)} s` : duration(seconds);
 }

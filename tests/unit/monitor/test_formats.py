@@ -36,8 +36,8 @@ def test_durations_are_shown_with_two_digits(seconds: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0.0 ms"), (0.0034, "3.4 ms"), (0.00996, "10 ms"), (0.034, "34 ms"), (0.0999, "0.10 s"), (0.344, "0.34 s"),
-     (0.996, "1.0 s"), (12.0, "12 s")],
+    [(0.0, "0 s"), (0.0001, "0.1 ms"), (0.0034, "3.4 ms"), (0.00996, "10 ms"), (0.034, "34 ms"),
+     (0.0999, "0.10 s"), (0.344, "0.34 s"), (0.996, "1.0 s"), (12.0, "12 s")],
 )  # fmt: skip
 def test_latencies_are_shown_in_milliseconds_where_these_matter(seconds: float, text: str) -> None:
     assert human_latency(seconds) == text
