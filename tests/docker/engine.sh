@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A Docker engine for the container tests, for machines that have none running: continuous integration, above all.
 #
-#   tests/docker/engine.sh install             Debian's docker.io, docker-compose and debootstrap, where missing (root)
+#   tests/docker/engine.sh install             Debian's docker.io, docker-compose and debootstrap, where missing (root),
+#                                              and Compose v2, into build/compose-v2
 #   tests/docker/engine.sh run COMMAND [ARGS]  run COMMAND with an engine: the one that answers already, else one of its
 #                                              own (root), with its own files and socket, which is ended and removed
 #
@@ -13,6 +14,9 @@ BASE=python:3.11-slim-bookworm # as in the Dockerfile
 UNAVAILABLE=69
 READY_SECONDS=60
 END_SECONDS=60
+COMPOSE_V2=build/compose-v2/docker-compose # tests/support/containers.py looks for it here
+COMPOSE_SUITE=trixie                       # the first of Debian's releases with Compose v2
+DOWNLOAD_SECONDS=180
 
 say() { echo "engine.sh: $*" >&2; }
 
@@ -36,6 +40,44 @@ install_packages() {
     { apt-get install -y -qq --no-install-recommends "${missing[@]}" ||
         { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${missing[@]}"; }; } >/dev/null ||
         give_up "${missing[*]} could not be installed: see the error above"
+}
+
+# Whence apt has Debian's packages; it knows the origin of its mirrors once it has fetched their lists.
+debian_mirror() {
+    # shellcheck disable=SC2016 # apt-get replaces these
+    apt-get indextargets 'Created-By: Packages' --format '$(ORIGIN) $(LABEL) $(COMPONENT) $(REPO_URI)' 2>/dev/null |
+        sed -n 's/^Debian Debian main //p' | head -n 1
+}
+
+# Compose v2, where there is none. Debian 12 and Ubuntu's oldest have 1.29 alone under that name, which is to be tested,
+# too, and must not be replaced; so the package of a later release is unpacked into a folder, and nothing of the system
+# is changed. It is one static program, which also works without being found by "docker compose". It comes from
+# the mirror that apt is configured with, by a list of its own, and apt checks Debian's signature.
+fetch_compose_v2() {
+    if docker compose version >/dev/null 2>&1 || "$COMPOSE_V2" version >/dev/null 2>&1; then return; fi
+    local without="the tests of containers use docker-compose 1.29 alone" keys=/usr/share/keyrings/debian-archive-keyring.gpg
+    local mirror folder
+    mirror=$(debian_mirror)
+    if [ -z "$mirror" ] && [ "$(id -u)" = 0 ] && apt-get update -qq >/dev/null 2>&1; then mirror=$(debian_mirror); fi
+    if [ -z "$mirror" ] || [ ! -r "$keys" ]; then
+        say "no Compose v2: apt is not configured with a mirror of Debian's, or $keys is not there; $without"
+        return
+    fi
+    folder=$(mktemp -d /var/tmp/p2ptrain-compose-XXXXXX)
+    mkdir -p "$folder"/{lists/partial,cache/archives/partial,parts,unpacked}
+    echo "deb [signed-by=$keys] $mirror $COMPOSE_SUITE main" >"$folder/sources.list"
+    local apt=(apt-get -qq -o "Dir::Etc::SourceList=$folder/sources.list" -o "Dir::Etc::SourceParts=$folder/parts"
+        -o "Dir::State::Lists=$folder/lists" -o "Dir::Cache=$folder/cache" -o Dir::State::status=/dev/null
+        -o APT::Sandbox::User= -o Acquire::Languages=none -o Acquire::Retries=1)
+    if (cd "$folder" && timeout "$DOWNLOAD_SECONDS" "${apt[@]}" update && timeout "$DOWNLOAD_SECONDS" \
+        "${apt[@]}" download docker-compose && dpkg-deb -x docker-compose_*.deb unpacked) >"$folder/log" 2>&1 &&
+        "$folder/unpacked/usr/libexec/docker/cli-plugins/docker-compose" version >>"$folder/log" 2>&1; then
+        mkdir -p "${COMPOSE_V2%/*}"
+        install -m 755 "$folder/unpacked/usr/libexec/docker/cli-plugins/docker-compose" "$COMPOSE_V2"
+    else
+        say "no Compose v2: $(tail -n 1 "$folder/log"); $without"
+    fi
+    rm -rf "$folder"
 }
 
 start_engine() {
@@ -108,7 +150,11 @@ make_base() {
 }
 
 case ${1:-} in
-    install) install_packages ;;
+    install)
+        install_packages
+        cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+        fetch_compose_v2
+        ;;
     run)
         shift
         docker version >/dev/null 2>&1 || start_engine

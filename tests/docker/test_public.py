@@ -11,22 +11,23 @@ import pytest
 from p2ptrain.cli.manifests import load_manifest, sign_manifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from tests.support.containers import Containers, docker, inspect
+from tests.support.containers import Containers, compose_of, docker, inspect
 
 pytestmark = pytest.mark.timeout(900)
 
 HOST = "swarm.test"
 
 
-@pytest.fixture
-def host(image: str, tmp_path: Path) -> Iterator[Containers]:
-    """Its services, of a swarm that was signed elsewhere."""
+@pytest.fixture(params=["v2", "1.29"])
+def host(image: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Containers]:
+    """Its services, of a swarm that was signed elsewhere; with each version of Compose."""
+    compose = compose_of(request.param)
     with Identity.create_or_load(tmp_path / "home" / "organizer.key") as organizer:
         (tmp_path / "swarm").mkdir()
         sign_manifest(load_manifest(None, {"name": "public"}), organizer, tmp_path / "swarm" / "manifest.bin")
     files = ("deploy/public/compose.yaml", "tests/docker/internal.yaml")
     with Containers(
-        *files, P2PTRAIN_HOST=HOST, P2PTRAIN_SWARM=str(tmp_path / "swarm"), P2PTRAIN_BIND="127.0.0.1"
+        *files, compose=compose, P2PTRAIN_HOST=HOST, P2PTRAIN_SWARM=str(tmp_path / "swarm"), P2PTRAIN_BIND="127.0.0.1"
     ) as made:
         made.compose("up", "-d", "--no-build")
         yield made

@@ -1,7 +1,7 @@
 """Swarms in containers for tests: the project's own image and compose file, on networks that lead nowhere.
 
-Talks to whatever engine ``docker`` talks to, through Compose v2 or Debian's docker-compose. Every container, network
-and volume of a swarm carries its project's label, which is how the end checks that nothing is left.
+Talks to whatever engine ``docker`` talks to, through Compose v2 and Debian's docker-compose 1.29. Every container,
+network and volume of a swarm carries its project's label, which is how the end checks that nothing is left.
 """
 
 from __future__ import annotations
@@ -19,9 +19,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.commands import ROOT
 
 IMAGE = "p2ptrain-test"
+COMPOSE_V2 = ROOT / "build" / "compose-v2" / "docker-compose"
+"""Where tests/docker/engine.sh puts it if there is none."""
 BUILD_SECONDS = 1200.0
 COMMAND_SECONDS = 180.0
 PATIENCE_SECONDS = 240.0
@@ -63,13 +67,23 @@ def inspect(container: str, template: str) -> str:
 
 
 @functools.cache
-def compose_command() -> tuple[str, ...]:
-    """Compose v2 where there is one, else docker-compose; empty without either."""
-    if shutil.which("docker"):
+def compose_versions() -> dict[str, tuple[str, ...]]:
+    """The commands of Compose that are there, by ``v2`` and ``1.29``, the one that most tests use first."""
+    found: dict[str, tuple[str, ...]] = {}
+    for command in (("docker", "compose"), (str(COMPOSE_V2),), ("docker-compose",)):
+        if not shutil.which(command[0]):
+            continue
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            run("docker", "compose", "version", timeout_seconds=20)
-            return ("docker", "compose")
-    return ("docker-compose",) if shutil.which("docker-compose") else ()
+            version = run(*command, "version", timeout_seconds=20)
+            found.setdefault("1.29" if "docker-compose version 1." in version else "v2", command)
+    return found
+
+
+def compose_of(version: str) -> tuple[str, ...]:
+    """The command of Compose ``v2`` or ``1.29``; the test is skipped where it is not there."""
+    if version not in compose_versions():
+        pytest.skip(f"there is no Compose {version} here; as root, run: tests/docker/engine.sh install")
+    return compose_versions()[version]
 
 
 @functools.cache
@@ -82,7 +96,7 @@ def why_unavailable() -> str:
         run("docker", "version", timeout_seconds=20)
     except (AssertionError, subprocess.TimeoutExpired) as error:
         return f"no Docker engine answers ({str(error).splitlines()[-1][:160]}); {how}"
-    return "" if compose_command() else f"neither 'docker compose' nor docker-compose is found; {how}"
+    return "" if compose_versions() else f"neither 'docker compose' nor docker-compose is found; {how}"
 
 
 @functools.cache
@@ -102,10 +116,12 @@ class Containers:
     Args:
         files: The compose file, and those that change it for the test.
         kind: Tells its project from others of this process; the first file's folder by default.
+        compose: The command; by default that of the first of `compose_versions`.
         variables: For them, beside those below.
     """
 
-    def __init__(self, *files: str, kind: str = "", **variables: str) -> None:
+    def __init__(self, *files: str, kind: str = "", compose: tuple[str, ...] = (), **variables: str) -> None:
+        self._compose = compose or next(iter(compose_versions().values()))
         self.files = files or ("compose.yaml",)
         self.project = f"p2ptrain-test-{os.getpid()}-{kind or Path(self.files[0]).parent.name or 'swarm'}"
         self.network = f"{self.project}_swarm"
@@ -121,7 +137,7 @@ class Containers:
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Run a Compose command on this project."""
         files = [part for file in self.files for part in ("--file", file)]
-        command = (*compose_command(), "--project-name", self.project, *files, *arguments)
+        command = (*self._compose, "--project-name", self.project, *files, *arguments)
         return run(*command, timeout_seconds=timeout_seconds, variables=self._variables)
 
     def up(self, trainers: int, *options: str) -> None:
