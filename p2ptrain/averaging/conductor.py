@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from p2ptrain.averaging.absent import Absent
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
 from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
 from p2ptrain.averaging.beats import Stage, beat_until
@@ -80,6 +81,7 @@ class Conductor:
         self._batch_target = batch_target
         self._cells = place.cells
         self._stage = Stage()
+        self._absent = Absent()
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -100,6 +102,10 @@ class Conductor:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def heard_from(self, peer: str) -> None:
+        """Note that a peer asked something: it is there."""
+        self._absent.heard_from(peer)
 
     def give_way(self, key: Key, peer: str, closing: bool) -> bool:
         """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one.
@@ -181,6 +187,7 @@ class Conductor:
             raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
+        self.heard_from(ticket.peer)
         await self._send_answer(channel, self.enlist(ticket, head, tried, hops, avoid))
 
     async def _send_answer(self, channel: Channel, deciding: Coroutine[Any, Any, Answer]) -> None:
@@ -294,6 +301,12 @@ class Conductor:
         self.take_pass(peer, head)
         return {"behind": False}
 
+    def reopen(self, key: Key) -> None:
+        """Forget what was reported for a group that was to be closed, unless somebody handed in a ticket for it."""
+        rally = self._rallies.get(key)
+        if rally is not None and not rally.members:
+            rally.answer_all({"kind": "refused", "reason": "nothing is left of the round: it begins again"})
+
     def take_pass(self, peer: str, head: Head) -> None:
         """Note that a peer has nothing for the round after a head: nobody waits for it."""
         rally = self.rally(head, self._cells.key_of(head, peer))
@@ -357,7 +370,8 @@ class Conductor:
                     rally.closing = True
                     probed_at.clear()
                     self._place.close(key)
-                if decision.action == "form":
+                unasked = self._unasked(rally, now) if decision.action == "form" else []
+                if decision.action == "form" and not unasked:
                     self._finish(rally, expected, decision.reason)
                     break
                 if decision.action == "give up":
@@ -368,7 +382,7 @@ class Conductor:
                     break
                 # Above level 0 nobody is asked: who stands for a cell is the cell's business.
                 missing = [] if key.level else [peer for peer in expected if peer not in rally.members]
-                missing = [peer for peer in missing if peer != self._rpc.peer_id]
+                missing = unasked or [peer for peer in missing if peer != self._rpc.peer_id]
                 for peer in missing if rally.members or rally.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
@@ -390,6 +404,18 @@ class Conductor:
             if self._rallies.get(key) is rally:
                 del self._rallies[key]
 
+    def _unasked(self, rally: Rally, now: float) -> list[str]:
+        """Whom to ask whether the swarm is ahead, before this group ends the round without them."""
+        if rally.key.level:
+            return []
+        rally.asking_since = now if rally.asking_since is None else rally.asking_since
+        if now - rally.asking_since > rally.spec.matchmaking_seconds:
+            return []
+        # After a long stop all records have run out; but who was in the last round is known.
+        trainers = {*self._membership.trainers(), *self._place.head.members} - {self._rpc.peer_id}
+        absent = [peer for peer in sorted(trainers - rally.members.keys()) if self._cells.includes(rally.key, peer)]
+        return self._absent.to_ask(rally.key, len(rally.members), absent, now)
+
     def _finish(self, rally: Rally, expected: list[str], reason: str) -> None:
         late = [] if rally.key.level else [peer for peer in expected if peer not in rally.members]
         members = rally.form(self._membership.may_lend)
@@ -399,26 +425,30 @@ class Conductor:
 
     async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
+        loop, patience = asyncio.get_running_loop(), probe_seconds(self._spec)
+        asked = loop.time()
         try:
-            head, leader, _ = await nudge(self._rpc, peer, key, rally.closing, probe_seconds(self._spec))
+            said = await nudge(self._rpc, peer, key, rally.closing, patience)
         except PeerRefusedError:
+            self._absent.answered(peer, key, asked)
             return
         except (PeerError, DeadlineError, IntegrityError) as error:
             self._membership.suspect(peer, str(error))
             self._leaders.lost(peer)
-            rally.changed.set()
+            self._absent.silent(peer, asked, loop.time(), patience)
             return
+        finally:
+            rally.changed.set()
         self._leaders.reached(peer)
-        if isinstance(leader, str) and self._membership.is_convicted(leader):
+        self._membership.answered(peer)
+        leader = said.leader
+        if self._membership.is_convicted(leader):
             self.on_misled(peer, leader)
+        if not said.is_averaging:
+            self._absent.answered(peer, key, asked)
         if rally.over:
             return
-        if head.lineage != rally.head.lineage and head.outranks(rally.head):
+        if said.head.lineage != rally.head.lineage and said.head.outranks(rally.head):
             rally.answer_all({"kind": "behind", "peer": peer})
-        elif (
-            isinstance(leader, str)
-            and leader
-            and self.goes_before(key, leader)
-            and not self._membership.is_suspect(leader)
-        ):
+        elif leader and self.goes_before(key, leader) and not self._membership.is_suspect(leader):
             rally.answer_all({"kind": "redirect", "peer": leader})

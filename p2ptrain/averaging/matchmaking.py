@@ -171,9 +171,9 @@ class Matchmaker:
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
-            *_, failed = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
+            said = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
             if key == self._place.key:
-                self._leaders.learn(key, failed)
+                self._leaders.learn(key, said.failed)
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
@@ -181,6 +181,7 @@ class Matchmaker:
         key = self.cells.check(request.get("key"))
         if self._membership.is_convicted(peer):
             raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
+        self._conductor.heard_from(peer)
         if request.get("closing") is True:
             self._place.close(key)
         if key == self._place.key and self.cells.includes(key, peer):
@@ -189,8 +190,13 @@ class Matchmaker:
         following = followed[1] if followed is not None and followed[0] == key else ""
         if following == self._rpc.peer_id and self._conductor.give_way(key, peer, request.get("closing") is True):
             following = peer
-        failed = self._leaders.told(key)
-        return {"head": self.head.without_proof().to_dict(), "leader": following, "failed": failed}
+        running = self._place.running
+        return {
+            "head": self.head.without_proof().to_dict(),
+            "leader": following,
+            "failed": self._leaders.told(key),
+            "averaging": running is not None and running[0] == key,
+        }
 
     def lost(self, peer: str) -> None:
         """Note that a peer did not do its part in a group: it is not asked to lead until it shows itself again."""

@@ -111,6 +111,12 @@ class Membership:
             known.rounds_missed = 0
             known.reason = ""
 
+    def answered(self, peer: str) -> None:
+        """Note that a peer answered: it is waited for, unless it stayed away from the last round."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.suspect_until, known.suspect_sequence = 0.0, -1
+
     def broke_with(self, peer: str, reason: str, leader: str = "") -> None:
         """Note that an attempt broke on a peer: it is a suspect, and after a second time also avoided.
 
@@ -244,6 +250,14 @@ class Membership:
     def expected(self) -> list[str]:
         """Other peers that a round waits for: training, not suspect, not absent from the last round; sorted."""
         return [peer for peer in sorted(self._known) if not self.why_not_expected(peer)]
+
+    def trainers(self) -> list[str]:
+        """Other peers that train by their last account, those included that are presumed not to answer; sorted."""
+        return [
+            record.peer
+            for record in self.records()
+            if record.state in ACTIVE_STATES and record.peer not in self._convicted
+        ]
 
     def present(self) -> list[str]:
         """Other peers that train or are about to, and are not suspects; sorted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.head import Head
@@ -68,18 +67,36 @@ def probe_seconds(spec: AveragingSpec) -> float:
     return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
 
 
-async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> tuple[Head, Any, Any]:
-    """Tell a peer that this one is in a round, and whether it is being closed.
+@dataclass(frozen=True)
+class Said:
+    """What a peer says of itself when it is nudged; none of it is to be trusted.
 
-    Returns:
-        The peer's head, whom it says that it follows in that round, and which leaders failed in it; none of it is to
-        be trusted.
+    Attributes:
+        head: Where it is.
+        leader: Whom it follows in the round that it was asked about; empty for nobody.
+        failed: Which leaders failed in that round, as it sees it.
+        is_averaging: Whether it is in an attempt to end that round.
+    """
+
+    head: Head
+    leader: str
+    failed: object
+    is_averaging: bool
+
+
+async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> Said:
+    """Tell a peer that this one is in a round, and whether it is being closed.
 
     Raises:
         PeerError: It cannot be reached, refuses, or answers nonsense.
         IntegrityError: Its head is malformed.
         DeadlineError: No answer in time.
     """
-    request = {"key": list(key), "closing": closing}
-    reply = await rpc.call(peer, "rally.nudge", request, timeout_seconds)
-    return Head.from_dict(reply.get("head")), reply.get("leader"), reply.get("failed")
+    reply = await rpc.call(peer, "rally.nudge", {"key": list(key), "closing": closing}, timeout_seconds)
+    leader = reply.get("leader")
+    return Said(
+        Head.from_dict(reply.get("head")),
+        leader if isinstance(leader, str) else "",
+        reply.get("failed"),
+        reply.get("averaging") is True,
+    )

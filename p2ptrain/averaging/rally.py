@@ -200,6 +200,7 @@ class Rally:
         passed: Peers that have nothing for this round. Nobody waits for them, either.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
+        asking_since: When those that are absent were first asked before the group is formed; None before.
     """
 
     head: Head
@@ -214,6 +215,7 @@ class Rally:
     over: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     last_activity: float = 0.0
+    asking_since: float | None = None
     _stirred: asyncio.Event = field(default_factory=asyncio.Event)
     _first_ticket_at: float | None = None
     _quorum_at: float | None = None

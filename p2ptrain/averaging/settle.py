@@ -83,6 +83,9 @@ class Settlements:
             return None
         deadline = asyncio.get_running_loop().time() + SETTLE_SECONDS
         others = [member for member in attempt.roster.members if member != self._rpc.peer_id]
+        if attempt.certificate() is not None and await self._was_given_up(attempt, others):
+            self._abandon(attempt)
+            return None
         while attempt.certificate() is None and asyncio.get_running_loop().time() < deadline:
             if await self._ask_all(attempt, others):
                 break
@@ -91,6 +94,15 @@ class Settlements:
         if certificate is None:
             self._abandon(attempt)
         return certificate
+
+    async def _was_given_up(self, attempt: Attempt, others: list[str]) -> bool:
+        """Whether nobody who answers knows of an attempt that is complete here, but too late.
+
+        They signed it, and went on without its result: this peer stood still when it came. With it, it would make a
+        second lineage.
+        """
+        states = await asyncio.gather(*(self._ask(attempt, peer) for peer in others))
+        return "unknown" in states and all(state in ("unknown", "lost") for state in states)
 
     async def _ask_all(self, attempt: Attempt, others: list[str]) -> bool:
         """Ask the other members until it is clear how the attempt ends; whether it is."""

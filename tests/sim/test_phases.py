@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -53,13 +54,21 @@ async def start(
     network: SimulatedNetwork, num_peers: int = NUM_PEERS, step_seconds: float = 0.5, **averaging: object
 ) -> SimulatedSwarm:
     """A swarm of which everybody has come to the round before the faulty one."""
+    swarm, _ = await start_with_accounts(network, num_peers, step_seconds, **averaging)
+    return swarm
+
+
+async def start_with_accounts(
+    network: SimulatedNetwork, num_peers: int = NUM_PEERS, step_seconds: float = 0.5, **averaging: object
+) -> tuple[SimulatedSwarm, Accounts]:
+    """`start`, with the books of the swarm."""
     # With fp32, which has no blocks, the tiny model has a share for everybody.
     swarm = SimulatedSwarm(network, make_manifest(**{"codec": "fp32", **averaging}), 0)
-    Accounts(swarm)
+    accounts = Accounts(swarm)
     for index in range(num_peers):
         swarm.start(f"t{index}", step_seconds)
     await swarm.until(lambda: swarm.in_agreement(FAULTY_ROUND - 1), 90, "the swarm trains")
-    return swarm
+    return swarm, accounts
 
 
 async def come_back(swarm: SimulatedSwarm, names: list[str]) -> None:
@@ -92,6 +101,26 @@ def test_survivors_commit_the_next_rounds(phase: str, role: str, fault: str) -> 
         await swarm.end()
 
     simulate(main, seed=PHASES.index(phase))
+
+
+@pytest.mark.parametrize("num_peers", [2, 3, 4])
+@pytest.mark.parametrize("role", ["leader", "follower"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_who_was_stopped_does_not_end_alone_a_round_that_the_others_ended(
+    phase: str, role: str, num_peers: int
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, accounts = await start_with_accounts(network, num_peers)
+        hit = set_trap(swarm, phase, role, lambda who: network.stall(who.peer, 20.0))
+        await swarm.until(lambda: bool(hit), 60, "the fault happens")
+        front = swarm.trainers[hit[0]].sync.head.round
+        await swarm.until(lambda: swarm.in_agreement(front + 8) and same_lineage(swarm), 180, "all are in one lineage")
+        ends = Counter((body.round, body.lineage) for body in accounts.bodies.values())
+        assert len(ends) >= front + 8
+        assert max(ends.values()) == 1, "a round ended twice"
+        await swarm.end()
+
+    simulate(main, seed=40 + PHASES.index(phase))
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -202,7 +202,6 @@ class PipelineRun:
             case "crash" if chosen.hosted is not None and self._may_lose(chosen):
                 self._crash(chosen)
             case "stall":
-                self._may_fork = True  # It may end a round when it wakes that the others ended without it.
                 network.stall(chosen.peer, self._random.choice((0.3, 3.0, 20.0)))
             case "cut":
                 self._may_fork = True
@@ -306,7 +305,6 @@ class PipelineRun:
                 self.hits[f"{fault} {phase}"] += 1
                 self.network.record("trap", fault, phase)
                 if fault == "stall in":
-                    self._may_fork = True
                     self.network.stall(victim.peer, 20.0)
                 else:
                     self._crash(victim)

@@ -104,6 +104,38 @@ def test_who_gave_up_hands_out_no_signature_to_one_that_comes_late() -> None:
     simulate(main, seed=4)
 
 
+def test_a_result_that_all_others_gave_up_is_given_up_though_a_majority_signed_it() -> None:
+    """They signed it, went on without the last signature, and came to another result: this peer stood still."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with completed(network) as roster:
+            late, *others = roster
+            for each in others:
+                forget(each, proofs_only=True)
+            network.cut(late.member.peer)
+            for each in others:
+                each.attempt.proofs.clear()
+                assert await each.settlements.settle(each.attempt) is None
+            network.mend(late.member.peer)
+            assert late.attempt.certificate() is not None
+            assert await late.settlements.settle(late.attempt) is None
+
+    simulate(main, seed=6)
+
+
+def test_a_complete_result_is_kept_while_anybody_knows_it_or_nobody_answers() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with completed(network) as roster:
+            late, knows, forgot = roster
+            forgot.settlements._abandon(forgot.attempt)
+            assert await late.settlements.settle(late.attempt) is not None
+            for each in (knows, forgot):
+                network.crash(each.member.peer)
+            assert await late.settlements.settle(late.attempt) is not None
+
+    simulate(main, seed=7)
+
+
 def test_a_result_of_another_roster_is_not_taken_over() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 3) as swarm:
