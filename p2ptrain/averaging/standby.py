@@ -121,6 +121,11 @@ class Standby:
         asked = [peer for peer in [leader, *asked] if peer != self._rpc.peer_id]
         return await self._first_to_move(asked, head, seconds)
 
+    def reopen(self) -> None:
+        """Take on more for the round in progress although it was to be closed: whoever had something for it is gone."""
+        self._place.closing = None
+        self._conductor.reopen(self._place.key)
+
     async def hurry(self) -> None:
         """Tell all that are there to close the round in progress with what they have.
 

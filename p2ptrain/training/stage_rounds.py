@@ -11,8 +11,8 @@ whether it belongs to the round, so all of them together take on the global batc
 let through everywhere. So with no failures all stages average the same microbatches.
 
 A host that nobody sent anything in a round tells the leader, waits for the others' result, and takes it from them.
-Where nothing at all is left of a round, because those who had it died, a host ends the round with a gradient of zero:
-rounds are numbered alike in all stages.
+Where nothing at all is left of a round, because those who had it died, a host takes on more for it. If other stages are
+through with it, it ends the round with a gradient of zero: rounds are numbered alike in all stages.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ class StageRounds:
         await asyncio.gather(*(self._advance(unit, before + 1) for unit in self._units))
         await self._level()
         self._host.begin_round(self._units[0].round)
-        if len({unit.round for unit in self._units}) == 1:
+        if self._units[0].round == before:
+            self._standby.reopen()
+        elif len({unit.round for unit in self._units}) == 1:
             self.on_begun(self._units[0].round)
 
     async def _level(self) -> None:
@@ -195,8 +197,8 @@ class StageRounds:
             if unit.work.tokens > 0:
                 await self._synchronize(unit)
                 idle_since = asyncio.get_running_loop().time()
-            else:
-                await self._sit_out(unit, idle_since, LEAVE_SECONDS if was_stopping else SIT_OUT_SECONDS)
+            elif await self._sit_out(unit, idle_since, LEAVE_SECONDS if was_stopping else SIT_OUT_SECONDS):
+                return
             if was_stopping:
                 return
 
@@ -214,17 +216,26 @@ class StageRounds:
         if not result.committed:
             await asyncio.sleep(PAUSE_SECONDS)
 
-    async def _sit_out(self, unit: HostedUnit, since: float, seconds: float) -> None:
-        """Wait for the others' result, and take it over; end the round with nothing if nobody has any."""
+    async def _sit_out(self, unit: HostedUnit, since: float, seconds: float) -> bool:
+        """Wait for the others' result, and take it over; whether nobody has any, and the round may go on.
+
+        If it may not, because it is over for others, it ends with nothing.
+        """
         synchronizer = unit.synchronizer
         source = await synchronizer.averager.matchmaker.standby.sit_out(seconds)
         if source:
             await synchronizer.follow(source, unit.work)
-            return
+            return False
         if await synchronizer.follow_swarm(unit.work):
-            return
+            return False
         patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
-        is_over = self._is_over_elsewhere or any(other.round > unit.round for other in self._units)
-        if asyncio.get_running_loop().time() - since > patience and is_over:
+        if asyncio.get_running_loop().time() - since <= patience:
+            return False
+        if self._is_over_elsewhere or any(other.round > unit.round for other in self._units):
             logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)
             unit.work.add(1, 1)
+            return False
+        if any(other.work.tokens > 0 for other in self._units):
+            return False
+        logger.warning("round %d: nothing is left of it here: it goes on", unit.round)
+        return True

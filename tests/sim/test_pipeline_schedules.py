@@ -144,6 +144,30 @@ def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> 
     simulate(main, seed=1)
 
 
+@pytest.mark.parametrize("are_others_through", [False, True])
+def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_closed(are_others_through: bool) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+        for stage in (0, 0, 1):
+            await pipeline.add(f"host{len(pipeline.peers)}", stage)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        await asyncio.sleep(10.0)  # Until all know of all.
+        assert all((await pipeline.feed(trainer, range(1), 1)).values())
+        (holder,) = [peer for peer in pipeline.hosts if peer.stage == 0 and settled(peer)]
+        (other,) = [peer for peer in pipeline.hosts if peer.stage == 0 and not settled(peer)]
+        network.crash(holder.peer)
+        for told in [other, pipeline.hosts[-1]] if are_others_through else [other]:
+            await tell(trainer, told, closing=True)
+        assert all((await pipeline.feed(trainer, range(1, 49), 6)).values())
+        await until(lambda: len(trainer.done) >= 24)
+        await until(pipeline.is_level)
+        pipeline.check()
+        await pipeline.close()
+
+    simulate(main, seed=1)
+
+
 @pytest.mark.parametrize("fault", ["", "crash", "stall"])
 @pytest.mark.parametrize("seed", range(2))
 def test_hosts_move_to_where_they_are_missed_and_no_stage_is_left_alone(seed: int, fault: str) -> None:

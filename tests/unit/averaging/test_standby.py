@@ -107,6 +107,20 @@ def test_the_round_is_closed_when_what_is_done_fills_it() -> None:
     run(3, test)
 
 
+def test_a_round_of_which_nothing_is_left_begins_again() -> None:
+    async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
+        assert await peers[1].take_on(0, 0, 12) == 12
+        assert await peers[1].take_on(12, 12, 1) == 0
+        assert await peers[0].take_on(0, 0, 1) == 0
+        assert peers[0].matchmaker.is_closing()
+        network.crash(peers[1].member.peer)
+        peers[0].standby.reopen()
+        assert await peers[0].take_on(0, 0, 4) == 4
+        assert not peers[0].matchmaker.is_closing()
+
+    run(3, test)
+
+
 def test_what_a_silent_peer_holds_is_granted_to_others() -> None:
     async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
         assert await peers[1].take_on(0, 0, 12) == 12
