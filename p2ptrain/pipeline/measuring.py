@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.models.family import Span
@@ -17,11 +19,31 @@ SECONDS = 1.0
 """How long passes are measured; the first, which is not counted, and one more are made in any case."""
 
 
-def available_memory() -> int:
-    """Bytes that this machine has to spare."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_memory(cgroups: Path = CGROUPS) -> int:
+    """Bytes that this machine has to spare, or the container that this process runs in if it has a limit.
+
+    Args:
+        cgroups: Where a container's own limit and use are shown, by either version of Linux' control groups.
+    """
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    return min([int(psutil.virtual_memory().available), *_left_in_container(cgroups)])
+
+
+def _left_in_container(cgroups: Path) -> list[int]:
+    """What its limit leaves, if it has one. Cached files count as used, and are given up first: they are to spare."""
+    for folder, limit, used, cached in (
+        (cgroups, "memory.max", "memory.current", "inactive_file"),
+        (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # Not this version, or "max": no limit.
+            left = int((folder / limit).read_text()) - int((folder / used).read_text())
+            lines = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return [max(0, left + int(lines.get(cached, 0)))]
+    return []
 
 
 def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -53,3 +55,27 @@ def test_a_thin_uplink_is_what_counts() -> None:
 
 def test_memory_is_what_the_machine_has_to_spare() -> None:
     assert 0 < available_memory() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cached"),
+    [
+        (".", "memory.max", "memory.current", "inactive_file"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_in_a_container_no_more_is_to_spare_than_its_limit_leaves(
+    folder: str, limit: str, used: str, cached: str, tmp_path: Path
+) -> None:
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    (group / used).write_text("7000\n")
+    (group / "memory.stat").write_text(f"anon 6000\n{cached} 500\n")
+    (group / limit).write_text("10000\n")
+    assert available_memory(tmp_path) == 10000 - 7000 + 500
+    (group / limit).write_text("5000\n")
+    assert available_memory(tmp_path) == 0
+    machine = psutil.virtual_memory().total
+    for unlimited in ("max\n", f"{1 << 62}\n"):
+        (group / limit).write_text(unlimited)
+        assert machine / 10 < available_memory(tmp_path) <= machine
