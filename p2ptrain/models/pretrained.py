@@ -190,7 +190,12 @@ def _download(place: str, names: set[str] | None, jobs: Jobs) -> Path:
         raise TemporaryError(
             f"{place!r} is not on this machine, and the hub does not answer: try again, or give its folder"
         ) from error
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except HfHubHTTPError as error:
+        said = f"{place!r} cannot be downloaded: {_first(error)}"
+        if error.response.status_code in (429, *range(500, 600)):
+            raise TemporaryError(f"{said}: try again later, or give its folder") from error
+        raise ConfigError(said) from error
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{place!r} cannot be downloaded: {_first(error)}") from error
 
 

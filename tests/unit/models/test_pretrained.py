@@ -178,6 +178,8 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
                 headers["ETag"] = f'"{name}"'
                 if with_body:
                     asked.append(name)
+            elif "owner/busy" in self.path:
+                body, status = b"{}", 503
             else:
                 body, status = b"{}", 404
                 headers["X-Error-Code"] = "EntryNotFound" if "owner/small" in self.path else "RepoNotFound"
@@ -239,5 +241,5 @@ def test_models_come_from_the_hub_and_a_host_downloads_the_files_of_its_stage_al
 
 def test_a_hub_that_does_not_answer_may_do_so_later(tmp_path: Path) -> None:
     with hub(tmp_path) as (address, _):
-        pass
+        assert "TemporaryError: 'owner/busy'" in ask(address, tmp_path, MISSING.replace("owner/other", "owner/busy"))
     assert "TemporaryError: 'owner/other' is not on this machine" in ask(address, tmp_path, MISSING)
