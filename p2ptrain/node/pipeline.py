@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError
+from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.network.records import StageReport
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.signals import StopSignals
-from p2ptrain.node.stage_saving import restore_stage, save_and_tell
-from p2ptrain.node.training import find_the_others, step_in
+from p2ptrain.node.stage_saving import save_and_tell
+from p2ptrain.node.stages import Stages, end_writing, last_round
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
@@ -26,15 +26,12 @@ if TYPE_CHECKING:
     from p2ptrain.training.hosted_stage import HostedStage
     from p2ptrain.training.moving import Mover
     from p2ptrain.training.pipeline_trainer import PipelineTrainer
-    from p2ptrain.training.sync import RoundResult
 
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 20.0
 LINGER_SECONDS = 20.0
 """After the last round hosts go on answering trainers that measure the result."""
-WRITING_SECONDS = 10.0
-"""How long a checkpoint that is being written when the peer ends may take."""
 MAX_CHOICES = 6
 SPREADING_SECONDS = 1.5
 """How long a record may take to be seen by everybody."""
@@ -86,7 +83,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
     peer.set_state("training")
     if mover is not None:
-        await _step_in(peer, mover.hosted)
+        await Stages(peer, config, view).step_in(mover.hosted)
     parts: list[Coroutine[Any, Any, None]] = []
     if mover is not None:
         parts.append(_host(mover))
@@ -137,70 +134,28 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     memory = config.resources.max_memory or available_memory()
     choice = await _choose_stage(peer, config, view, memory)
     logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
-    hosted = await _take_on(peer, config, view, choice.stage)
-
-    async def take_on(stage: int) -> HostedStage:
-        made = await _take_on(peer, config, view, stage)
-        await _step_in(peer, made)
-        return made
-
+    stages = Stages(peer, config, view)
+    hosted = await stages.take_on(choice.stage)
     completing: asyncio.Task[None] | None = None
 
     def look() -> None:
         nonlocal completing
         if completing is None or completing.done():
             completing = asyncio.create_task(mover.hosted.saves.complete(), name="complete")
+        mover.look()
 
-    peer.on_close(lambda: _end(completing))
-    mover = Mover(view, peer.rpc, peer.runtime, hosted, take_on, memory, may_move=config.pipeline.stage < 0)
+    peer.on_close(lambda: end_writing(completing))
+    may_move = config.pipeline.stage < 0
+    mover = Mover(view, peer.presence, peer.rpc, peer.runtime, hosted, stages, memory, may_move=may_move)
 
     def moved(after: HostedStage) -> None:
         peer.hosted = [after]
         peer.synchronizer = after.units[0].synchronizer
         peer.presence.changed()
 
-    mover.on_moved, mover.on_leaving, view.on_update = moved, peer.presence.changed, look
+    mover.on_moved, view.on_update = moved, look
     peer.next_stage = lambda: mover.next_stage
     return mover
-
-
-async def _take_on(peer: Peer, config: PeerConfig, view: PipelineView, number: int) -> HostedStage:
-    """A stage with its state: the others', or this machine's last checkpoint of it."""
-    from p2ptrain.pipeline.device import Device
-    from p2ptrain.training.hosted_stage import HostedStage
-
-    stage = await asyncio.to_thread(_build, peer, config, view.plan, number)
-    hosted = HostedStage(
-        view, number, stage, Device(peer.runtime), peer.rpc, peer.runtime, peer.identity,
-        bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
-    )  # fmt: skip
-    try:
-        for save in await peer.runtime.compute(restore_stage, config, hosted):
-            hosted.saves.note(save)
-        peer.host(hosted)
-        for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
-            await find_the_others(peer.presence, membership, unit.synchronizer, unit.work)
-            if unit.synchronizer.incompatible:
-                raise IncompatibleError(
-                    f"{next(iter(unit.synchronizer.incompatible.values()))}: build the model that the manifest"
-                    " describes"
-                )
-    except BaseException:
-        peer.hosted = [other for other in peer.hosted if other is not hosted]
-        await hosted.close()
-        raise
-    hosted.rounds.last_round = _last_round(peer, config, hosted.units[0].round)
-    rounds = _Rounds(peer, config, hosted)
-    peer.on_close(rounds.close)
-    hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
-    return hosted
-
-
-def _last_round(peer: Peer, config: PeerConfig, now: int) -> int:
-    """The round at which this peer leaves; 0 for never."""
-    stop = config.stop_after
-    limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
-    return min(filter(None, limits), default=0)
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
@@ -256,20 +211,6 @@ async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
     return speed or others
 
 
-def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> Any:
-    from p2ptrain.models.pretrained import weights_folder
-    from p2ptrain.node.trainer import choose_device
-
-    weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)
-    return plan.build(stage, weights, peer.jobs).to(choose_device(config))
-
-
-async def _step_in(peer: Peer, hosted: HostedStage) -> None:
-    """Have the others wait for this peer, and send it microbatches."""
-    hosted.participate()
-    await asyncio.gather(*(step_in(peer.presence, unit.synchronizer) for unit in hosted.units))
-
-
 async def _host(mover: Mover) -> None:
     await mover.run()
     hosted = mover.hosted
@@ -283,58 +224,6 @@ async def _host(mover: Mover) -> None:
             left = min(deadline - time.monotonic(), max(quiet, 1.0 if hosted.saves.missing() else 0.0))
         if missing := hosted.saves.missing():
             logger.warning("the last checkpoint is not complete: %s", missing)
-
-
-class _Rounds:
-    """What a host does after each round: say so, save, publish."""
-
-    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
-        from p2ptrain.training.metrics import MetricsWriter
-
-        self._peer = peer
-        self._config = config
-        self._hosted = hosted
-        self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
-        self._saving: asyncio.Task[None] | None = None
-
-    def after(self, result: RoundResult) -> None:
-        """Called with each result."""
-        hosted, head = self._hosted, self._hosted.units[0].synchronizer.head
-        if result.committed:
-            logger.info(
-                "round %d of stage %d: %d of %d hosts contributed, %.1f s%s", result.round, hosted.number,
-                result.contributors, result.members, result.seconds, f" ({result.reason})" if result.reason else "",
-            )  # fmt: skip
-        else:
-            logger.warning("round %d of stage %d was not committed: %s", result.round, hosted.number, result.reason)
-        self._metrics.write(
-            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
-            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
-            members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
-            tokens=hosted.units[0].synchronizer.trained_tokens, stage=hosted.number,
-        )  # fmt: skip
-        self._peer.presence.changed()
-
-    def begun(self, round: int) -> None:
-        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together."""
-        every = self._config.checkpoints.every_rounds
-        is_idle = self._saving is None or self._saving.done()
-        is_due = every > 0 and round % every == 0
-        if is_idle and (is_due or self._hosted.rounds.is_done):
-            saving = save_and_tell(self._peer, self._config, self._hosted)
-            self._saving = asyncio.create_task(saving, name="save")
-
-    async def close(self) -> None:
-        """End a save that is under way."""
-        await _end(self._saving)
-
-
-async def _end(writing: asyncio.Task[None] | None) -> None:
-    """Let what is being written come to its end, if it does so soon."""
-    if writing is not None:
-        await asyncio.wait({writing}, timeout=WRITING_SECONDS)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
 
 
 # Feeding
@@ -370,7 +259,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     feeder = await start_feeder(peer, view)
     trainer = PipelineTrainer(
         feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
-        MetricsWriter(config.run_dir / "metrics.jsonl"), lambda now: _last_round(peer, config, now),
+        MetricsWriter(config.run_dir / "metrics.jsonl"), lambda now: last_round(peer, config, now),
     )  # fmt: skip
     progress = trainer.progress
     peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from p2ptrain.errors import ResourceError
 
@@ -44,6 +44,7 @@ class Host:
         speed: Work per second that it can do.
         memory: Bytes that it has for a stage.
         stays: Whether it cannot move for now: it has just moved, or is about to, or has promised to stay.
+        leaves: What it hosts until it is there, if it has said that it goes to ``stage``.
     """
 
     peer: str
@@ -51,6 +52,7 @@ class Host:
     speed: float
     memory: int = 1 << 62
     stays: bool = False
+    leaves: int | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,27 @@ def best_move(needs: Sequence[StageNeed], hosts: Sequence[Host], margin: float =
     ordered, host, target = best
     gain = "nobody hosts it" if not counts[target] else f"it limits the swarm, with {_hosts(counts[target])}"
     return Move(host.peer, host.stage, target, f"{gain}; stage {host.stage} keeps {_hosts(counts[host.stage] - 1)}")
+
+
+def counted(hosts: Sequence[Host], before: Sequence[Host], peer: str) -> list[Host]:
+    """Hosts as they count for one that has said where it goes, and looks again before it does.
+
+    Of several that decided without knowing of each other, the one with the smallest id goes: it does without what those
+    with larger ids have said meanwhile, and they take what it said for done. Who had said so when it decided counts in
+    any case: that one may be on its way.
+
+    Args:
+        hosts: The others, now.
+        before: The others when it decided.
+        peer: Its id.
+    """
+    said = {(host.peer, host.leaves, host.stage) for host in before}
+    return [
+        replace(host, stage=host.leaves, leaves=None)
+        if host.leaves is not None and host.peer > peer and (host.peer, host.leaves, host.stage) not in said
+        else host
+        for host in hosts
+    ]
 
 
 def _with(now: Sequence[float], stage: int, more: float) -> list[float]:

@@ -1,32 +1,38 @@
 """A host that moves to another stage when that helps the pipeline more.
 
-All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`); whom it concerns
-waits a random time, looks again, and says in its record where it goes. So one host after another decides, and the next
-one does while the first still downloads. It takes on the other stage while it serves its own, and leaves only with the
-promise of another host of that stage to stay, which gives none while it is leaving itself. So no stage loses its last
-host by a move, whatever two hosts do at once. Who cannot move for now says so, too: the others choose another one.
+All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`). Whom it concerns
+says in its record where it goes, begins to take on that stage, reads what the others say when all have read that, and
+goes on if the move is still the best. Of two that decided on records of different age at least one sees what the other
+said, and of those that see each other the one with the smaller id goes; nobody decides on what may still be taken back.
+So one host after another decides, and the next one does while the first still downloads.
+
+It takes on the other stage while it serves its own, and leaves only with the promise of another host of that stage to
+stay, which gives none while it is leaving itself. So no stage loses its last host by a move, whatever two hosts do at
+once. Who cannot move for now says so, too: the others choose another one. A record is published as soon as any of this
+changes, and hosts look whenever they have read records.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import service
-from p2ptrain.pipeline.placement import Host, Move, best_move
+from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.runtime import Runtime
 from p2ptrain.training.hosted_stage import HostedStage
-from p2ptrain.training.pipeline_view import PipelineView
+from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 5.0
-LONGEST_WAIT_SECONDS = 5.0
-"""The random wait before a move: as long as a record takes to be published, and read by all."""
+SPREADING_SECONDS = 2.0
+"""How long a host waits after it has said where it goes: who read records just before that has said so, too, by then.
+Who takes longer to say it than half of that leaves the others the precedence. As long as this and again nobody decides
+on what another host has said: that one may still take it back."""
 LEAST_STAY_SECONDS = 90.0
 """Between two moves of one host: what a stage gains by it has to show first."""
 PROMISE_SECONDS = 120.0
@@ -36,55 +42,84 @@ MAX_ASKED = 4
 CALL_SECONDS = 5.0
 
 
+class Records(Protocol):
+    """This peer's record and those of the others; see `p2ptrain.node.presence.Presence`."""
+
+    def changed(self) -> None:
+        """Publish soon."""
+
+    async def publish(self) -> bool:
+        """Publish now; whether anybody took it."""
+
+    async def refresh(self) -> bool:
+        """Have the view read all records now; whether that could be done."""
+
+
+class Stages(Protocol):
+    """What makes stages ready."""
+
+    async def take_on(self, number: int) -> HostedStage:
+        """Make a stage ready to take part, with its state; nothing is left of it if this fails or is cancelled."""
+
+    async def step_in(self, hosted: HostedStage) -> None:
+        """Have it take part."""
+
+    async def give_up(self, hosted: HostedStage) -> None:
+        """Close what was taken on and is not needed after all."""
+
+
 class Mover:
     """Hosts a stage, and moves to another one when that is better.
 
     Args:
         view: Who hosts what.
+        records: What the view knows that from; they say `next_stage`.
         rpc: To ask for promises.
         runtime: Chance.
         hosted: What is hosted in the beginning; ready to run.
-        take_on: Makes another stage ready to run: its state is taken on, and it takes part.
+        stages: Makes others ready to run.
         memory: What this peer has for a stage, in bytes.
         may_move: Whether it may move at all; its owner may have chosen the stage.
 
     Attributes:
         hosted: What is hosted now.
         on_moved: Called when that is another stage; the one before is closed.
-        on_leaving: Called when `next_stage` says that it is going to be.
     """
 
     def __init__(
         self,
         view: PipelineView,
+        records: Records,
         rpc: Rpc,
         runtime: Runtime,
         hosted: HostedStage,
-        take_on: Callable[[int], Awaitable[HostedStage]],
+        stages: Stages,
         memory: int = 1 << 62,
         *,
         may_move: bool = True,
     ) -> None:
         self.hosted = hosted
         self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
-        self.on_leaving: Callable[[], None] = lambda: None
         self._view = view
+        self._records = records
         self._rpc = rpc
         self._runtime = runtime
-        self._take_on = take_on
+        self._stages = stages
         self._memory = memory
         self._may_move = may_move
         self._target: int | None = None
         self._is_leaving = False
         self._is_stopping = False
         loop = asyncio.get_running_loop()
-        self._promised_until = loop.time()
-        self._since = loop.time()
+        self._bound_until = loop.time() + LEAST_STAY_SECONDS
+        self._said: int | None = None
+        self._has_news = asyncio.Event()
+        self._looked = loop.time()
         rpc.serve("pipeline.stay", self._serve_stay)
 
     @property
     def next_stage(self) -> int | None:
-        """Where this peer goes; its own stage while it cannot move; None where that is open."""
+        """Where this peer goes, or wants to; its own stage while it cannot move; None where that is open."""
         if self._target is not None:
             return self._target
         return None if self._is_free else self.hosted.number
@@ -93,18 +128,31 @@ class Mover:
         """Let `run` end with the round in progress averaged as it is."""
         self._is_stopping = True
         self.hosted.rounds.stop()
+        self._has_news.set()
+
+    def look(self) -> None:
+        """The view was brought up to date: see whether this host should move. Call it on the event loop."""
+        self._looked = asyncio.get_running_loop().time()
+        self._has_news.set()
 
     async def run(self) -> None:
         """Host until stopped, or the last round."""
         hosting = asyncio.create_task(self.hosted.run(), name=f"stage-{self.hosted.number}")
         try:
             while True:
-                done, _ = await asyncio.wait({hosting}, timeout=LOOK_SECONDS * self._runtime.random.uniform(0.7, 1.3))
-                if done or self._is_stopping:
+                await self._wait(hosting)
+                if hosting.done() or self._is_stopping:
                     break
-                move = await self._considered()
-                if move is not None and not hosting.done():
-                    hosting = await self._move(move, hosting)
+                self._say()
+                if not self._has_news.is_set():
+                    continue
+                self._has_news.clear()
+                if 0.0 <= self._runtime.now() - self._view.last_departure < 2 * SPREADING_SECONDS:
+                    continue
+                others = self._view.hosts()
+                move = self._best(others)
+                if move is not None:
+                    hosting = await self._move(move, hosting, others)
             await hosting
             if self._is_stopping:
                 await self._hand_over(self.hosted)
@@ -112,75 +160,132 @@ class Mover:
             hosting.cancel()
             await asyncio.gather(hosting, return_exceptions=True)
 
+    async def _wait(self, hosting: asyncio.Task[None]) -> None:
+        """Until there is news, or nothing binds this host any more, or hosting ends."""
+        bound_seconds = self._bound_until - asyncio.get_running_loop().time()
+        seconds = bound_seconds if bound_seconds > 0 else None
+        news = asyncio.create_task(self._has_news.wait(), name="news")
+        try:
+            await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            news.cancel()
+            await asyncio.gather(news, return_exceptions=True)
+
+    def _say(self) -> None:
+        """Have the record published if it says something else now; `Records` bounds how often."""
+        if self.next_stage != self._said:
+            self._said = self.next_stage
+            self._records.changed()
+
     # Deciding
+
+    def _bind(self, seconds: float) -> None:
+        """Do not move for so long, and say so."""
+        self._bound_until = max(self._bound_until, asyncio.get_running_loop().time() + seconds)
+        self._say()
 
     @property
     def _is_free(self) -> bool:
         """Whether nothing is against a move."""
-        now = asyncio.get_running_loop().time()
-        bound_until = max(self._since + LEAST_STAY_SECONDS, self._promised_until)
-        return self._may_move and now >= bound_until and not (self._is_stopping or self.hosted.rounds.is_done)
+        is_bound = asyncio.get_running_loop().time() < self._bound_until
+        return self._may_move and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
-    def _best(self) -> Move | None:
+    def _best(self, others: Sequence[Host]) -> Move | None:
         """The best move of all, if it is one of this peer's and nothing is against it."""
         if not self._is_free:
             return None
         needs, number = self._view.plan.needs, self.hosted.number
         speed = self.hosted.host.tokens_per_second * needs[number].work or self._view.medium_speed()
         own = Host(self._rpc.peer_id, number, speed, self._memory)
-        move = best_move(needs, [*self._view.hosts(), own])
+        move = best_move(needs, [*others, own])
         return move if move is not None and move.peer == own.peer else None
 
-    async def _considered(self) -> Move | None:
-        """The best move, if it is one of this peer's still after a random wait."""
-        first = self._best()
-        if first is None:
-            return None
-        await asyncio.sleep(LONGEST_WAIT_SECONDS * self._runtime.random.random())
-        again = self._best()
-        return again if again is not None and again.target == first.target else None
+    async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
+        """Whether that is still the best move when all know of it; the record says so then.
+
+        Args:
+            move: Of this peer.
+            before: The others when it was found.
+        """
+        loop, looked = asyncio.get_running_loop(), self._looked
+        self._said = move.target
+        if not await self._records.publish():
+            return False
+        is_late = loop.time() > looked + SPREADING_SECONDS / 2
+        await asyncio.sleep(SPREADING_SECONDS)
+        if not await self._records.refresh():
+            return False
+        others = self._view.hosts()
+        again = self._best(others if is_late else counted(others, before, self._rpc.peer_id))
+        return again is not None and again.target == move.target
 
     # Moving
 
-    async def _move(self, move: Move, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
-        """Take on the other stage, then leave this one; what is hosted afterwards."""
-        before = self.hosted
-        self._is_leaving = True
+    async def _move(
+        self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host] | None = None
+    ) -> asyncio.Task[None]:
+        """Take on the other stage, then leave this one; what is hosted afterwards.
+
+        Args:
+            move: Of this peer.
+            hosting: What it hosts now.
+            before: The others when the move was found, who have to agree; None: it was told to.
+        """
+        self._target = move.target
+        taking = asyncio.create_task(self._stages.take_on(move.target), name=f"take-on-{move.target}")
         try:
-            if not await self._promised(before):
-                logger.info("staying with stage %d: no other host promises to stay", before.number)
+            if before is None:
+                self._say()
+            elif not await self._is_agreed(move, before):
+                logger.debug("staying with stage %d: another host goes to stage %d", move.source, move.target)
+                return hosting
+            self._is_leaving = True
+            if not await self._promised(self.hosted):
+                logger.info("staying with stage %d: no other host promises to stay", move.source)
                 return hosting
             logger.info("moving from stage %d to stage %d: %s", move.source, move.target, move.reason)
-            self._target = move.target
-            self.on_leaving()
             try:
-                after = await self._take_on(move.target)
+                after = await taking
+                await self._stages.step_in(after)
             except P2PTrainError as error:
-                logger.warning("staying with stage %d: %s", before.number, error)
+                logger.warning("staying with stage %d: %s", move.source, error)
                 return hosting
-            following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
-            try:
-                before.rounds.stop()
-                await asyncio.gather(hosting, return_exceptions=True)
-                await self._hand_over(before)
-            except BaseException:  # This peer ends meanwhile.
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-                await after.close()
-                raise
-            self.hosted = after
-            await before.close()
-            self.on_moved(after)
-            if self._is_stopping:
-                after.rounds.stop()
-            return following
+            return await self._change(after, hosting)
         finally:
-            self._is_leaving, self._target = False, None
-            self._since = asyncio.get_running_loop().time()
+            if self.hosted.number != move.target:
+                await self._drop(taking)
+            was_leaving, self._is_leaving, self._target = self._is_leaving, False, None
+            self._bind(LEAST_STAY_SECONDS if was_leaving else LEAST_PAUSE_SECONDS)
+
+    async def _change(self, after: HostedStage, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Leave the stage for the one that was taken on."""
+        before = self.hosted
+        following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
+        try:
+            before.rounds.stop()
+            await asyncio.gather(hosting, return_exceptions=True)
+            await self._hand_over(before)
+        except BaseException:  # This peer ends meanwhile.
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            raise
+        self.hosted = after
+        await before.close()
+        self.on_moved(after)
+        if self._is_stopping:
+            after.rounds.stop()
+        return following
+
+    async def _drop(self, taking: asyncio.Task[HostedStage]) -> None:
+        """It is not going to be hosted."""
+        taking.cancel()
+        (taken,) = await asyncio.gather(taking, return_exceptions=True)
+        if not isinstance(taken, BaseException):
+            await self._stages.give_up(taken)
 
     async def _promised(self, leaving: HostedStage) -> bool:
         """Whether another host of the stage, that is as far as this one, promises to stay."""
-        others = [host.peer for host in self._view.hosts() if host.stage == leaving.number]
+        others = self._others_of(leaving.number)
         self._runtime.random.shuffle(others)
         request = {"stage": leaving.number, "round": leaving.host.ledger.round}
         for other in others[:MAX_ASKED]:
@@ -192,6 +297,10 @@ class Mover:
             if reply.get("stays") is True:
                 return True
         return False
+
+    def _others_of(self, stage: int) -> list[str]:
+        """Who else hosts a stage; also who says that it goes, which it may take back."""
+        return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:
         """Wait until another host of the stage is as far as this one, which may have ended its last round alone."""
@@ -208,7 +317,7 @@ class Mover:
             now = reply.get("round")
             return type(now) is int and now >= round
 
-        others = [host.peer for host in self._view.hosts() if host.stage == leaving.number]
+        others = self._others_of(leaving.number)
         asking = [asyncio.create_task(ask(other), name=f"hand-over-{other[-8:]}") for other in others]
         try:
             async with asyncio.timeout(HAND_OVER_SECONDS):
@@ -229,5 +338,6 @@ class Mover:
         ledger = self.hosted.host.ledger
         stays = stage == self.hosted.number and not (self._is_leaving or self._is_stopping) and ledger.round >= round
         if stays:
-            self._promised_until = asyncio.get_running_loop().time() + PROMISE_SECONDS
+            self._target = None  # It may have been about to.
+            self._bind(PROMISE_SECONDS)
         return {"stays": stays}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Awaitable, Callable
 
@@ -22,6 +23,8 @@ UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 SILENT_SECONDS = 15.0
 """Of whom nothing new was read for so long, while others were heard of, placement takes for gone: three records were
 missed. Routes and averaging find out by themselves, and need not wait for that."""
+LEAST_PAUSE_SECONDS = 30.0
+"""Between two times that a host says where it goes: it does, or another one went instead."""
 
 
 class PipelineView:
@@ -47,6 +50,7 @@ class PipelineView:
         self._routers: list[Router] = []
         self._records: dict[str, tuple[PeerRecord, int, float]] = {}
         self._heard: dict[str, float] = {}
+        self._departures: dict[str, float] = {}
         self._own_sequence = 0
 
     async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
@@ -81,6 +85,8 @@ class PipelineView:
             known = self._records.get(record.peer)
             if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
                 continue
+            if _is_departing(record) and not (known and known[0].next_stage == record.next_stage):
+                self._note_departure(record.peer)
             self._records[record.peer] = (record, sequence, expires_at)
             self.saves.tell(record.peer, record.stages)
             self._heard[record.peer] = self._runtime.now()
@@ -90,10 +96,22 @@ class PipelineView:
         self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
         self.saves.keep_only([*self._records, self._peer_id])
         self._heard = {peer: heard for peer, heard in self._heard.items() if peer in self._records}
+        self._departures = {peer: seen for peer, seen in self._departures.items() if peer in self._records}
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
         self.on_update()
+
+    def _note_departure(self, peer: str) -> None:
+        """Who says so more often than hosts do keeps nobody else from moving by it."""
+        now = self._runtime.now()
+        if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
+            self._departures[peer] = now
+
+    @property
+    def last_departure(self) -> float:
+        """When it was last read of another host that it goes to another stage now; on the runtime's clock."""
+        return max(self._departures.values(), default=-math.inf)
 
     def hosts(self) -> list[Host]:
         """Who hosts what, for placement: other peers only.
@@ -117,8 +135,9 @@ class PipelineView:
             speed = max(stage.tokens_per_second * needs[stage.unit].work for stage in stages)
             is_bound = record.next_stage is not None or record.state not in ACTIVE_STATES
             goes_to = stages[-1].unit if record.next_stage is None else record.next_stage
+            leaves = stages[0].unit if _is_departing(record) else None
             if goes_to < len(needs):
-                found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound))
+                found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound, leaves=leaves))
         return found
 
     @property
@@ -156,6 +175,11 @@ class PipelineView:
             states[number][self._peer_id] = HostState(0.0, self._own_sequence)
         for router in routers:
             router.update(states)
+
+
+def _is_departing(record: PeerRecord) -> bool:
+    """Whether a host says that it goes to another stage than the one that it hosts."""
+    return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
 
 
 def _tell(membership: Membership, unit: int, record: PeerRecord, sequence: int, expires_at: float) -> None:

@@ -254,7 +254,7 @@ class CountingPeer(PipelinePeer):
     def _make_mover(self, hosted: HostedStage) -> Mover:
         if self.may_move:
             return super()._make_mover(hosted)
-        return DirectedMover(self.view, self.rpc, self.peer.runtime, hosted, self._take_on)
+        return DirectedMover(self.view, self.presence, self.rpc, self.peer.runtime, hosted, self)
 
     @property
     def is_leaving(self) -> bool:
@@ -270,11 +270,14 @@ class CountingPeer(PipelinePeer):
         super()._moved(after)
         self._comes_to("moved")
 
-    async def _take_on(self, stage: int) -> HostedStage:
+    async def take_on(self, number: int) -> HostedStage:
         self._comes_to("taking on")
-        made = await super()._take_on(stage)
-        self._comes_to("leaving")
-        return made
+        return await super().take_on(number)
+
+    async def step_in(self, hosted: HostedStage) -> None:
+        await super().step_in(hosted)
+        if self.is_moving:
+            self._comes_to("leaving")
 
     async def send_own(self, number: int, harm: Callable[[Opened], Awaitable[None]] = no_harm) -> Accepted:
         """See `PipelinePeer.send_own`: the loss takes a moment here, and its gradient is nothing."""

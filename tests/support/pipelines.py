@@ -150,7 +150,8 @@ class PipelinePeer:
         return SlowDevice(self.peer.runtime, self.pass_seconds)
 
     def _make_mover(self, hosted: HostedStage) -> Mover:
-        return Mover(self.view, self.rpc, self.peer.runtime, hosted, self._take_on, may_move=self.may_move)
+        runtime = self.peer.runtime
+        return Mover(self.view, self.presence, self.rpc, runtime, hosted, self, may_move=self.may_move)
 
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
         return HostedStage(
@@ -187,25 +188,35 @@ class PipelinePeer:
         await self._sync(hosted)
         self.status = "training"
         self.mover = self._make_mover(hosted)
-        self.mover.on_moved, self.mover.on_leaving = self._moved, self.presence.changed
-        await self._step_in(hosted)
+        self.mover.on_moved, self.view.on_update = self._moved, self.mover.look
+        await self.step_in(hosted)
         await self.mover.run()
 
     async def _sync(self, hosted: HostedStage) -> None:
         for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
             await find_the_others(self.presence, membership, unit.synchronizer, unit.work)
 
-    async def _step_in(self, hosted: HostedStage) -> None:
+    async def take_on(self, number: int) -> HostedStage:
+        """See `p2ptrain.training.moving.Stages`."""
+        made = self._make_stage(number, self._make_device())
+        made.rounds.on_round = self._after_round
+        self._hosted.append(made)
+        try:
+            await self._sync(made)
+        except BaseException:
+            await self.give_up(made)
+            raise
+        return made
+
+    async def step_in(self, hosted: HostedStage) -> None:
+        """See `p2ptrain.training.moving.Stages`."""
         hosted.participate()
         await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
 
-    async def _take_on(self, stage: int) -> HostedStage:
-        made = self._make_stage(stage, self._make_device())
-        made.rounds.on_round = self._after_round
-        self._hosted.append(made)
-        await self._sync(made)
-        await self._step_in(made)
-        return made
+    async def give_up(self, hosted: HostedStage) -> None:
+        """See `p2ptrain.training.moving.Stages`."""
+        self._hosted = [other for other in self._hosted if other is not hosted]
+        await hosted.close()
 
     def _moved(self, after: HostedStage) -> None:
         assert self.stage is not None

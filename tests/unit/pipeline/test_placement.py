@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.pipeline.placement import Host, StageNeed, best_move, choose, rates
+from p2ptrain.pipeline.placement import Host, StageNeed, best_move, choose, counted, rates
 
 NEEDS = st.lists(st.builds(StageNeed, work=st.floats(0.5, 4), memory=st.integers(0, 8)), min_size=1, max_size=4)
 
@@ -111,3 +111,32 @@ def test_small_differences_move_nobody() -> None:
     needs = [StageNeed(1.0), StageNeed(1.0)]
     assert best_move(needs, hosts_of([0, 0, 1], [1.0, 0.04, 1.0])) is None
     assert best_move(needs, hosts_of([0, 0, 1], [1.2, 1.1, 1.0])) is not None
+
+
+def going(host: Host, target: int) -> Host:
+    """The host as others see it once it has said where it goes."""
+    return replace(host, stage=target, leaves=host.stage, stays=True)
+
+
+@given(st.sets(st.integers(0, 4), min_size=1))
+def test_of_hosts_that_say_at_the_same_time_that_they_go_the_one_with_the_smallest_id_does(numbers: set[int]) -> None:
+    needs = [StageNeed(1.0), StageNeed(1.0)]
+    before = hosts_of([0, 0, 0, 0, 0, 1, 1, 1], [1.0] * 8)
+    now = [going(host, 1) if number in numbers else host for number, host in enumerate(before)]
+    goes = []
+    for number in numbers:
+        own = replace(before[number], speed=0.99)  # Each takes itself for the slowest.
+        others = counted([host for host in now if host.peer != own.peer], before, own.peer)
+        move = best_move(needs, [*others, own])
+        if move is not None and move.peer == own.peer:
+            goes.append(number)
+    assert goes == [min(numbers)]
+
+
+def test_who_was_on_its_way_before_counts_where_it_goes_whatever_its_id() -> None:
+    hosts = hosts_of([0, 0, 1], [1.0] * 3)
+    going_already = [going(hosts[0], 1), hosts[1], going(hosts[2], 0)]
+    assert counted(going_already, going_already, "peer1") == going_already
+    found = counted(going_already, hosts, "peer1")
+    assert [host.stage for host in found] == [1, 0, 1], "what was said since by one with a larger id does not count"
+    assert all(host.stays for host in found if host.peer != "peer1")

@@ -11,7 +11,7 @@ from p2ptrain.pipeline.messages import Hop, Reply
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing import Router
 from p2ptrain.runtime import Runtime
-from p2ptrain.training.pipeline_view import PipelineView
+from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
 from tests.support.pipelines import make_manifest
 
 OWN = "m-self"
@@ -177,6 +177,7 @@ def test_who_is_on_its_way_counts_where_it_goes_and_cannot_be_moved() -> None:
     told(view, moving, bound, record("c", 0), record("d", 1, state="syncing"))
     seen = {host.peer: (host.stage, host.stays) for host in view.hosts()}
     assert seen == {"a": (2, True), "b": (0, True), "c": (0, False), "d": (1, True)}
+    assert {host.peer: host.leaves for host in view.hosts()} == {"a": 0, "b": None, "c": None, "d": None}
     told(view, replace(record("a", 0, 2), next_stage=2), sequence=2)
     assert [(host.peer, host.stage) for host in view.hosts() if host.peer == "a"] == [("a", 2)], "once"
     told(view, replace(record("a", 2), next_stage=70), sequence=3)
@@ -197,3 +198,25 @@ def test_placement_does_without_who_falls_silent_while_others_are_heard() -> Non
     assert routes(router)[0] == {"a", "b"}, "it may be drawn as long as its record lasts"
     told(view, record("a", 0), sequence=2)
     assert {host.peer for host in view.hosts()} == {"a", "b"}
+
+
+def test_it_is_known_when_somebody_said_last_that_it_goes_however_often_one_says_it() -> None:
+    clock = [1000.0]
+    view = make_view(clock=clock)
+    stays, goes = record("a", 0), replace(record("a", 0), next_stage=1)
+    told(view, stays, replace(record("b", 0), next_stage=0))
+    assert view.last_departure < clock[0]
+    told(view, goes, sequence=2)
+    assert view.last_departure == 1000.0
+    clock[0] += 5.0
+    told(view, goes, sequence=3)
+    assert view.last_departure == 1000.0, "it is still going"
+    told(view, stays, sequence=4)
+    told(view, goes, sequence=5)
+    assert view.last_departure == 1000.0, "who keeps saying so holds nobody up"
+    told(view, replace(record("b", 0), next_stage=2), sequence=5)
+    assert view.last_departure == 1005.0
+    clock[0] += LEAST_PAUSE_SECONDS
+    told(view, stays, sequence=6)
+    told(view, goes, sequence=7)
+    assert view.last_departure == clock[0]
