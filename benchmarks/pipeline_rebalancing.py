@@ -2,15 +2,15 @@
 
 Hosts arrive at random (Poisson) and stay for an exponential time; there are as many on average as a scene says. Whoever
 leaves was killed: it is missed when nothing new was heard of it for as long as placement waits (`SILENT_SECONDS`). A
-newcomer or mover downloads its stage for `DOWNLOAD_SECONDS` before it counts there, and a mover goes on in its old
-stage until then. Throughput is that of the slowest stage. What is *possible*: the best placement of the hosts that are
-there, at once. All policies see the same hosts come and go.
+newcomer takes part `DOWNLOAD_SECONDS` after it came, a mover as long after it began to take its stage on, and goes on
+in its old stage until then. Throughput is that of the slowest stage. What is *possible*: the best placement of the
+hosts that are there, at once. All policies see the same hosts come and go.
 
 * *random*: newcomers choose a stage by chance, and nobody moves.
 * *every 300 s*, *every 60 s*: the same, and at these times one host moves to the slowest stage from the fastest, if
   that helps (SWARM parallelism's rule).
-* *p2ptrain*: `placement.choose` and `placement.best_move`, one host after another, with the times that
-  `p2ptrain.training.moving` takes to look, to wait and to stay.
+* *p2ptrain*: the product's decisions, its times, and records that are as old as its own when they are read; see
+  `benchmarks.pipeline_moves`.
 * *limit*: whoever learns of a host's end as late as these, and whose newcomers and movers take as long, cannot do
   better, whatever they decide. At each moment all hosts that were known `DOWNLOAD_SECONDS` before are dealt out anew,
   as evenly as can be; those that died meanwhile are missing where chance has put them. Nobody can know who is next, so
@@ -28,238 +28,25 @@ Part of `benchmarks.bench_pipeline`; by itself, and with other seeds:
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import multiprocessing
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from benchmarks.findings import Finding, Section, goal_table
 from benchmarks.harness import Measured, progress
-from p2ptrain.node.presence import PUBLISH_SECONDS, REFRESH_SECONDS
-from p2ptrain.pipeline.placement import Host, Move, StageNeed, best_move, choose, rates
-from p2ptrain.training.moving import LEAST_STAY_SECONDS, LONGEST_WAIT_SECONDS, LOOK_SECONDS, PROMISE_SECONDS
-from p2ptrain.training.pipeline_view import SILENT_SECONDS
+from benchmarks.pipeline_moves import DOWNLOAD_SECONDS, Deciding, Scene, Simulation, Stay
 
 HOURS = 32.0
-DOWNLOAD_SECONDS = 60.0
 PUBLISHED = {"random": 82.7, "every 300 s": 95.8, "every 60 s": 97.6}
 OURS, LIMIT = "p2ptrain", "limit"
 POLICIES = (*PUBLISHED, OURS, LIMIT)
 GOAL = 0.985
-
-
-@dataclass(frozen=True)
-class Stay:
-    """One host, from its arrival to its end.
-
-    Attributes:
-        peer: Its name.
-        arrives: Seconds from the beginning; those that are there at 0 need no download.
-        leaves: When it is killed.
-        missed: When the others' placement does without it.
-        speed: Its speed.
-        chance: The stage that chance gives it.
-    """
-
-    peer: str
-    arrives: float
-    leaves: float
-    missed: float
-    speed: float
-    chance: int
-
-    @property
-    def works_from(self) -> float:
-        """When it has downloaded its first stage."""
-        return self.arrives + DOWNLOAD_SECONDS if self.arrives else 0.0
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What is simulated.
-
-    Attributes:
-        hosts: How many there are on average.
-        stages: How many, all with as much work.
-        lifetime_hours: How long a host stays, on average.
-        spread: How many times as fast as the slowest the fastest host is.
-    """
-
-    hosts: int
-    stages: int
-    lifetime_hours: float
-    spread: float = 1.0
-
-    def __str__(self) -> str:
-        kind = "equal hosts" if self.spread == 1 else f"hosts, speeds differ {self.spread:g}x"
-        return f"{self.hosts} {kind}, {self.stages} stages, {self.lifetime_hours:g} h"
-
-    @property
-    def needs(self) -> list[StageNeed]:
-        """Of the stages."""
-        return [StageNeed(1.0)] * self.stages
-
-    def stays(self, seed: int, hours: float) -> list[Stay]:
-        """Who comes and goes, in order of arrival."""
-        random, lifetime = Random(f"stays {seed}"), 3600 * self.lifetime_hours
-        found: list[Stay] = []
-        arrives = 0.0
-        while arrives < 3600 * hours:
-            leaves = arrives + random.expovariate(1 / lifetime)
-            unheard = SILENT_SECONDS - PUBLISH_SECONDS * random.random() + REFRESH_SECONDS * random.random()
-            speed = self.spread ** random.random()
-            chance = random.randrange(self.stages) if arrives else len(found) % self.stages
-            found.append(Stay(f"peer{len(found)}", arrives, leaves, leaves + unheard, speed, chance))
-            if len(found) >= self.hosts:
-                arrives += random.expovariate(self.hosts / lifetime)
-        return found
-
-    def possible(self, speeds: Sequence[float]) -> float:
-        """Of the best placement of hosts with these speeds; an upper bound where they differ."""
-        return float(len(speeds) // self.stages) if self.spread == 1 else sum(speeds) / self.stages
-
-
 SCENES = (Scene(64, 4, 3.0), Scene(32, 3, 6.0), Scene(32, 4, 6.0, spread=4.0), Scene(200, 8, 3.0))
-
-
-@dataclass
-class Peer:
-    """A host that is there, or that is not missed yet."""
-
-    stay: Stay
-    stage: int
-    works: bool
-    target: int | None = None
-    bound_until: float = 0.0
-    """It may not move before, because it has moved, or promised to stay."""
-    is_dead: bool = False
-
-
-@dataclass
-class Simulation:
-    """One policy, as time goes by."""
-
-    scene: Scene
-    policy: str
-    random: Random
-    peers: dict[str, Peer] = field(default_factory=dict)
-    _queue: list[tuple[float, int, Callable[[float], None]]] = field(default_factory=list)
-    _order: itertools.count[int] = field(default_factory=itertools.count)
-    _is_deciding: bool = False
-
-    def run(self, stays: Sequence[Stay], seconds: float) -> float:
-        """The share of the possible throughput, over so many seconds."""
-        for stay in stays:
-            self._at(stay.arrives, lambda now, stay=stay: self._arrive(now, stay))  # type: ignore[misc]
-        if self.policy.startswith("every"):
-            every = float(self.policy.split()[1])
-            for number in range(1, int(seconds / every) + 1):
-                self._at(every * number, self._rebalance)
-        done = possible = then = 0.0
-        rate = best = 0.0
-        while self._queue and then < seconds:
-            now, _, do = heapq.heappop(self._queue)
-            now = min(now, seconds)
-            done += rate * (now - then)
-            possible += best * (now - then)
-            then = now
-            do(now)
-            alive = [peer for peer in self.peers.values() if not peer.is_dead]
-            works = [Host(peer.stay.peer, peer.stage, peer.stay.speed) for peer in alive if peer.works]
-            rate = min(rates(self.scene.needs, works))
-            best = self.scene.possible([peer.stay.speed for peer in alive])
-        return done / possible
-
-    def _at(self, time: float, do: Callable[[float], None]) -> None:
-        heapq.heappush(self._queue, (time, next(self._order), do))
-
-    def _seen(self, now: float) -> list[Host]:
-        """Hosts as their records say: where they are, or will be; the dead that are not missed among them."""
-        return [
-            Host(
-                peer.stay.peer, peer.stage if peer.target is None else peer.target, peer.stay.speed,
-                stays=peer.target is not None or not peer.works or now < peer.bound_until,
-            )
-            for peer in self.peers.values()
-        ]  # fmt: skip
-
-    # What happens
-
-    def _arrive(self, now: float, stay: Stay) -> None:
-        stage = stay.chance
-        if self.policy == OURS and now:
-            stage = choose(self.scene.needs, self._seen(now), stay.speed, 1 << 62).stage
-        self.peers[stay.peer] = peer = Peer(stay, stage, not now, bound_until=stay.works_from + LEAST_STAY_SECONDS)
-        self._at(stay.works_from, lambda now: self._start(now, peer))
-        self._at(stay.leaves, lambda now: self._leave(now, peer))
-        self._at(stay.missed, lambda now: self._miss(now, peer))
-        self._changed(now)
-
-    def _start(self, now: float, peer: Peer) -> None:
-        peer.works = True
-
-    def _leave(self, now: float, peer: Peer) -> None:
-        peer.is_dead = True
-
-    def _miss(self, now: float, peer: Peer) -> None:
-        del self.peers[peer.stay.peer]
-        self._changed(now)
-
-    # Moves
-
-    def _changed(self, now: float) -> None:
-        """The one whom the best move concerns looks some time later, and waits before it looks again."""
-        if self.policy == OURS and not self._is_deciding:
-            self._is_deciding = True
-            waits = LOOK_SECONDS * self.random.uniform(0.0, 1.0) + LONGEST_WAIT_SECONDS * self.random.random()
-            self._at(now + waits, self._decide)
-
-    def _decide(self, now: float) -> None:
-        self._is_deciding = False
-        move = best_move(self.scene.needs, self._seen(now))
-        if move is not None:
-            self._prepare(now, move)
-            self._changed(now)
-        elif ends := [peer.bound_until for peer in self.peers.values() if peer.bound_until > now]:
-            self._at(min(ends), self._changed)
-
-    def _prepare(self, now: float, move: Move) -> None:
-        peer = self.peers[move.peer]
-        if peer.is_dead:
-            return
-        others = [
-            each
-            for each in self.peers.values()
-            if each is not peer
-            and each.stage == move.source
-            and each.works
-            and each.target is None
-            and not each.is_dead
-        ]
-        if not others:
-            return
-        self.random.choice(others).bound_until = now + PROMISE_SECONDS
-        peer.target = move.target
-        self._at(now + DOWNLOAD_SECONDS, lambda now: self._switch(now, peer))
-
-    def _switch(self, now: float, peer: Peer) -> None:
-        assert peer.target is not None
-        peer.stage, peer.target, peer.bound_until = peer.target, None, now + LEAST_STAY_SECONDS
-        self._changed(now)
-
-    def _rebalance(self, now: float) -> None:
-        working = rates(self.scene.needs, self._seen(now))
-        source, target = working.index(max(working)), working.index(min(working))
-        candidates = [p for p in self.peers.values() if p.stage == source and p.works and p.target is None]
-        if len(candidates) > 1 and source != target:
-            chosen = self.random.choice(candidates)
-            if working[source] - chosen.stay.speed > working[target]:
-                self._prepare(now, Move(chosen.stay.peer, source, target, ""))
 
 
 def limit(scene: Scene, stays: Sequence[Stay], seconds: float, random: Random) -> float:
@@ -310,7 +97,8 @@ def percent(case: Case) -> float:
     random = Random(f"{case.policy} {case.seed}")
     if case.policy == LIMIT:
         return 100 * limit(case.scene, stays, seconds, random)
-    return 100 * Simulation(case.scene, case.policy, random).run(stays, seconds)
+    kind = Deciding if case.policy == OURS else Simulation
+    return 100 * kind(case.scene, case.policy, random).run(stays, seconds)
 
 
 def compare(seeds: Sequence[int] = range(10), hours: float = HOURS, workers: int = 2) -> Section:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from benchmarks.pipeline_rebalancing import (
-    LIMIT,
-    OURS,
-    POLICIES,
-    SCENES,
-    Case,
-    Scene,
-    Simulation,
-    compare,
-    limit,
-    percent,
-)
+from benchmarks.pipeline_moves import DOWNLOAD_SECONDS, Deciding, Scene, Simulation
+from benchmarks.pipeline_rebalancing import LIMIT, OURS, POLICIES, SCENES, Case, compare, limit, percent
+from p2ptrain.training.pipeline_view import SILENT_SECONDS
 
 
 def test_the_hosts_of_a_seed_are_the_same_for_all_policies() -> None:
@@ -46,6 +38,23 @@ def test_hosts_that_leave_are_counted_once_and_those_that_come_after_their_downl
     seconds = min(stay.leaves for stay in stays)
     assert Simulation(scene, "random", Random(1)).run(stays, seconds) == pytest.approx(1.0)
     assert limit(scene, stays, seconds, Random(1)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_host_goes_where_one_is_missing_and_is_there_after_its_download(seed: int) -> None:
+    scene, killed_at = Scene(12, 3, 1e9), 200.0
+    missed_at = killed_at + SILENT_SECONDS
+    stays = [
+        replace(stay, leaves=killed_at, missed=missed_at) if number in (2, 5) else stay
+        for number, stay in enumerate(scene.stays(seed, 1.0))
+    ]
+    simulation = Deciding(scene, OURS, Random(seed))
+    simulation.run(stays, missed_at + DOWNLOAD_SECONDS - 1.0)
+    assert [peer.stage for peer in simulation.peers.values()].count(2) == 2
+    simulation = Deciding(scene, OURS, Random(seed))
+    simulation.run(stays, missed_at + DOWNLOAD_SECONDS + 10.0)
+    assert [peer.stage for peer in simulation.peers.values()].count(2) == 3
+    assert simulation.moves == 1
 
 
 def test_all_scenes_make_a_table() -> None:
