@@ -196,6 +196,9 @@ def test_a_swarm_that_grows_beyond_a_group_and_shrinks_again_goes_on() -> None:
         levels = []
         for present in (6, 6, 16, 16, 16, 5, 5, 5):
             there = started[:present]
+            if levels and max(levels) > 1:
+                for gone in started[present:]:
+                    network.crash(gone.peer)
             for each in started:
                 each.others = [other for other in there if other is not each]
             await asyncio.gather(*(each.try_round() for each in there))
