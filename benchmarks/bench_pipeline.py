@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from benchmarks.harness import exit_on_signals, machine
 
 def overhead(options: argparse.Namespace) -> Section:
     """CPU and time beside one process."""
-    return pipeline_overhead.compare(options.sizes, options.turns, options.log)
+    return pipeline_overhead.compare(options.sizes, options.turns, options.log, options.cores)
 
 
 def utilisation(options: argparse.Namespace) -> Section:
@@ -70,6 +71,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     sizes = list(pipeline_overhead.MODELS)
     parser.add_argument("--sizes", nargs="+", choices=sizes, default=sizes, help="overhead: which models")
     parser.add_argument("--turns", type=int, default=4, help="overhead: of each contender")
+    parser.add_argument("--cores", type=int, default=1, help="overhead: which all processes of a contender share")
     parser.add_argument("--log", metavar="FILE", help="overhead: where the peers' error output goes")
     parser.add_argument("--tflops", type=float, help="utilisation: of every device, instead of the published ones")
     parser.add_argument("--in-flight", type=int, default=0, help="utilisation: microbatches; 0: as many as it takes")
@@ -90,6 +92,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     counts = (options.turns, options.seeds, options.steps, options.schedules, options.traces, options.workers)
     if min(counts) < 1 or options.hours <= 0:
         parser.error("--turns, --seeds, --steps, --schedules, --traces, --workers and --hours must be positive")
+    most = len(os.sched_getaffinity(0))
+    if not 1 <= options.cores <= most:
+        parser.error(f"--cores must be from 1 to {most}, which this machine has")
     return options
 
 

@@ -1,11 +1,12 @@
-"""What a pipeline costs beside one process on the same core: real hosts over loopback, against plain torch.
+"""What a pipeline costs beside one process on the same cores: real hosts over loopback, against plain torch.
 
 Two hosts (``p2ptrain join --role stage``, each with its daemon) and a trainer train a model of random text in two
 stages with int8 activations, a step for each global batch. Plain torch trains the same model in one process, with one
 optimizer step for as many microbatches, and computes the first stage again for its backward as its host does. All
-processes share one core, and the contenders take turns. CPU seconds are those of all processes of a contender. On a
-busy machine trust them more than seconds: who has more processes then gets more of the core. Part of
-`benchmarks.bench_pipeline`.
+processes of a contender share the same cores, one or more; plain torch has a thread for each, and the hosts share them
+out. The contenders take turns. CPU seconds are those of all processes of a contender. On a busy machine trust them more
+than seconds: who has more processes then gets more of the cores. On more than one core trust seconds, on a quiet
+machine: threads of plain torch that wait for each other take CPU seconds, too. Part of `benchmarks.bench_pipeline`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -106,14 +106,20 @@ def serve_plain(size: str) -> None:
 # The pipeline
 
 
-def serve_pipeline(size: str) -> None:
-    """The trainer, which starts the hosts: feeds as many rounds as each line of stdin says."""
+def serve_pipeline(size: str, threads: int) -> None:
+    """The trainer, which starts the hosts: feeds as many rounds as each line of stdin says.
+
+    Args:
+        size: Of the model.
+        threads: Of each host.
+    """
     spec = manifest(size)
     with ExitStack() as stack:
         swarm = stack.enter_context(Swarm.create(spec, listen=(LOOPBACK,)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for stage in range(STAGES):
-            options = ["--yes", "--role", "stage", "--stage", str(stage), "--threads", "1", "--listen", LOOPBACK]
+            options = ["--yes", "--role", "stage", "--stage", str(stage), "--listen", LOOPBACK]
+            options += ["--threads", str(threads)]
             command = [sys.executable, "-m", "p2ptrain", "join", swarm.link, "--run-dir", str(folder / f"host{stage}")]
             host = stack.enter_context(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
             stack.callback(host.terminate)
@@ -212,24 +218,24 @@ def take_turn(workers: Workers, size: str, rounds: int) -> Turn:
     return Turn(tokens / seconds, tokens / used, spent(before, parts(workers)))
 
 
-def compare(sizes: Sequence[str], turns: int, log: str | None) -> Section:
+def compare(sizes: Sequence[str], turns: int, log: str | None, num_cores: int = 1) -> Section:
     """Turns of both contenders, in alternating order."""
     section = Section(
-        f"A pipeline of {STAGES} stages against one process, all on one core",
+        f"A pipeline of {STAGES} stages against one process, all on the same {num_cores} of the machine's cores",
         ("model", *KINDS, "ratio", "spread"),
-        results={},
+        results={"cores": num_cores},
     )
     cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})  # What is started from now on inherits it.
+    os.sched_setaffinity(0, sorted(cores)[-num_cores:])  # What is started from now on inherits it.
     try:
         for size in sizes:
-            measure(section, size, turns, log)
+            measure(section, size, turns, log, num_cores)
     finally:
         os.sched_setaffinity(0, cores)
     return section
 
 
-def measure(section: Section, size: str, turns: int, log: str | None) -> None:
+def measure(section: Section, size: str, turns: int, log: str | None, num_cores: int) -> None:
     """One model."""
     progress(f"overhead of a {size} model")
     seen: dict[str, list[Turn]] = {kind: [] for kind in KINDS}
@@ -237,7 +243,7 @@ def measure(section: Section, size: str, turns: int, log: str | None) -> None:
         running: dict[str, Workers] = {}
         for kind in KINDS:
             running[kind] = stack.enter_context(Workers("benchmarks.pipeline_overhead", log))
-            running[kind].start(kind, size).hear(START_SECONDS)
+            running[kind].start(kind, size, str(num_cores)).hear(START_SECONDS)
         idle = parts(running["pipeline"])
         time.sleep(IDLE_SECONDS)
         idle = spent(idle, parts(running["pipeline"]))
@@ -279,10 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("size", choices=list(MODELS))
+    parser.add_argument("cores", type=int)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    serve: dict[str, Callable[[str], Any]] = {KINDS[0]: serve_plain, KINDS[1]: serve_pipeline}
-    serve[options.kind](options.size)
+    if options.kind == KINDS[0]:
+        torch.set_num_threads(options.cores)
+        serve_plain(options.size)
+    else:
+        torch.set_num_threads(1)
+        serve_pipeline(options.size, max(1, options.cores // STAGES))
 
 
 if __name__ == "__main__":
