@@ -179,7 +179,7 @@ def hub(folder: Path) -> Iterator[tuple[str, list[str]]]:
                 if with_body:
                     asked.append(name)
             elif "owner/busy" in self.path:
-                body, status = b"{}", 503
+                body, status = b"{}", 520  # Unlike 503, which the library asks for again for half a minute.
             else:
                 body, status = b"{}", 404
                 headers["X-Error-Code"] = "EntryNotFound" if "owner/small" in self.path else "RepoNotFound"
