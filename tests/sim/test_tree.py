@@ -193,7 +193,7 @@ def test_nobody_stands_in_for_a_delegate_at_a_tenth_of_the_speed() -> None:
 
 def test_a_swarm_that_grows_beyond_a_group_and_shrinks_again_goes_on() -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
-        levels = []
+        levels: list[int] = []
         for present in (6, 6, 16, 16, 16, 5, 5, 5):
             there = started[:present]
             if levels and max(levels) > 1:
