@@ -392,8 +392,11 @@ class Conductor:
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
                     default=PROBE_SECONDS,
                 )
+                pause = max(next_probe, MIN_PAUSE_SECONDS)
+                if not unasked:  # Whose answers alone are waited for: the time for everything else is over.
+                    pause = min(pause, rally.next_change(now))
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(min(rally.next_change(now), max(next_probe, MIN_PAUSE_SECONDS))):
+                    async with asyncio.timeout(pause):
                         await rally.changed.wait()
         finally:
             for probe in list(probes.values()):

@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from p2ptrain.averaging import conductor
 from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Ticket
 from p2ptrain.averaging.conductor import MAX_RALLIES
 from p2ptrain.averaging.leaders import MOST_BELIEVED
 from p2ptrain.averaging.matchmaking import BehindError, Matchmaker, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.rally import without_conflicts
+from p2ptrain.averaging.rally import Decision, Situation, decide, without_conflicts
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
@@ -79,6 +80,28 @@ def test_a_dead_leader_is_passed_over() -> None:
             assert len(rosters[0].tickets) == 3
 
     simulate(main, seed=2)
+
+
+def test_a_leader_that_waits_for_the_answers_of_the_absent_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided = []
+
+    def counted(situation: Situation, spec: AveragingSpec) -> Decision:
+        decided.append(situation)
+        return decide(situation, spec)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with matchmakers(network, 2) as all_:
+            (leader, matchmaker, membership), (stopped, _, _) = all_
+            network.stall(stopped.peer)
+            membership.suspect(stopped.rpc.peer_id, "silent")
+            roster = await matchmaker.find_group(make_ticket(leader))
+            assert len(roster.tickets) == 1
+            assert network.loop.time() > 2.0, "it asked, in vain"
+            assert len(decided) < 100
+            network.resume(stopped.peer)
+
+    monkeypatch.setattr(conductor, "decide", counted)
+    simulate(main, seed=3)
 
 
 def test_after_a_broken_group_another_peer_leads_also_for_those_that_come_new() -> None:
