@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from p2ptrain.monitor.views import Snapshot
+from p2ptrain.network.serving_report import cumulative
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_LABELLED_PEERS = 500
@@ -126,20 +126,10 @@ def _of_serving(snapshot: Snapshot) -> Iterator[Metric]:
         ("time_to_first_token", "From a request's arrival to its first token", serving.first_token),
         ("time_per_output_token", "From one token of an answer to the next", serving.token),
     ):
-        buckets = cumulative(serving.bounds, latency.counts)
+        buckets = cumulative(latency.counts)
         yield HistogramMetricFamily(
             f"p2ptrain_serving_{name}_seconds", text, buckets=buckets, sum_value=latency.seconds
         )
-
-
-def cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them: under each bound, how many there are up to it.
-
-    Args:
-        bounds: Ascending.
-        counts: Up to each bound and above the one before; the last is of what is above all.
-    """
-    return list(zip([*map(str, bounds), "+Inf"], accumulate(counts), strict=True))
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:

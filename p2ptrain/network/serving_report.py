@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from p2ptrain.network import record_checks as checks
@@ -78,6 +79,15 @@ class Latencies:
                 return low * (high / low) ** part if low else high * part
             below += count
         return BOUNDS[-1]
+
+
+def cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: under each of `BOUNDS`, how many there are up to it.
+
+    Args:
+        counts: As `Latencies.counts`.
+    """
+    return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(counts), strict=True))
 
 
 @dataclass(frozen=True)

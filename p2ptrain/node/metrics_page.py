@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -20,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.serving_report import BOUNDS, Latencies, ServingReport
+from p2ptrain.network.serving_report import Latencies, ServingReport, cumulative
 from p2ptrain.node.peer import Peer
 
 PHASES = ("compute", "matchmaking", "transfer")
@@ -77,8 +76,7 @@ class _Families:
             "sent_bytes": (record.bytes_sent, "Bytes sent"),
             "received_bytes": (record.bytes_received, "Bytes received"),
         }
-        for name, (count, text) in counts.items():
-            yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
+        yield from _counters(counts)
         numbers = {
             "round": (record.round, "The round it works towards"),
             "tokens_per_second": (record.tokens_per_second, "At which it trains"),
@@ -98,23 +96,26 @@ class _Families:
             yield from _of_serving(record.serving)
 
 
+def _counters(counts: Mapping[str, tuple[int, str]]) -> Iterator[Metric]:
+    for name, (count, text) in counts.items():
+        yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
+
+
 def _of_serving(report: ServingReport) -> Iterator[Metric]:
     totals = report.totals
     yield GaugeMetricFamily("p2ptrain_peer_serving_sessions", "Generations that are open", value=report.sessions)
-    counts = {
-        "requests": (totals.requests, "Requests that it accepted"),
-        "failed_requests": (totals.failed_requests, "Those of them that failed"),
-        "generated_tokens": (totals.generated_tokens, "Tokens that it generated for others"),
-        "prompt_tokens": (totals.prompt_tokens, "Tokens of prompts"),
-    }
-    for name, (count, text) in counts.items():
-        yield CounterMetricFamily(f"p2ptrain_peer_serving_{name}", text, value=count)
+    yield from _counters({
+        "serving_requests": (totals.requests, "Requests that it accepted"),
+        "serving_failed_requests": (totals.failed_requests, "Those of them that failed"),
+        "serving_generated_tokens": (totals.generated_tokens, "Tokens that it generated for others"),
+        "serving_prompt_tokens": (totals.prompt_tokens, "Tokens of prompts"),
+    })  # fmt: skip
     yield _histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
     yield _histogram("time_per_output_token", "From one token of an answer to the next", totals.token)
 
 
 def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
-    buckets = list(zip([*map(str, BOUNDS), "+Inf"], accumulate(latencies.counts), strict=True))
+    buckets = cumulative(latencies.counts)
     return HistogramMetricFamily(
         f"p2ptrain_peer_serving_{name}_seconds", text, buckets=buckets, sum_value=latencies.seconds
     )
