@@ -30,6 +30,17 @@ def settled(peer: PipelinePeer) -> int:
     return peer.hosted.host.ledger.settled_samples
 
 
+async def begin(network: SimulatedNetwork, *stages: int) -> tuple[CountedPipeline, PipelinePeer]:
+    """A pipeline whose hosts have these stages, and a trainer; all know of all."""
+    pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
+    for stage in stages:
+        await pipeline.add(f"host{len(pipeline.peers)}", stage)
+    await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+    trainer = await pipeline.add("trainer", None)
+    await asyncio.sleep(10.0)
+    return pipeline, trainer
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_fails_each_microbatch_counts_once_and_what_is_done_is_everywhere(seed: int) -> None:
     assert find_pipeline_problems(draw_pipeline_schedule(seed)) == []
@@ -77,12 +88,7 @@ def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> N
 
 def test_of_a_stage_whose_hosts_all_move_at_once_one_stays() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
-        for stage in (0, 0, 0, 1):
-            await pipeline.add(f"host{len(pipeline.peers)}", stage)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
-        await asyncio.sleep(10.0)  # Until all know of all.
+        pipeline, trainer = await begin(network, 0, 0, 0, 1)
         for _ in range(3):
             for mover in [peer for peer in pipeline.hosts if peer.stage == 0]:
                 assert isinstance(mover, CountingPeer)
@@ -101,12 +107,7 @@ def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(which: 
     """One of the two leads it, and grants microbatches; the other has heard from it that it takes part."""
 
     async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
-        for stage in (0, 0, 1):
-            await pipeline.add(f"host{len(pipeline.peers)}", stage)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
-        await asyncio.sleep(10.0)  # Until all know of all.
+        pipeline, trainer = await begin(network, 0, 0, 1)
         mover = pipeline.peers[which]
         assert isinstance(mover, CountingPeer)
         await tell(mover, pipeline.peers[1 - which], closing=False)
@@ -123,11 +124,7 @@ def test_the_round_of_a_stage_goes_on_when_its_leader_moves_away_from_it(which: 
 
 def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
-        for stage in (0, 1, 1):
-            await pipeline.add(f"host{len(pipeline.peers)}", stage)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
+        pipeline, trainer = await begin(network, 0, 1, 1)
         assert all((await pipeline.feed(trainer, range(1), 1)).values())
         (mover,) = [peer for peer in pipeline.hosts if peer.stage == 1 and settled(peer)]
         assert isinstance(mover, CountingPeer)
@@ -147,12 +144,7 @@ def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> 
 @pytest.mark.parametrize("are_others_through", [False, True])
 def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_closed(are_others_through: bool) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
-        for stage in (0, 0, 1):
-            await pipeline.add(f"host{len(pipeline.peers)}", stage)
-        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
-        trainer = await pipeline.add("trainer", None)
-        await asyncio.sleep(10.0)  # Until all know of all.
+        pipeline, trainer = await begin(network, 0, 0, 1)
         assert all((await pipeline.feed(trainer, range(1), 1)).values())
         (holder,) = [peer for peer in pipeline.hosts if peer.stage == 0 and settled(peer)]
         (other,) = [peer for peer in pipeline.hosts if peer.stage == 0 and not settled(peer)]
