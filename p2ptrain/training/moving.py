@@ -237,7 +237,7 @@ class Mover:
             if before is None:
                 self._say()
             elif not await self._is_agreed(move, before):
-                logger.debug("staying with stage %d: another host goes to stage %d", move.source, move.target)
+                logger.debug("staying with stage %d: a move to stage %d was not agreed on", move.source, move.target)
                 return hosting
             self._is_leaving = True
             if not await self._promised(self.hosted):

@@ -174,7 +174,7 @@ class StageRounds:
         await asyncio.gather(*(self._advance(unit, before + 1) for unit in self._units))
         await self._level()
         self._host.begin_round(self._units[0].round)
-        if self._units[0].round == before:
+        if self._units[0].round == before and not self._is_stopping:
             self._standby.reopen()
         elif len({unit.round for unit in self._units}) == 1:
             self.on_begun(self._units[0].round)
