@@ -121,6 +121,7 @@ class Peer:
         self.synchronizer: Synchronizer | None = None
         self.lender: Lender | None = None
         self.hosted: list[HostedStage] = []
+        self._closes_hosted = False
         self.intended: tuple[StageReport, ...] = ()
         self.next_stage: Callable[[], int | None] = lambda: None
         self.signed: SignedManifest
@@ -342,14 +343,20 @@ class Peer:
         return self.synchronizer
 
     def host(self, stage: HostedStage) -> None:
-        """Show a stage that this peer hosts; it is closed with the peer."""
+        """Show a stage that this peer hosts; it is closed with the peer if it is among `hosted` then."""
         self._warm_up_codecs()
+        if not self._closes_hosted:
+            self._closes_hosted = True
+            self._stack.push_async_callback(self._close_hosted)
         self.hosted.append(stage)
         self.synchronizer = stage.units[0].synchronizer
-        self._stack.push_async_callback(stage.close)
         for unit in stage.units:
             unit.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
             unit.synchronizer.on_change = self.presence.changed
+
+    async def _close_hosted(self) -> None:
+        for stage in self.hosted:
+            await stage.close()
 
     def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
         """Have something that was started for this peer ended with it."""

@@ -37,6 +37,11 @@ class Stages:
         self._peer = peer
         self._config = config
         self._view = view
+        self._saves: set[asyncio.Task[None]] = set()
+        peer.on_close(self._end_saves)
+
+    async def _end_saves(self) -> None:
+        await asyncio.gather(*map(end_writing, self._saves))
 
     async def take_on(self, number: int) -> HostedStage:
         """A stage with its state: the others', or this machine's last checkpoint of it."""
@@ -64,8 +69,7 @@ class Stages:
             await self.give_up(hosted)
             raise
         hosted.rounds.last_round = last_round(peer, config, hosted.units[0].round)
-        rounds = _Rounds(peer, config, hosted)
-        peer.on_close(rounds.close)
+        rounds = _Rounds(peer, config, hosted, self._saves)
         hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
         return hosted
 
@@ -100,15 +104,19 @@ def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> An
 
 
 class _Rounds:
-    """What a host does after each round: say so, save, publish."""
+    """What a host does after each round: say so, save, publish.
 
-    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
+    It is gone with its stage: who owns the saves that are under way is `Stages`.
+    """
+
+    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage, saves: set[asyncio.Task[None]]) -> None:
         from p2ptrain.training.metrics import MetricsWriter
 
         self._peer = peer
         self._config = config
         self._hosted = hosted
         self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
+        self._saves = saves
         self._saving: asyncio.Task[None] | None = None
 
     def after(self, result: RoundResult) -> None:
@@ -137,10 +145,8 @@ class _Rounds:
         if is_idle and (is_due or self._hosted.rounds.is_done):
             saving = save_and_tell(self._peer, self._config, self._hosted)
             self._saving = asyncio.create_task(saving, name="save")
-
-    async def close(self) -> None:
-        """End a save that is under way."""
-        await end_writing(self._saving)
+            self._saves.add(self._saving)
+            self._saving.add_done_callback(self._saves.discard)
 
 
 async def end_writing(writing: asyncio.Task[None] | None) -> None:
