@@ -104,7 +104,7 @@ def _tag(peer: str) -> bytes:
 
 
 def _code(rate: float) -> int:
-    whole = max(8, round(rate))
+    whole = max(8, int(rate))
     exponent = min(whole.bit_length() - 4, 31)
     return exponent * 8 + min(whole >> exponent, 15) - 8
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.certificate import MAX_RATES_BYTES, Ticket
@@ -31,6 +31,7 @@ def ticket(peer: str, rates: bytes = b"", bandwidth: int = 0, reachable: bool = 
 
 
 @given(st.floats(8.0, 1e9))
+@example(8.75)
 def test_a_told_rate_is_within_a_sixteenth_and_an_eighth_of_what_was_seen(rate: float) -> None:
     alone = agreed_rates([ticket("a"), ticket("b", seen({"a": rate}))])
     assert rate * 0.87 <= alone[0] <= rate * 1.01
