@@ -17,13 +17,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, ProtocolError
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, PeerSilentError, ProtocolError
 from p2ptrain.network.frame_reader import FrameReader
 from p2ptrain.network.frames import ACK, END, FRAME, PING, Buffer, Kind, Message, error_frame, frame, pack, unpack
 from p2ptrain.network.heartbeat import Heartbeat
 from p2ptrain.network.inbox import Inbox, Sink
 from p2ptrain.network.rates import Traffic
 from p2ptrain.network.transport import PeerId, Stream
+from p2ptrain.tasks import Tasks
 
 SEND_FRAME_BYTES = 256 * 1024
 """The bulk frames written here: short enough to keep cancellation prompt, long enough to cost nothing."""
@@ -70,7 +71,8 @@ class Channel:
             stream, limits.ping_seconds, limits.silence_seconds, self._on_ping_due, self._on_silence
         )
         self._frames = FrameReader(stream, self._inbox, self._heartbeat, traffic)
-        self._reader = self._loop.create_task(self._read())
+        self._tasks = Tasks(self._on_defect)
+        self._reader = self._tasks.start(self._read(), f"read-{stream.remote[-8:]}")
 
     @property
     def remote(self) -> PeerId:
@@ -249,12 +251,32 @@ class Channel:
 
     # Heartbeat
 
+    def beat(self, seconds: float) -> None:
+        """Write a PING whenever nothing else was written for this time, instead of `ChannelLimits.ping_seconds`."""
+        self._heartbeat.set_ping(seconds)
+
+    def expect_beats(self, silence_seconds: float, silent_at: Callable[[float], float]) -> None:
+        """Take the remote, which must `beat` more often, for lost sooner than `ChannelLimits.silence_seconds` says.
+
+        After that every call raises `PeerSilentError`.
+
+        Args:
+            silence_seconds: The shortest silence that counts.
+            silent_at: When the remote counts as silent, by when it was last heard on this channel; in loop time.
+        """
+        self._heartbeat.set_silence(silence_seconds, silent_at)
+
+    @property
+    def last_heard(self) -> float:
+        """When the last sign of life of the remote came, in the loop's time."""
+        return self._heartbeat.last_heard()
+
     def _on_silence(self) -> None:
-        self._fail(PeerLostError(self.remote, f"sent nothing for {self._limits.silence_seconds:g} s"))
+        self._fail(PeerSilentError(self.remote, f"sent nothing for {self._loop.time() - self.last_heard:.1f} s"))
 
     def _on_ping_due(self) -> None:
         if not self._write_lock.locked():
-            self._ping = self._loop.create_task(self._write_ping())
+            self._ping = self._tasks.start(self._write_ping(), f"ping-{self.remote[-8:]}")
 
     async def _write_ping(self) -> None:
         try:
@@ -275,6 +297,9 @@ class Channel:
         if not self._settled.done():
             self._settled.set_result(None)
         self._inbox.wake_owner()
+
+    def _on_defect(self, error: Exception) -> None:
+        self._fail(PeerLostError(self.remote, f"this end of the channel failed ({error!r}): see the log"))
 
     def _fail(self, error: P2PTrainError) -> P2PTrainError:
         """Kill the channel; returns what killed it, which is ``error`` unless something did before."""

@@ -23,8 +23,11 @@ from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
 from multiaddr import Multiaddr
 
 from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.tasks import Tasks
 
 MAX_CONTROL_MESSAGE_BYTES = 4 << 20
+MAX_REFUSAL_CHARACTERS = 8192
+"""A refused dial takes about 200 for each address."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class DaemonControl:
         self._own_socket = own_socket
         self._server: asyncio.AbstractServer | None = None
         self._held: SocketStream | None = None
-        self._accepting: set[asyncio.Task[None]] = set()
+        self._accepting = Tasks()
         self._handlers: dict[str, StreamCallback] = {}
 
     async def hold(self) -> None:
@@ -135,9 +138,7 @@ class DaemonControl:
             socket.abort()
 
     def _connected(self, socket: SocketStream) -> None:
-        task = asyncio.create_task(self._accept(socket), name="accept-stream")
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
+        self._accepting.start(self._accept(socket), "accept-stream")
 
     async def _accept(self, socket: SocketStream) -> None:
         try:
@@ -201,5 +202,5 @@ async def _response(socket: SocketStream) -> Any:
     except DecodeError as error:
         raise DaemonGone("the network daemon sent garbage") from error
     if response.type == p2pd_pb2.Response.ERROR:
-        raise DaemonRefusal(response.error.msg[:500])
+        raise DaemonRefusal(response.error.msg[:MAX_REFUSAL_CHARACTERS])
     return response

@@ -7,6 +7,8 @@ The daemon must not outlive its owner, however that ends:
 * It leaves by itself when the last persistent control connection closes, or when none is opened within `IDLE_SECONDS`.
 * Forked children (data-loader workers) inherit the sockets to the daemon and would keep it and our streams alive;
   `SocketDirectory` closes them in every child, and the sockets do not survive an exec.
+
+The daemon reads its key from a pipe, so no copy of the key lies in a file that a kill could leave behind.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 30
+ASK_SECONDS = 0.5
+"""Between two questions to the kernel whether the daemon has ended; asyncio is told at once, as a rule."""
 START_ATTEMPTS = 3
+KEY_SOURCE = "/proc/self/fd/0"
 MAX_UNARY_BYTES = 16 << 20
 """Largest directory message; hivemind's default of 4 MiB is less than a full key of records."""
 
@@ -125,16 +131,22 @@ class Daemon:
         self._directory = directory
         self._log = log
         self._stopping = False
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     @classmethod
     async def start(
-        cls, arguments: Sequence[str], listen: Sequence[str], timeout_seconds: float, environment: Mapping[str, str]
+        cls,
+        arguments: Sequence[str],
+        key: bytes,
+        listen: Sequence[str],
+        timeout_seconds: float,
+        environment: Mapping[str, str],
     ) -> Daemon:
         """Start a daemon, trying again when it does not come up, and wait until it answers.
 
         Args:
-            arguments: p2pd's own (``-hostAddrs=…``), without its control socket.
+            arguments: p2pd's own (``-hostAddrs=…``), without its control socket and its key.
+            key: The private key in libp2p's format.
             listen: The multiaddrs that it is to listen at; a port among them that is taken is found before the start.
             timeout_seconds: For each of the attempts.
             environment: Variables to set for it.
@@ -147,7 +159,7 @@ class Daemon:
         reason = ""
         for attempt in range(1, START_ATTEMPTS + 1):
             try:
-                return await cls._start_once(binary, arguments, timeout_seconds, environment)
+                return await cls._start_once(binary, arguments, key, timeout_seconds, environment)
             except _StartFailed as error:
                 reason = str(error)
                 logger.warning("network daemon did not start (attempt %d of %d): %s", attempt, START_ATTEMPTS, reason)
@@ -160,10 +172,11 @@ class Daemon:
 
     @classmethod
     async def _start_once(
-        cls, binary: str, arguments: Sequence[str], timeout_seconds: float, environment: Mapping[str, str]
+        cls, binary: str, arguments: Sequence[str], key: bytes, timeout_seconds: float, environment: Mapping[str, str]
     ) -> Daemon:
         directory = SocketDirectory()
-        command = [binary, f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s", *arguments]
+        sockets = [f"-listen=/unix{directory.path}/p2pd.sock", f"-idleTimeout={IDLE_SECONDS}s"]
+        command = [binary, *sockets, f"-id={KEY_SOURCE}", *arguments]
         setpriv = shutil.which("setpriv")
         if setpriv is not None:
             command = [setpriv, "--pdeathsig", "KILL", *command]
@@ -171,10 +184,11 @@ class Daemon:
             logger.warning("setpriv (util-linux) is missing: a killed peer's daemon may live on for some seconds")
         log = _Output()
         process = None
+        key_pipe = _pipe_with(key)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=key_pipe,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env={**os.environ, "GOLOG_LOG_LEVEL": "error", "GOLOG_LOG_FMT": "nocolor", **environment},
@@ -186,7 +200,7 @@ class Daemon:
             async with asyncio.timeout(timeout_seconds):
                 await log.ready.wait()
             if not log.is_up:
-                raise _StartFailed(log.last_words() or f"it ended with status {await process.wait()}")
+                raise _StartFailed(log.last_words() or f"it ended with status {await _ended(process)}")
             return cls(process, directory, log)
         except BaseException as error:
             await _end(process, log)
@@ -198,18 +212,20 @@ class Daemon:
             if isinstance(error, OSError):
                 raise _StartFailed(f"{binary} cannot be run: {error.strerror}", is_final=True) from error
             raise
+        finally:
+            os.close(key_pipe)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
         """Call ``on_lost(reason)`` once if the daemon ends before `stop`."""
 
         async def wait() -> None:
-            status = await self._process.wait()
+            status = await _ended(self._process)
             if not self._stopping:
                 words = self._log.last_words()
                 how = f"signal {-status}" if status < 0 else f"status {status}"
                 on_lost(f"the network daemon ended ({how}){': ' + words if words else ''}")
 
-        self._watcher = asyncio.create_task(wait(), name="p2pd-watcher")
+        self._tasks.start(wait(), "p2pd-watcher")
 
     def expect_end(self) -> None:
         """From now on the daemon's end is not a loss."""
@@ -219,9 +235,18 @@ class Daemon:
         """End the daemon, wait for it, and remove its sockets; idempotent."""
         self.expect_end()
         await _end(self._process, self._log)
-        if self._watcher is not None:
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._tasks.join()
         self._directory.remove()
+
+
+def _pipe_with(data: bytes) -> int:
+    """Return the read end of a pipe that holds ``data``, which must fit into a pipe's buffer (64 KiB)."""
+    source, sink = os.pipe()
+    try:
+        os.write(sink, data)
+    finally:
+        os.close(sink)
+    return source
 
 
 class _StartFailed(Exception):
@@ -237,19 +262,16 @@ class _Output:
         self.ready = asyncio.Event()
         self.is_up = False
         self._lines: deque[str] = deque(maxlen=5)
-        self._task: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
 
     def follow(self, stdout: asyncio.StreamReader) -> None:
-        self._task = asyncio.create_task(self._read(stdout), name="p2pd-output")
+        self._tasks.start(self._read(stdout), "p2pd-output")
 
     def last_words(self) -> str:
         return self._lines[-1][-300:] if self._lines else ""
 
     async def end(self) -> None:
-        if self._task is not None:
-            await asyncio.wait([self._task], timeout=1)
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await self._tasks.close(grace_seconds=1)
 
     async def _read(self, stdout: asyncio.StreamReader) -> None:
         while True:
@@ -276,13 +298,39 @@ async def _end(process: asyncio.subprocess.Process | None, log: _Output) -> None
         try:
             process.terminate()
             async with asyncio.timeout(2):
-                await process.wait()
+                await _ended(process)
         except TimeoutError:
             process.kill()
         except ProcessLookupError:
             pass
-        await process.wait()
+        await _ended(process)
     await log.end()
+
+
+async def _ended(process: asyncio.subprocess.Process) -> int:
+    """Wait for the end of a process; returns its exit status, or minus the signal that ended it.
+
+    asyncio learns of the end by SIGCHLD, whose handler other libraries may take away (Lightning does): so the kernel is
+    asked, too.
+    """
+    async with Tasks() as tasks:
+        waiting = tasks.call(process.wait(), "p2pd-end")
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=ASK_SECONDS)
+            if not waiting.done() and (status := _status_of(process.pid)) is not None:
+                return status
+        return waiting.result()
+
+
+def _status_of(process_id: int) -> int | None:
+    """Return the status of a child that has ended, and leave it to be reaped; None while it runs."""
+    try:
+        ended = os.waitid(os.P_PID, process_id, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # Reaped just now.
+        return 0
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _binary() -> str:

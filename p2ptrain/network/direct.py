@@ -47,6 +47,7 @@ from p2ptrain.network.frames import FRAME, Kind, Message, frame, pack, unpack
 from p2ptrain.network.reachability import host_of, scope
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class DirectConnections:
         self._listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
         self._spares: dict[tuple[PeerId, str], tuple[TlsSocket, asyncio.TimerHandle]] = {}
+        self._tasks = Tasks()
         self._preparing: dict[tuple[PeerId, str], asyncio.Task[None]] = {}
         self._rests: dict[PeerId, _Rest] = {}
         self._closed = False
@@ -144,9 +146,7 @@ class DirectConnections:
     async def close(self) -> None:
         """End all connections; idempotent."""
         self._closed = True
-        for task in self._preparing.values():
-            task.cancel()
-        await asyncio.gather(*self._preparing.values(), return_exceptions=True)
+        await self._tasks.close()
         for key in list(self._spares):
             self._drop(key)
         if self._listener is not None:
@@ -182,7 +182,7 @@ class DirectConnections:
             return False
         if len(self._spares) + len(self._preparing) >= MAX_SPARES:
             return False
-        task = asyncio.create_task(self._prepare(key, connection), name=f"direct-spare-{key[0][-8:]}")
+        task = self._tasks.start(self._prepare(key, connection), f"direct-spare-{key[0][-8:]}")
         self._preparing[key] = task
         task.add_done_callback(lambda _: self._preparing.pop(key, None))
         return True

@@ -23,10 +23,12 @@ import ssl
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.network.direct_tls import Certificate, TlsSocket
 from p2ptrain.network.transport import PeerId
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +107,9 @@ class DirectListener:
         self._context = certificate.choosing_context(self._choose)
         self._sockets = _listen(hosts, port)
         self.port: int = self._sockets[0].getsockname()[1]
-        self._acceptors = [asyncio.create_task(self._accept(one), name="direct-accept") for one in self._sockets]
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
+        for one in self._sockets:
+            self._tasks.keep(partial(self._accept, one), "direct-accept")
 
     @property
     def num_connections(self) -> int:
@@ -136,10 +139,7 @@ class DirectListener:
 
     async def close(self) -> None:
         """Stop listening and end all connections; idempotent."""
-        tasks = [*self._acceptors, *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
         for one in self._sockets:
             one.close()
 
@@ -165,9 +165,7 @@ class DirectListener:
                 self._refuse("too many handshakes", host)
                 continue
             self._handshakes[host] += 1
-            task = asyncio.create_task(self._serve(connection, host), name="direct-connection")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._serve(connection, host), "direct-connection")
 
     async def _serve(self, connection: socket.socket, host: str) -> None:
         """One connection, from its beginning to its end."""
@@ -209,13 +207,13 @@ class DirectListener:
             return True
 
         stream.on_rest = take_back
-        gone = asyncio.ensure_future(stream.wait_gone())
         try:
-            self._on_stream(offer.peer, offer.protocol, stream)
-            await asyncio.wait({is_over, gone}, return_when=asyncio.FIRST_COMPLETED)
+            async with Tasks() as tasks:
+                gone = tasks.call(stream.wait_gone(), "gone")
+                self._on_stream(offer.peer, offer.protocol, stream)
+                await asyncio.wait({is_over, gone}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             stream.on_rest = None
-            gone.cancel()
         return is_over.done()
 
     async def _admit(self, connection: socket.socket) -> tuple[TlsSocket, _Offer] | None:

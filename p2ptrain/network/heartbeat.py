@@ -13,6 +13,10 @@ from p2ptrain.network.transport import Stream
 
 LATE_SECONDS = 1.0
 """A timer that runs this late says that this process was stopped meanwhile."""
+LATE_SHARE = 0.25
+"""The same as a share of the silence that ends the channel, where that is less."""
+LOOKS = 8
+"""Bytes that arrived but were not read yet are looked for so many times in a silence."""
 
 
 class Heartbeat:
@@ -24,6 +28,9 @@ class Heartbeat:
         silence_seconds: ``silent`` is called, once, when nothing was heard for this long.
         ping: Has a PING written; must not block or raise.
         silent: Ends the channel.
+
+    Attributes:
+        silence_seconds: As it counts now.
     """
 
     def __init__(
@@ -36,7 +43,7 @@ class Heartbeat:
     ) -> None:
         self._stream = stream
         self._ping_seconds = ping_seconds
-        self._silence_seconds = silence_seconds
+        self.silence_seconds = silence_seconds
         self._ping = ping
         self._silent = silent
         self._loop = asyncio.get_running_loop()
@@ -45,12 +52,14 @@ class Heartbeat:
         self._last_write = now
         self._num_arrived = 0
         self._paused = False
+        self._silent_at: Callable[[float], float] = lambda last_heard: last_heard + silence_seconds
         self._due = now + ping_seconds
         self._timer = self._loop.call_at(self._due, self._tick)
 
     def heard(self) -> None:
         """Note that something was read."""
         self._last_heard = self._loop.time()
+        self._num_arrived = self._stream.num_arrived
 
     def wrote(self) -> None:
         """Note that something is written."""
@@ -65,22 +74,52 @@ class Heartbeat:
         self._paused = False
         self.heard()
 
+    def set_ping(self, seconds: float) -> None:
+        """Call ``ping`` after this time without writes from now on."""
+        self._ping_seconds = seconds
+        self._reschedule()
+
+    def set_silence(self, seconds: float, silent_at: Callable[[float], float]) -> None:
+        """Call ``silent`` sooner from now on.
+
+        Args:
+            seconds: The shortest silence that counts.
+            silent_at: When the other side counts as silent, by when it was last heard on this stream; in loop time.
+        """
+        self.silence_seconds = seconds
+        self._silent_at = silent_at
+        self.heard()
+        self._reschedule()
+
     def stop(self) -> None:
         """Call nothing any more; idempotent."""
         self._timer.cancel()
 
+    def last_heard(self) -> float:
+        """When the last sign of life came, in the loop's time: now if bytes arrived since this was last looked for."""
+        if self._paused or self._stream.num_arrived > self._num_arrived:
+            self.heard()
+        return self._last_heard
+
     def _tick(self) -> None:
         now = self._loop.time()
-        arrived = self._stream.num_arrived
-        if now > self._due + LATE_SECONDS or self._paused or arrived > self._num_arrived:
-            self._last_heard = now
-        self._num_arrived = arrived
-        if now >= self._last_heard + self._silence_seconds:
+        if now > self._due + min(LATE_SECONDS, LATE_SHARE * self.silence_seconds):
+            self.heard()
+        if now >= self._silent_at(self.last_heard()):
             self._silent()
             return
-        next_ping = self._last_write + self._ping_seconds
-        if now >= next_ping:
-            next_ping = now + self._ping_seconds
+        if now >= self._last_write + self._ping_seconds:
+            self._last_write = now  # A blocked writer is not asked again and again.
             self._ping()
-        self._due = min(next_ping, self._last_heard + self._silence_seconds)
+        self._schedule(now)
+
+    def _reschedule(self) -> None:
+        if not self._timer.cancelled():  # Else this was stopped.
+            self._timer.cancel()
+            self._schedule(self._loop.time())
+
+    def _schedule(self, now: float) -> None:
+        """Set the timer for whatever is due first."""
+        look_at = min(self._silent_at(self._last_heard), now + self.silence_seconds / LOOKS)
+        self._due = max(now, min(self._last_write + self._ping_seconds, look_at))
         self._timer = self._loop.call_at(self._due, self._tick)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from p2ptrain.errors import ResourceError
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -72,11 +73,12 @@ async def serving(app: ASGIApp, listener: socket.socket) -> AsyncIterator[asynci
     )  # fmt: skip
     with listener:
         server = _Server(config)
-        task = asyncio.create_task(server.serve([listener]), name="web")
+        tasks = Tasks()
+        task = tasks.start(server.serve([listener]), "web")
         try:
             async with asyncio.timeout(START_SECONDS):
                 await server.answers.wait()
             yield task
         finally:
             server.should_exit = True
-            await asyncio.gather(task, return_exceptions=True)
+            await tasks.join()

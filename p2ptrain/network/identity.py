@@ -23,7 +23,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
-from p2ptrain.errors import IdentityError
+from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
 from p2ptrain.signing import Signer
 
 KEY_BITS = 2048
@@ -40,15 +40,17 @@ class Identity(Signer):
     """An RSA key that names this peer, locked against use by a second process until `close`.
 
     Create one with `create_or_load` or `ephemeral`; it is a context manager.
+
+    Attributes:
+        where: The key's place, for messages.
     """
 
-    def __init__(self, key: rsa.RSAPrivateKey, path: Path, lock_file: int | None, remove_file: bool = False) -> None:
-        self.path = path
+    def __init__(self, key: rsa.RSAPrivateKey, where: str, lock_file: int | None) -> None:
+        self.where = where
         self._key = key
         self._public_der = _public_der(key.public_key())
         self._peer_id = peer_id_of(self._public_der)
         self._lock_file = lock_file
-        self._remove_file = remove_file
         _open_identities.add(self)
 
     @classmethod
@@ -64,24 +66,19 @@ class Identity(Signer):
             path.parent.mkdir(parents=True, exist_ok=True)
             lock_file = _lock(path)
         except OSError as error:
-            raise IdentityError(f"cannot use {path}: {error.strerror}; choose a writable place for the key") from error
+            raise _unusable("use", path, error) from error
         try:
             if not path.exists():
                 _write_key(path)
-            return cls(_read_key(path), path, lock_file)
+            return cls(_read_key(path), str(path), lock_file)
         except BaseException:
             os.close(lock_file)
             raise
 
     @classmethod
-    def ephemeral(cls, directory: Path | str) -> Identity:
-        """A new key in ``directory`` that nobody else knows; `close` removes its file."""
-        file, name = tempfile.mkstemp(prefix="identity-", suffix=".key", dir=directory)
-        os.close(file)
-        path = Path(name)
-        path.unlink()
-        _write_key(path)
-        return cls(_read_key(path), path, None, remove_file=True)
+    def ephemeral(cls) -> Identity:
+        """Return an identity with a new key that exists in this process's memory alone."""
+        return cls(_new_key(), "this process's memory", None)
 
     @property
     def peer_id(self) -> str:
@@ -95,14 +92,16 @@ class Identity(Signer):
     def verify(self, peer_id: str, message: bytes, proof: bytes) -> bool:
         return verify_proof(peer_id, message, proof)
 
+    def libp2p_key(self) -> bytes:
+        """Return the private key in the format of libp2p's key files, about 1.2 KB."""
+        return _protobuf_private_key(self._key)
+
     def close(self) -> None:
         """Let other processes use the key again; idempotent."""
         _open_identities.discard(self)
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
-        if self._remove_file:
-            self.path.unlink(missing_ok=True)
 
     def __enter__(self) -> Identity:
         return self
@@ -116,7 +115,6 @@ class Identity(Signer):
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None
-        self._remove_file = False
 
 
 _PSS = padding.PSS(mgf=padding.MGF1(hashes.SHA256()), salt_length=hashes.SHA256.digest_size)
@@ -183,6 +181,17 @@ def _protobuf_key(data: bytes) -> bytes:
     return b"\x08\x00\x12" + bytes(varint) + data
 
 
+def _new_key() -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(public_exponent=_PUBLIC_EXPONENT, key_size=KEY_BITS)
+
+
+def _protobuf_private_key(key: rsa.RSAPrivateKey) -> bytes:
+    der = key.private_bytes(
+        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    return _protobuf_key(der)
+
+
 def _parse_protobuf_key(raw: bytes) -> tuple[int, bytes]:
     """The key type and data of a protobuf ``PrivateKey``; ValueError for anything else."""
     if len(raw) < 4 or raw[0] != 0x08 or raw[2] != 0x12:
@@ -222,20 +231,26 @@ def _lock(path: Path) -> int:
 
 def _write_key(path: Path) -> None:
     """Write a new key to ``path`` (mode 0600) so that a crash leaves either the whole file or none."""
-    key = rsa.generate_private_key(public_exponent=_PUBLIC_EXPONENT, key_size=KEY_BITS)
-    der = key.private_bytes(
-        serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
-    )
     file, temporary = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mkstemp creates with mode 0600
     try:
         with os.fdopen(file, "wb") as stream:
-            stream.write(_protobuf_key(der))
+            stream.write(_protobuf_private_key(_new_key()))
             stream.flush()
             os.fsync(stream.fileno())
         os.rename(temporary, path)
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)
-        raise IdentityError(f"cannot write {path}: {error.strerror}; choose a writable place for the key") from error
+        raise _unusable("write", path, error) from error
+
+
+def _unusable(verb: str, path: Path, error: OSError) -> P2PTrainError:
+    """Return the error for a key file that the operating system refuses; a full disk is no fault of the key."""
+    text = f"cannot {verb} {path}: {error.strerror}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(f"{text}; free some disk space, or choose another place for the key")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EROFS, errno.ENAMETOOLONG):
+        return ConfigError(f"{text}; choose a path that exists and that you may write to")
+    return IdentityError(f"{text}; choose a writable place for the key")
 
 
 def _read_key(path: Path) -> rsa.RSAPrivateKey:

@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError
+from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
 from p2ptrain.network.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.daemon import Daemon
 from p2ptrain.network.direct import DirectConnections
@@ -30,6 +30,8 @@ from p2ptrain.network.peer_stream import PeerStream
 from p2ptrain.network.reachability import Scope, answering, scope
 from p2ptrain.network.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+from p2ptrain.network.wrong_peers import WrongPeers
+from p2ptrain.tasks import Tasks
 
 __all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
 
@@ -64,8 +66,9 @@ class Libp2pTransport(Transport):
         self._peer_id = peer_id
         self._on_lost: Callable[[str], None] | None = None
         self._streams: set[PeerStream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._redialler: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._serving = Tasks()
+        self._wrong_peers = WrongPeers()
         self._accept: dict[str, Callable[[PeerId, SocketStream | LocalSocket], None]] = {}
         self._door = Door(peer_id, self._accept) if settings.local_shortcut else None
         self.direct = DirectConnections(control, self._accept_direct, self._accept.keys())
@@ -81,16 +84,17 @@ class Libp2pTransport(Transport):
             ResourceError: The daemon does not start, or a port is taken; says why.
         """
         settings = settings or Libp2pSettings()
-        arguments = settings.daemon_arguments(str(identity.path))
-        environment = settings.daemon_environment()
-        daemon = await Daemon.start(arguments, settings.listen, settings.startup_timeout_seconds, environment)
+        daemon = await Daemon.start(
+            settings.daemon_arguments(), identity.libp2p_key(), settings.listen, settings.startup_timeout_seconds,
+            settings.daemon_environment(),
+        )  # fmt: skip
         control = DaemonControl(daemon.control_socket, daemon.own_socket)
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
                 await control.hold()
                 peer_id, _ = await control.identify()
             if peer_id != identity.peer_id:
-                raise ResourceError(f"the network daemon took {peer_id} from {identity.path}: make a new identity")
+                raise ResourceError(f"the network daemon took {peer_id} from {identity.where}: make a new identity")
         except BaseException as error:
             control.close()
             await daemon.stop()
@@ -109,7 +113,7 @@ class Libp2pTransport(Transport):
                     raise _silent_daemon(error) from error
                 raise
         if settings.bootstrap:
-            transport._redialler = asyncio.create_task(transport._keep_connected(), name="bootstrap-dialler")
+            transport._tasks.keep(transport._keep_connected, "bootstrap-dialler")
         return transport
 
     @property
@@ -136,13 +140,11 @@ class Libp2pTransport(Transport):
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         def accept(peer: str, socket: SocketStream | LocalSocket) -> None:
-            if len(self._tasks) >= self.settings.max_streams or self._closed:
+            if len(self._serving) >= self.settings.max_streams or self._closed:
                 socket.abort()
                 return
             stream = self._stream(peer, socket)
-            task = asyncio.create_task(_handle(stream, handler), name=f"stream-{protocol}-{peer[-8:]}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._serving.start(_handle(stream, handler), f"stream-{protocol}-{peer[-8:]}")
 
         async def accept_from_daemon(peer: str, socket: SocketStream) -> None:
             accept(peer, socket)
@@ -165,24 +167,29 @@ class Libp2pTransport(Transport):
             found, refusals = await answering(by_peer[peer])
             if not found:
                 raise DaemonRefusal("; ".join(refusals))
-            await self.control.connect(peer, found)
+            try:
+                await self.control.connect(peer, found)
+            except DaemonRefusal as error:
+                holder = self._wrong_peers.holder(peer, str(error))
+                if holder is None or refusals:
+                    raise
+                raise WrongPeerError(peer, holder) from error
             return peer
 
-        dials = {asyncio.create_task(dial(peer)) for peer in by_peer}
-        reasons: list[str] = []
-        try:
+        errors: list[DaemonRefusal | WrongPeerError] = []
+        async with Tasks() as tasks:
+            dials = {tasks.call(dial(peer), f"dial-{peer[-8:]}") for peer in by_peer}
             with self._mapped(next(iter(by_peer))):
                 async with asyncio.timeout(timeout_seconds):
                     for attempt in asyncio.as_completed(dials):
                         try:
                             return await attempt
-                        except DaemonRefusal as error:
-                            reasons.append(str(error))
-            raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({reasons[0][:200]})")
-        finally:
-            for task in dials:
-                task.cancel()
-            await asyncio.gather(*dials, return_exceptions=True)
+                        except (DaemonRefusal, WrongPeerError) as error:
+                            errors.append(error)
+            if all(isinstance(error, WrongPeerError) for error in errors):
+                raise errors[0]
+            reason = next(str(error) for error in errors if isinstance(error, DaemonRefusal))
+            raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({_first_line(reason)})")
 
     async def connected_peers(self) -> list[PeerId]:
         """The peers that there is a connection with now.
@@ -266,10 +273,8 @@ class Libp2pTransport(Transport):
         self._closed = True
         if self._door is not None:
             self._door.close()
-        tasks = [*self._tasks, *([self._redialler] if self._redialler else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._serving.close()
+        await self._tasks.close()
         for stream in list(self._streams):
             stream.abort()
         await self.direct.close()

@@ -38,6 +38,7 @@ from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.records import MAX_RECORD_BYTES, open_record
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +137,8 @@ class Libp2pDirectory(Directory):
         self._remembered: OrderedDict[str, None] = OrderedDict()
         self._runtime = runtime
         self._skews: OrderedDict[str, float] = OrderedDict()
-        self._keeper: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
+        self._is_closed = False
         self.on_clock_measured: Callable[[], None] = lambda: None
 
     @classmethod
@@ -196,7 +198,7 @@ class Libp2pDirectory(Directory):
         directory = cls(transport, p2p, node, guard, bootstrap, runtime)
         if directory._bootstrap:
             await directory._join()
-        directory._keeper = asyncio.create_task(directory._keep_joined(), name="directory-keeper")
+        directory._tasks.keep(directory._keep_joined, "directory-keeper")
         return directory
 
     @property
@@ -244,11 +246,10 @@ class Libp2pDirectory(Directory):
         return entries
 
     async def close(self) -> None:
-        if self._keeper is None:
+        if self._is_closed:
             return
-        keeper, self._keeper = self._keeper, None
-        keeper.cancel()
-        await asyncio.gather(keeper, return_exceptions=True)
+        self._is_closed = True
+        await self._tasks.close()
         with contextlib.suppress(Exception):  # the daemon may be gone; there is nothing left to keep
             async with asyncio.timeout(1):
                 await self._node.shutdown()

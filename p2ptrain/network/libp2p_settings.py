@@ -66,8 +66,8 @@ class Libp2pSettings:
             return ()
         return tuple(dict.fromkeys(filter(None, map(host_of, self.listen))))
 
-    def daemon_arguments(self, identity_path: str) -> list[str]:
-        """p2pd's command line for these settings."""
+    def daemon_arguments(self) -> list[str]:
+        """p2pd's command line for these settings, without its sockets and its key."""
         switches = {
             "connManager": True,
             "dhtServer": self.find_peers,
@@ -81,7 +81,7 @@ class Libp2pSettings:
             "relayDiscovery": False,
         }
         arguments = [f"-{name}={int(value)}" for name, value in switches.items()]
-        arguments += [f"-id={identity_path}", f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}"]
+        arguments += [f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}"]
         for name, addresses in (
             ("hostAddrs", self.listen),
             ("announceAddrs", self.announce),

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from p2ptrain.tasks import Tasks
+
 ANSWER_SECONDS = 3.0
 """How long an address may take to answer; one retransmission of a lost packet fits in."""
 
@@ -123,13 +125,13 @@ async def answering(addresses: Sequence[str]) -> tuple[list[str], list[str]]:
     Returns:
         Those that answer, or cannot be asked this way, and why the others do not.
     """
-    asking = {asyncio.create_task(tcp_refusal(address)): address for address in addresses}
     loop = asyncio.get_running_loop()
     deadline = loop.time() + ANSWER_SECONDS
     found: list[str] = []
     refusals: list[str] = []
-    waiting = set(asking)
-    try:
+    async with Tasks() as tasks:
+        asking = {tasks.call(tcp_refusal(address), f"knock-{address}"): address for address in addresses}
+        waiting = set(asking)
         while waiting:
             left = max(0.0, deadline - loop.time())
             done, waiting = await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -143,10 +145,6 @@ async def answering(addresses: Sequence[str]) -> tuple[list[str], list[str]]:
                 if not found:
                     deadline = min(deadline, loop.time() + GRACE_SECONDS)
                 found.append(asking[task])
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
     return found, refusals
 
 

@@ -10,7 +10,10 @@ from contextvars import Context
 from dataclasses import dataclass
 
 QUANTUM_BYTES = 64 * 1024
-"""Streams take turns on a link in units of this size."""
+"""Streams take turns on a link in units of this size at most."""
+QUANTUM_SECONDS = 0.02
+"""What a slow link carries in this time makes a smaller unit: real links take turns by packets."""
+PACKET_BYTES = 1500
 
 _SMALL_BYTES = 4096
 _NEGLIGIBLE_SECONDS = 0.001
@@ -92,6 +95,13 @@ class Link:
         self._flows.setdefault(flow, deque()).append((num_bytes, then))
         if not self._busy:
             self._start_next()
+
+    @property
+    def quantum_bytes(self) -> int:
+        """In units of this size streams take turns here."""
+        if self.bytes_per_second is None:
+            return QUANTUM_BYTES
+        return min(QUANTUM_BYTES, max(PACKET_BYTES, int(QUANTUM_SECONDS * self.bytes_per_second)))
 
     def drop(self, flow: int) -> None:
         """Forget what stream ``flow`` has queued here and is not on its way."""

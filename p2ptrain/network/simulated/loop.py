@@ -128,6 +128,15 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
         """Refused: a thread would break the replay."""
         raise SimulationError("threads cannot be simulated: run the work inline")
 
+    def run_in_executor(self, executor: object, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
+        """Run ``func`` at once, on the loop's thread."""
+        future: asyncio.Future[T] = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:

@@ -83,6 +83,11 @@ class SimulatedPeer:
         """Run ``coroutine`` as a task of this peer: it stalls and dies with it, and so do the tasks it starts."""
         return self._network.loop.create_task(coroutine, context=self._context.copy())
 
+    @property
+    def frozen(self) -> bool:
+        """Whether none of its code runs now."""
+        return self._network.loop.is_frozen(self)
+
     async def close(self) -> None:
         """Leave in good order: end streams and handlers. Tasks that were spawned are their starter's to end."""
         await self.transport.close()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
 
 from p2ptrain.network.simulated.directory import Verify
 from p2ptrain.network.simulated.links import LinkModel
 from p2ptrain.network.simulated.loop import MAX_REAP_ROUNDS, SimulationError, VirtualTimeLoop
 from p2ptrain.network.simulated.network import SimulatedNetwork
+from p2ptrain.tasks import logger as failures
 
 T = TypeVar("T")
 
@@ -52,11 +55,29 @@ def simulate(
             await _settle(network, settle_seconds)
             return result
 
-        return loop.run_until_complete(run())
+        with _watched(loop):
+            return loop.run_until_complete(run())
     finally:
         _clean_up(loop)
         gc.unfreeze()
         gc.set_threshold(*thresholds)
+
+
+@contextlib.contextmanager
+def _watched(loop: VirtualTimeLoop) -> Iterator[None]:
+    """Count a background task that a defect ended as a lost exception, though its owner goes on."""
+    handler = logging.Handler(logging.ERROR)
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.exc_info:
+            loop.errors.append({"message": record.getMessage(), "exception": record.exc_info[1]})
+
+    handler.emit = emit  # type: ignore[method-assign]
+    failures.addHandler(handler)
+    try:
+        yield
+    finally:
+        failures.removeHandler(handler)
 
 
 async def _settle(network: SimulatedNetwork, settle_seconds: float) -> None:

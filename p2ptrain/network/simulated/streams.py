@@ -15,7 +15,7 @@ from contextvars import Context
 from typing import Protocol
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.simulated.links import QUANTUM_BYTES, Link, LinkModel
+from p2ptrain.network.simulated.links import Link, LinkModel
 from p2ptrain.network.transport import PeerId, Stream
 
 
@@ -251,10 +251,11 @@ class SimulatedStream(Stream):
 
     async def _write(self, view: memoryview) -> None:
         out = self._out
-        for start in range(0, len(view), QUANTUM_BYTES):
+        quantum = min(out.source.uplink.quantum_bytes, out.target.downlink.quantum_bytes)
+        for start in range(0, len(view), quantum):
             if self._over or self._in.ended:
                 raise self._lost("the stream ended while something was written")
-            out.put(bytes(view[start : start + QUANTUM_BYTES]))
+            out.put(bytes(view[start : start + quantum]))
             while out.full:
                 await out.wait_for_room()
                 if self._over or self._in.ended:

@@ -311,3 +311,29 @@ def test_nothing_follows_the_last_word(simulate: Simulate) -> None:
             await closing
 
     simulate(main, 1)
+
+
+def test_a_defect_in_a_channels_own_task_ends_the_channel(
+    simulate: Simulate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.receive(60)
+        await channel.send({"answer": True})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+
+            async def end() -> None:
+                raise ZeroDivisionError("a defect")
+
+            monkeypatch.setattr(channel, "_on_end", end)
+            await channel.send({"question": True})
+            assert await channel.receive(60) == {"answer": True}
+            began = network.loop.time()
+            with pytest.raises(PeerLostError, match="this end of the channel failed"):
+                await channel.receive(60)
+            assert network.loop.time() - began < 30
+            network.loop.errors.clear()
+
+    simulate(main, 31)
+    assert "ZeroDivisionError: a defect" in caplog.text

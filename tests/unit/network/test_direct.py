@@ -208,11 +208,7 @@ def test_a_closed_port_is_left_alone_for_a_while(run: Callable[[Main], None]) ->
     async def main() -> None:
         async with direct_peers() as (a, b):
             assert b.direct._listener is not None
-            for task in b.direct._listener._acceptors:
-                task.cancel()
-            await asyncio.gather(*b.direct._listener._acceptors, return_exceptions=True)
-            for one in b.direct._listener._sockets:
-                one.close()
+            await b.direct._listener.close()
             assert await a.direct.open("b", BULK, 5) is None
             assert a.control.num_asked == 1
             assert await a.direct.open("b", BULK, 5) is None

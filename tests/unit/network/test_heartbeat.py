@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from p2ptrain.errors import PeerLostError
+from p2ptrain.errors import PeerLostError, PeerSilentError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.heartbeat import Heartbeat
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
@@ -77,6 +77,53 @@ def test_a_peer_that_was_stopped_itself_does_not_blame_the_others() -> None:
             assert not talking.done()
             network.stall(caller.peer, 60)
             assert "sent nothing" not in await talking
+
+    simulate(main, 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("fault", ["stall", "cut"])
+def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_and_no_sooner(
+    fault: str, seed: int
+) -> None:
+    async def server(channel: Channel) -> None:
+        channel.beat(0.4)
+        await asyncio.sleep(3600)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with talkers(network, server) as (caller, other):
+
+            async def talk() -> None:
+                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                    channel.expect_beats(2.0, lambda last_heard: last_heard + 2.0)
+                    await channel.receive(3600)
+
+            talking = asyncio.create_task(talk())
+            await asyncio.sleep(60 + seed / 7)
+            assert not talking.done()
+            struck_at = network.loop.time()
+            getattr(network, fault)(other.peer)
+            with pytest.raises(PeerSilentError):
+                await talking
+            assert 1.5 < network.loop.time() - struck_at < 2.2
+
+    simulate(main, seed)
+
+
+def test_a_channel_that_expects_beats_asks_when_silence_ends_it() -> None:
+    """What is heard elsewhere, or what silence means at all, the owner knows."""
+
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(3600)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            started = network.loop.time()
+            channel.expect_beats(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
+            network.cut(network.peers["peer1"])
+            with pytest.raises(PeerSilentError):
+                await channel.receive(3600)
+            assert 21 <= network.loop.time() - started < 21.5
 
     simulate(main, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,20 +12,20 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519
 
-from p2ptrain.errors import IdentityError
+from p2ptrain.errors import ConfigError, IdentityError, P2PTrainError, ResourceError
 from p2ptrain.network import identity as module
 from p2ptrain.network.identity import Identity, peer_id_of, verify_proof
 from p2ptrain.network.link import is_peer_id
 
 
 @pytest.fixture(scope="module")
-def alice(tmp_path_factory: pytest.TempPathFactory) -> Identity:
-    return Identity.ephemeral(tmp_path_factory.mktemp("alice"))
+def alice() -> Identity:
+    return Identity.ephemeral()
 
 
 @pytest.fixture(scope="module")
-def bob(tmp_path_factory: pytest.TempPathFactory) -> Identity:
-    return Identity.ephemeral(tmp_path_factory.mktemp("bob"))
+def bob() -> Identity:
+    return Identity.ephemeral()
 
 
 def test_reload_gives_the_same_peer(tmp_path: Path) -> None:
@@ -128,10 +129,9 @@ def test_ed25519_key_is_refused_by_name(tmp_path: Path) -> None:
         Identity.create_or_load(path)
 
 
-def test_ephemeral_identity_removes_its_file(tmp_path: Path) -> None:
-    with Identity.ephemeral(tmp_path) as identity:
-        assert identity.path.stat().st_mode & 0o777 == 0o600
-    assert not list(tmp_path.iterdir())
+def test_a_key_file_holds_what_the_daemon_is_given(tmp_path: Path) -> None:
+    with Identity.create_or_load(tmp_path / "peer.key") as identity:
+        assert identity.libp2p_key() == (tmp_path / "peer.key").read_bytes()
 
 
 def test_signature_verifies_for_its_message_and_peer_alone(alice: Identity, bob: Identity) -> None:
@@ -183,3 +183,19 @@ def test_peer_id_matches_the_specification() -> None:
     data = b"d" * 300
     framed = b"\x08\x00\x12\xac\x02" + data
     assert peer_id_of(data) == base58.b58encode(b"\x12\x20" + hashlib.sha256(framed).digest()).decode()
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "code"),
+    [(errno.ENOSPC, ResourceError, 7), (errno.ENOTDIR, ConfigError, 3), (errno.EACCES, IdentityError, 5)],
+)
+def test_a_full_disk_and_a_wrong_path_are_told_from_an_unusable_key(
+    number: int, kind: type[P2PTrainError], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("p2ptrain.network.identity.os.fsync", refuse)
+    with pytest.raises(kind, match=os.strerror(number)) as raised:
+        Identity.create_or_load(tmp_path / "peer.key")
+    assert raised.value.exit_code == code

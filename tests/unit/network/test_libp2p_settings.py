@@ -23,6 +23,6 @@ def test_direct_connections_are_taken_where_the_daemon_listens_and_others_can_di
 
 
 def test_nothing_speaks_to_the_gateway_unless_asked() -> None:
-    arguments = Libp2pSettings().daemon_arguments("key")
+    arguments = Libp2pSettings().daemon_arguments()
     assert {"-natPortMap=0", "-autonat=0", "-relayService=0", "-autoRelay=0", "-relayDiscovery=0"} <= set(arguments)
     assert not any(argument.startswith(("-b", "-bootstrapPeers")) for argument in arguments)

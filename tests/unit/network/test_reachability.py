@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-import time
 
 import pytest
 import uvloop
@@ -55,7 +54,7 @@ def test_an_address_that_stays_silent_holds_up_neither_those_that_answer_nor_the
 ) -> None:
     async def refusal(address: str) -> str:
         if "silent" in address:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(3600)  # pytest's timeout ends a test that waits for it.
         return "refused" if "closed" in address else ""
 
     monkeypatch.setattr(reachability, "tcp_refusal", refusal)
@@ -63,13 +62,11 @@ def test_an_address_that_stays_silent_holds_up_neither_those_that_answer_nor_the
     monkeypatch.setattr(reachability, "ANSWER_SECONDS", 0.2)
 
     async def main() -> None:
-        started = time.monotonic()
         found, refusals = await answering(["silent", "open", "closed"])
         assert found == ["open"]
         assert sorted(refusals) == ["refused", "silent does not answer"]
         assert await answering(["silent"]) == ([], ["silent does not answer"])
         assert await answering([]) == ([], [])
-        assert time.monotonic() - started < 5
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -16,9 +15,8 @@ def test_time_jumps_to_the_next_timer() -> None:
         await asyncio.sleep(3600)
         return asyncio.get_running_loop().time()
 
-    started = time.perf_counter()
+    # pytest's timeout ends a test that waits in real time.
     assert VirtualTimeLoop.create().run_until_complete(main()) == 3600.0
-    assert time.perf_counter() - started < 5.0
 
 
 def test_timers_at_one_instant_run_in_the_order_of_their_creation() -> None:
