@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from enum import StrEnum
 from statistics import median_low
 from typing import Any
 
@@ -54,6 +55,32 @@ class LateError(AttemptFailedError):
         self.as_owners = as_owners
 
 
+class Standing(StrEnum):
+    """Where a member stands with an attempt, as it says itself."""
+
+    RUNNING = "running"
+    """It is in the attempt still, or ended it with a certificate."""
+    FETCHING = "fetching"
+    """Its attempt broke, and it takes over a result."""
+    OPEN = "open"
+    """Its attempt broke; it would sign a result that another holds."""
+    SIGNED = "signed"
+    """Its attempt broke when it had signed, or it signed what it took over."""
+    RENOUNCED = "renounced"
+    """It did not sign, and never will."""
+    WITHHOLDS = "withholds"
+    """It never began to make the mean of the share that it owns, and never will."""
+    UNKNOWN = "unknown"
+    """It knows nothing of the attempt, or gave up one that it had signed."""
+    LOST = "lost"
+    """It does not answer. Nobody says so of itself."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing more can come from this member by itself."""
+        return self not in (Standing.RUNNING, Standing.FETCHING, Standing.SIGNED)
+
+
 @dataclass
 class Attempt:
     """Everything about one roster's attempt that outlives the streams.
@@ -78,6 +105,13 @@ class Attempt:
         disputed: Whether a share did not pass its checks here or elsewhere: nobody waits for others then.
         withholds: Whether this peer's own part is over although it owns a share, whose mean it never began to make:
             then nobody can hold a result, now or later.
+        is_over: Whether this peer's own attempt broke.
+        is_fetching: Whether it takes over a result that another member made.
+        has_renounced: Whether it told others that it will never sign.
+        left_as: Where it stands once it gave the attempt up; None before.
+        standings: By other member: where it stands, as it said last.
+        silent: Other members that are not waited for, because they did not answer.
+        fell_silent: Those of them that could be reached and did not answer a question: how.
     """
 
     roster: Roster
@@ -98,6 +132,13 @@ class Attempt:
     audited: bool = False
     disputed: bool = False
     withholds: bool = False
+    is_over: bool = False
+    is_fetching: bool = False
+    has_renounced: bool = False
+    left_as: Standing | None = None
+    standings: dict[str, Standing] = field(default_factory=dict)
+    silent: set[str] = field(default_factory=set)
+    fell_silent: dict[str, str] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:

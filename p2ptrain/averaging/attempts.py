@@ -23,7 +23,7 @@ from p2ptrain.averaging.membership import Membership
 from p2ptrain.averaging.openings import Rules
 from p2ptrain.averaging.origins import Origin, Source
 from p2ptrain.averaging.own_work import OwnWork
-from p2ptrain.averaging.patience import attempt_seconds
+from p2ptrain.averaging.patience import attempt_seconds, beat_seconds
 from p2ptrain.averaging.served_streams import QUESTIONS
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.averaging.speeds import Speeds, part_codec, plan_shares
@@ -166,7 +166,12 @@ class Attempts:
                 if butterfly.exchange.evidence:
                     with contextlib.suppress(IntegrityError):  # Too large to be shown to others, in a very large group.
                         await self.evidence.add(butterfly.exchange.evidence)
-                certificate = await self._settlements.settle(attempt)
+                elapsed = asyncio.get_running_loop().time() - started
+                silent = butterfly.exchange.silent | butterfly.exchange.opening
+                certificate = await self._settlements.settle(attempt, elapsed, silent)
+                for peer in sorted(attempt.fell_silent.keys() - silent - set(error.suspects)):
+                    self._matchmaker.lost(peer)
+                    self._membership.suspect(peer, attempt.fell_silent[peer])
                 if certificate is None:
                     if unproven:  # Or was it only that this peer asked when the others had gone on?
                         self._blame(error, butterfly)
@@ -182,6 +187,9 @@ class Attempts:
 
     def _blame(self, error: AttemptFailedError, butterfly: Butterfly) -> None:
         exchange = butterfly.exchange
+        for peer in sorted(exchange.silent.difference(error.suspects)):
+            self._matchmaker.lost(peer)
+            self._membership.suspect(peer, exchange.lost[peer])
         for peer in error.suspects:
             self._matchmaker.lost(peer)
             if butterfly.attempt.roster.index_of(peer) in exchange.faults:
@@ -217,11 +225,12 @@ class Attempts:
             butterfly.accuse(peer, fault)
 
     async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
+        channel.beat(beat_seconds(self._spec.grace_seconds))
         butterfly = await self._groups.find(request.get("group"), self._settlements.knows)
         source = None
         if butterfly.attempt.roster.tickets[0].level and QUESTIONS.isdisjoint(request):
             try:
-                source = await self._runtime.compute(
+                source = await self._runtime.offload(
                     self._check_credential, butterfly.attempt, channel.remote, request.get("credential")
                 )
             except (IntegrityError, ProtocolError) as error:

@@ -101,7 +101,7 @@ class Audit:
             commitment = Commitment(self._slice(owner), self._signer.peer_id, codec, tokens, root)
             return commitment.signed(self._attempt.swarm, self._signer).to_wire()
 
-        return await self._runtime.compute(sign)
+        return await self._runtime.offload(sign)
 
     # --- as an owner ----------------------------------------------------------------------------------------------
 
@@ -122,7 +122,7 @@ class Audit:
             self._commitments[sender] = said
             return tree
 
-        return await self._runtime.compute(verify)
+        return await self._runtime.offload(verify)
 
     async def state(self, contributors: Sequence[int], tree: SumTree) -> None:
         """Sign that the own share's mean has this tree; from now on chunks are opened."""
@@ -136,7 +136,7 @@ class Audit:
             statement = Statement(self._slice(self._index), tree.root[0], digest_of(self._stated))
             return statement.signed(self._attempt.swarm, self._signer)
 
-        statement = await self._runtime.compute(sign)
+        statement = await self._runtime.offload(sign)
         if not self.statement.done():
             self.statement.set_result(statement)
 
@@ -155,6 +155,7 @@ class Audit:
             statement = await asyncio.shield(self.statement)
         if not self._readable or not self._share.parts.keys() >= self._needed():
             raise IntegrityError("this attempt is over here")
+        # It reads the contribution. The state thread, in the order of the calls, fills that anew for the next round.
         return await self._runtime.compute(self._open, statement, chunks)
 
     def _needed(self) -> set[int]:
@@ -245,7 +246,7 @@ class Audit:
             FalseMeanError: A chunk of the mean is false, and this proves it.
             IntegrityError: The answer is not one to this question.
         """
-        await self._runtime.compute(self._check, owner, chunks, answer)
+        await self._runtime.offload(self._check, owner, chunks, answer)
 
     def _check(self, owner: int, chunks: list[int], data: bytes | bytearray | memoryview) -> None:
         attempt, mean = self._attempt, self._attempt.means[owner]

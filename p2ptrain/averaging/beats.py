@@ -19,6 +19,7 @@ from p2ptrain.errors import DeadlineError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import Message
 from p2ptrain.network.heartbeat import LATE_SECONDS
+from p2ptrain.tasks import Tasks
 
 T = TypeVar("T")
 
@@ -132,7 +133,7 @@ async def first_result(
     """
     left, quiet, stirred = deque(tries), dict[int, None](), asyncio.Event()
     running: dict[asyncio.Task[T], int] = {}
-    try:
+    async with Tasks() as tasks:
         while True:
             for task in [task for task in running if task.done()]:
                 del running[task]
@@ -148,14 +149,10 @@ async def first_result(
                     quiet[number] = None
                     stirred.set()
 
-                task = asyncio.create_task(left.popleft()(fall_quiet), name="bring a result")
+                task = tasks.call(left.popleft()(fall_quiet), "bring a result")
                 task.add_done_callback(lambda _: stirred.set())
                 running[task] = number
             if not running:
                 return None
             await stirred.wait()
             stirred.clear()
-    finally:
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)

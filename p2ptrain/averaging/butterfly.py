@@ -125,7 +125,7 @@ class Butterfly:
     async def _close_mask(self, deadline: float) -> None:
         """Decide which parts of the own share count: all, or those of a quorum and whoever came soon after it."""
         try:
-            await self._runtime.compute(self._share.measure_own)
+            await self._runtime.offload(self._share.measure_own)
         except CodecError as error:
             self.exchange.unencodable = str(error)
             self.exchange.agreed.set()
@@ -137,7 +137,7 @@ class Butterfly:
         quorum = quorum_of_others(others, self._spec.quorum)
         if self.exchange.lends:  # The others would not believe it less.
             quorum = max(quorum, least_mask(members, self._spec.quorum))
-        while len(self._share.parts.keys() | self._refused_indices()) < others:
+        while len(self._share.parts.keys() | self._not_to_come()) < others:
             now = loop.time()
             if quorum_at is None and len(self._share.parts) >= quorum:
                 quorum_at = now
@@ -170,8 +170,10 @@ class Butterfly:
     def _patience_ends(self, since: float, quorum_at: float) -> float:
         return quorum_at + patience_seconds(quorum_at - since, self._spec.grace_seconds)
 
-    def _refused_indices(self) -> set[int]:
-        return {self.attempt.roster.index_of(peer) for peer in self.exchange.refused}
+    def _not_to_come(self) -> set[int]:
+        """The other members whose part was refused, or that fell silent."""
+        exchange = self.exchange
+        return {self.attempt.roster.index_of(peer) for peer in exchange.refused.keys() | exchange.silent}
 
     async def _reduce(self, deadline: float) -> None:
         """Wait for all owners' masks, then average the own share and encode the mean once."""
@@ -240,9 +242,9 @@ class Butterfly:
         self.own_mean_exact = await self._share.reduce(self._runtime, attempt.contributors, tokens, mean)
         chunk = chunk_values(attempt.codec)
         if self.exchange.audit is None:
-            root = await self._runtime.compute(mean_root, codec, mean.data, size, chunk)
+            root = await self._runtime.offload(mean_root, codec, mean.data, size, chunk)
         else:
-            tree = await self._runtime.compute(mean_tree, codec, mean.data, size, chunk)
+            tree = await self._runtime.offload(mean_tree, codec, mean.data, size, chunk)
             await self.exchange.audit.state(attempt.contributors, tree)
             root = tree.root[0]
         attempt.add_mean(self._index, mean.data, root)
@@ -254,6 +256,8 @@ class Butterfly:
     def _fail_if_lost(self, needed: list[str]) -> None:
         if self.exchange.unencodable:
             raise UnencodableError(f"the local update cannot be encoded: {self.exchange.unencodable}")
+        if self.exchange.broken:
+            raise AttemptFailedError(f"{self.attempt.phase}: {self.exchange.broken}")
         if self.exchange.accused:
             peer, fault = next(iter(self.exchange.accused.items()))
             raise AttemptFailedError(f"{self.attempt.phase}: peer {peer[-8:]}: {fault}", (peer,))
@@ -290,7 +294,7 @@ class Butterfly:
         """
         deadline = asyncio.get_running_loop().time() + self._seconds
         self._opened.start(deadline)
-        self._closing = asyncio.create_task(self._close_mask(deadline), name="mask")
+        self._closing = self.exchange.tasks.start(self._close_mask(deadline), "mask")
         try:
             await self._reduce(deadline)
             await self._gather(deadline)
@@ -312,9 +316,11 @@ class Butterfly:
         """
         loop, exchange = asyncio.get_running_loop(), self.exchange
         deadline = loop.time() + self._seconds
-        self._closing = asyncio.create_task(self._close_mask(deadline), name="mask")
+        self._closing = exchange.tasks.start(self._close_mask(deadline), "mask")
         try:
             while not (agreed := exchange.agreed_contributors()):
+                if exchange.broken:
+                    raise AttemptFailedError(f"scatter: {exchange.broken}")
                 if self._served.all_are_gone:
                     raise AttemptFailedError("scatter: the members are gone")
                 until = deadline if self._served.anybody_came else min(deadline, self._began + FIRST_STREAM_SECONDS)

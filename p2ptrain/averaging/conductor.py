@@ -31,6 +31,7 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class Conductor:
         self._absent = Absent()
         self._pace: dict[str, float] = {}
         self._rallies: dict[Key, Rally] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self.on_misled: Callable[[str, str], None] = lambda peer, leader: None
         """Called with a peer of this group that follows a leader which is convicted here."""
         self.closed = False
@@ -99,9 +100,7 @@ class Conductor:
     async def close(self) -> None:
         """Stop leading, for good; followers move on to the next leader."""
         self.closed = True
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     def heard_from(self, peer: str) -> None:
         """Note that a peer asked something: it is there."""
@@ -157,9 +156,7 @@ class Conductor:
                 head, key, self._spec_of(key), GlobalBatch(target, self._pace), lambda peer: self._cells.slot(key, peer)
             )
             rally.last_activity = asyncio.get_running_loop().time()
-            task = asyncio.create_task(self._conduct(key, rally), name=f"rally-{head.round}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._conduct(key, rally), f"rally-{head.round}")
         return rally
 
     def _spec_of(self, key: Key) -> AveragingSpec:
@@ -192,15 +189,12 @@ class Conductor:
 
     async def _send_answer(self, channel: Channel, deciding: Coroutine[Any, Any, Answer]) -> None:
         """Send the answer to a ticket once it is clear, unless who asks goes away before."""
-        answer = asyncio.create_task(deciding, name="enlist")
-        try:
+        async with Tasks() as tasks:
+            answer = tasks.call(deciding, "enlist")
             # A leader that hangs says nothing, and is passed over soon.
             await beat_until(channel, answer, self._spec.grace_seconds, self._stage)
             if answer.done():
                 await channel.send(answer.result())
-        finally:
-            answer.cancel()
-            await asyncio.gather(answer, return_exceptions=True)
 
     async def _serve_lend(self, channel: Channel, request: dict[str, Any]) -> None:
         ticket = AuxiliaryTicket.from_wire(request.get("ticket"), self._swarm, self._signer)
@@ -355,6 +349,7 @@ class Conductor:
     async def _conduct(self, key: Key, rally: Rally) -> None:
         """Run one rally to its end; the leader's main loop."""
         loop = asyncio.get_running_loop()
+        asking = Tasks()
         probes: dict[str, asyncio.Task[None]] = {}
         probed_at: dict[str, float] = {}
         try:
@@ -386,7 +381,7 @@ class Conductor:
                 for peer in missing if rally.members or rally.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
-                        probes[peer] = asyncio.create_task(self._probe(peer, key, rally), name=f"probe-{peer[-8:]}")
+                        probes[peer] = asking.start(self._probe(peer, key, rally), f"probe-{peer[-8:]}")
                         probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
                 next_probe = min(
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
@@ -399,9 +394,7 @@ class Conductor:
                     async with asyncio.timeout(pause):
                         await rally.changed.wait()
         finally:
-            for probe in list(probes.values()):
-                probe.cancel()
-            await asyncio.gather(*probes.values(), return_exceptions=True)
+            await asking.close()
             if not rally.over:
                 rally.answer_all({"kind": "refused", "reason": "the leader stopped"})
             if self._rallies.get(key) is rally:

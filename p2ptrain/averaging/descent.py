@@ -35,6 +35,7 @@ from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -198,21 +199,18 @@ class Descent:
 
     async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
-        end = asyncio.create_task(self._end_of(request.get("cell")), name="end of a result")
-        try:
+        async with Tasks() as tasks:
+            end = tasks.call(self._end_of(request.get("cell")), "end of a result")
             await beat_until(channel, end, self._grace_seconds, self._stage)
             if not end.done():
                 return
             path = end.result()
-        finally:
-            end.cancel()
-            await asyncio.gather(end, return_exceptions=True)
         if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
         pieces = self._kept.get(path[-1].body.body_hash)
         if pieces is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
-        hashes = await self._runtime.compute(_hash_all, pieces)
+        hashes = await self._runtime.offload(_hash_all, pieces)
         await channel.send({"path": [certificate.to_bytes() for certificate in path], "pieces": hashes})
 
     async def _end_of(self, cell: object) -> Path | None:
@@ -273,7 +271,7 @@ class Descent:
         """
         reply = await self._ask(delegate, cell, seconds, on_quiet)
         try:
-            path = await self._runtime.compute(self._check_path, cell, reply.get("path"))
+            path = await self._runtime.offload(self._check_path, cell, reply.get("path"))
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         body = path[-1].body
@@ -369,12 +367,12 @@ class Descent:
         for piece in range(len(pieces.cuts)):
             holder = others[piece % len(others)]
             by_source.setdefault(delegate if holder == self._rpc.peer_id else holder, []).append(piece)
-        pulls = {
-            asyncio.create_task(self._pull(pieces, body, hashes, source, wanted, seconds), name=f"pull-{source[-8:]}")
-            for source, wanted in by_source.items()
-        }
-        pending, until = set(pulls), began + seconds
-        try:
+        async with Tasks() as tasks:
+            pulls = {
+                tasks.start(self._pull(pieces, body, hashes, source, wanted, seconds), f"pull-{source[-8:]}")
+                for source, wanted in by_source.items()
+            }
+            pending, until = set(pulls), began + seconds
             while pending and loop.time() < until:
                 _, pending = await asyncio.wait(
                     pending, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED
@@ -382,10 +380,6 @@ class Descent:
                 if until == began + seconds and len(pulls) - len(pending) >= quorum_of_others(len(pulls), 0.5):
                     waited = loop.time() - began
                     until = min(until, loop.time() + patience_seconds(waited, self._grace_seconds))
-        finally:
-            for pull in pulls:
-                pull.cancel()
-            await asyncio.gather(*pulls, return_exceptions=True)
         missing = [piece for piece, there in enumerate(pieces.there) if not there]
         if missing:
             logger.debug("round %d: %d pieces come from the delegate after all", body.round, len(missing))
@@ -409,7 +403,7 @@ class Descent:
                     await channel.receive_bytes(
                         len(room), deadline - asyncio.get_running_loop().time(), memoryview(room)
                     )
-                    if await self._runtime.compute(bulk_hash, room) != _hash_of(hashes, piece):
+                    if await self._runtime.offload(bulk_hash, room) != _hash_of(hashes, piece):
                         self._rpc.count_refusal(source, FALSE_PIECE)
                         raise ProtocolError(source, "sent a piece that is not of the result")
                     pieces.view(piece)[:] = room

@@ -28,6 +28,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class EvidenceStore:
         self._ask_again_at: dict[str, float] = {}
         self._liars: set[str] = set()
         self._receiving = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     def serve(self) -> None:
         """Show others what is known here, and take in what they bring."""
@@ -91,7 +92,7 @@ class EvidenceStore:
         Raises:
             IntegrityError: Nobody.
         """
-        peer, fault = await self._runtime.compute(
+        peer, fault = await self._runtime.offload(
             verify_evidence, evidence, self._swarm, self._rules_of, self._verifier
         )
         if peer not in self.convicted and peer != self._rpc.peer_id:
@@ -141,15 +142,11 @@ class EvidenceStore:
             except (PeerError, DeadlineError, IntegrityError) as error:
                 logger.debug("evidence was not passed on: %s", error)
 
-        task = asyncio.create_task(run(), name="evidence")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(run(), "evidence")
 
     async def close(self) -> None:
         """End everything that was started."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _offer(self, to: str, accused: str, evidence: bytes) -> None:
         request = {"offer": accused, "bytes": len(evidence)}

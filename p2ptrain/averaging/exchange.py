@@ -24,6 +24,7 @@ from p2ptrain.network.frames import Message
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +67,13 @@ class Exchange:
         given_up: Whom this member blames, once it has given up.
         gave_up: By member that gave up: whom it blames.
         lost: By member: why the stream to it broke.
+        served: By member: the stream that it opened.
+        opening: Members to which no stream stands yet, or ever did.
+        silent: Members whose stream stood and said nothing for long.
         cut_short: Those that ended the stream while this member's part was still on its way: perhaps it took too long.
         unencodable: Why this member's own part cannot be encoded; empty while it can.
+        broken: Which background task of this member failed, and how; empty while none did.
+        tasks: The background tasks of this attempt; a failure ends the attempt.
         refused: By other member: why its part was refused. The round goes on without it.
         refused_by: By owner, this member included: why this member's own part was refused.
         sent_parts: By share: the encoded parts that this member sent, kept for error feedback; under a sparse codec
@@ -135,8 +141,13 @@ class Exchange:
         self.given_up: asyncio.Future[list[int]] = loop.create_future()
         self.gave_up: dict[int, frozenset[int]] = {}
         self.lost: dict[str, str] = {}
+        self.served: dict[str, Channel] = {}
+        self.opening: set[str] = set()
+        self.silent: set[str] = set()
         self.cut_short: set[str] = set()
         self.unencodable = ""
+        self.broken = ""
+        self.tasks = Tasks(self.fail)
         self.refused: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
         self.sent_parts: dict[int, Buffer] = attempt.sent_parts if attempt.lists_parts else {}
@@ -160,6 +171,16 @@ class Exchange:
         """Let the state machine look again."""
         self.attempt.changed.set()
         self.agreed.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the attempt: a background task of this member failed."""
+        self.broken = f"a part of this peer failed ({error!r}): see the log"
+        self.changed()
+
+    def note_silent(self, peer: str) -> None:
+        """Wait for nothing more from a member whose stream stands and says nothing."""
+        self.silent.add(peer)
+        self.part_changed.set()
 
     def refuse(self, peer: str, reason: str) -> None:
         """Do without a member's part."""

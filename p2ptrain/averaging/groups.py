@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.errors import PeerRefusedError
+from p2ptrain.tasks import Tasks
 
 ROSTER_WAIT_SECONDS = 5.0
 """How long another member's stream waits for this peer to learn of the group."""
@@ -20,7 +21,7 @@ class Groups:
         self._own_id = own_id
         self._running: dict[bytes, Butterfly] = {}
         self._arrived = asyncio.Event()
-        self._lingering: set[asyncio.Task[None]] = set()
+        self._lingering = Tasks()
 
     def __iter__(self) -> Iterator[Butterfly]:
         return iter(list(self._running.values()))
@@ -54,9 +55,7 @@ class Groups:
     async def leave(self, butterfly: Butterfly, committed: bool) -> None:
         """Send nothing more; who committed lets the others fetch mean and signature first, in the background."""
         await asyncio.shield(butterfly.stop_sending())
-        task = asyncio.create_task(self._linger(butterfly, committed), name="linger")
-        self._lingering.add(task)
-        task.add_done_callback(self._lingering.discard)
+        self._lingering.start(self._linger(butterfly, committed), "linger")
 
     async def _linger(self, butterfly: Butterfly, committed: bool) -> None:
         try:
@@ -67,9 +66,7 @@ class Groups:
     async def close(self) -> None:
         """End all of them."""
         running = list(self._running.values())
-        for task in list(self._lingering):
-            task.cancel()
-        await asyncio.gather(*self._lingering, return_exceptions=True)
+        await self._lingering.close()
         for butterfly in running:
             await butterfly.stop_sending()
             await butterfly.stop_serving(linger=False)

@@ -10,6 +10,7 @@ from typing import Any
 
 from p2ptrain.averaging.attempt import Attempt
 from p2ptrain.averaging.certificate import Body, Certificate
+from p2ptrain.averaging.certificate_chain import CALL_TIMEOUT_SECONDS, MAX_REPLY_BYTES, fetch_certificates
 from p2ptrain.averaging.encodings import mean_codec_of
 from p2ptrain.averaging.origins import Source
 from p2ptrain.averaging.reduction import chunk_values, mean_root
@@ -18,6 +19,7 @@ from p2ptrain.codecs import Codec, CodecError, Decoder, codec_at
 from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
+from p2ptrain.network.pace import LeastRate, receive_steadily
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
@@ -26,8 +28,10 @@ Means = list[Buffer]
 
 MAX_CERTIFICATES = 256
 """How many certificates are kept; those of results that are gone are proof still, for who only looks on."""
-MAX_REPLY_BYTES = 4 << 20
-CALL_TIMEOUT_SECONDS = 12.0
+FOLLOWED_BYTES = 64 << 20
+"""Results that are kept while a newcomer collects them, where those of ``max_rounds`` are fewer bytes."""
+RESULT_RATE = LeastRate(65536.0, 30.0)
+"""What a peer has to send of a result that nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class History:
     Attributes:
         find_attempt: Finds a complete but uncertified attempt by body hash; set by the averager.
         codec_of: How the vectors of a round are encoded.
+        is_followed: Whether a newcomer collects results now: then more are kept, up to `FOLLOWED_BYTES`, because rounds
+            may be shorter than its way here and back.
         max_rounds: How many results are kept; ``spec.history_rounds``, or more where each is of a part of the model.
     """
 
@@ -75,6 +81,7 @@ class History:
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
         self.codec_of: Callable[[int], Codec] = lambda round_: codec
+        self.is_followed: Callable[[], bool] = lambda: False
         self.max_rounds = spec.history_rounds
         rpc.serve("history.after", self._serve_after)
         rpc.serve_channel("history.result", self._serve_result)
@@ -88,7 +95,11 @@ class History:
             self._certificates.popitem(last=False)
         if (attempt := self.find_attempt(body.body_hash)) is not None:
             attempt.means = []
-        while len(self._results) > 1 and (len(self._results) > self.max_rounds or self._num_bytes() > self._max_bytes):
+        max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if self.is_followed() else 0
+        while len(self._results) > 1 and (
+            self._num_bytes() > self._max_bytes
+            or (len(self._results) > self.max_rounds and self._num_bytes() > max_bytes)
+        ):
             self._results.popitem(last=False)
 
     def _num_bytes(self) -> int:
@@ -151,8 +162,14 @@ class History:
         """
         return await fetch_certificates(self._rpc, peer, lineage, self._swarm, self._signer, proofs=proofs)
 
-    async def fetch_means(self, peer: str, body: Body, num_values: int, timeout_seconds: float) -> Means:
+    async def fetch_means(self, peer: str, body: Body, num_values: int, timeout_seconds: float | None = None) -> Means:
         """Fetch the encoded means of a result from a peer, checked against the body's hashes.
+
+        Args:
+            peer: Whom to ask.
+            body: Of the result.
+            num_values: Length of the vector that it averaged.
+            timeout_seconds: Deadline for each share; None for as long as they come at `RESULT_RATE`.
 
         Raises:
             PeerError, DeadlineError: It failed.
@@ -170,8 +187,11 @@ class History:
                     means.append(b"")
                     continue
                 data = self._runtime.buffers.lend(part.encoded_bytes(high - low))
-                means.append(await channel.receive_bytes(len(data), timeout_seconds, data))
-            await channel.receive(timeout_seconds)
+                if timeout_seconds is None:
+                    means.append(await receive_steadily(channel, len(data), data, RESULT_RATE))
+                else:
+                    means.append(await channel.receive_bytes(len(data), timeout_seconds, data))
+            await channel.receive(CALL_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds)
         await self.check_means(peer, body, means)
         return means
 
@@ -222,7 +242,7 @@ class History:
             ProtocolError: They are not those of the body, or not well-formed.
         """
         codecs = self.codecs_of(peer, body, body.bounds[-1])
-        await self._runtime.compute(self._check_means, peer, body, means, codecs)
+        await self._runtime.offload(self._check_means, peer, body, means, codecs)
 
     def _check_means(self, peer: str, body: Body, means: Means, codecs: list[Decoder]) -> None:
         for index, (mean, codec) in enumerate(zip(means, codecs, strict=True)):
@@ -236,25 +256,3 @@ class History:
                 codec.validate(mean, size)
             except CodecError as error:
                 raise ProtocolError(peer, f"sent a result that is refused: {error}") from error
-
-
-async def fetch_certificates(
-    rpc: Rpc, peer: str, lineage: bytes, swarm: bytes, verifier: Signer, *, proofs: bool = False
-) -> list[Certificate]:
-    """Ask a peer for the chain of certificates from ``lineage`` on; see `History.certificates_after`."""
-    request = {"lineage": lineage, "proofs": proofs}
-    reply = await rpc.call(peer, "history.after", request, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
-    raw = reply.get("certificates")
-    if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
-        raise ProtocolError(peer, "sent a malformed history")
-    certificates = []
-    for item in raw:
-        try:
-            certificate = Certificate.from_bytes(item, swarm, verifier)
-        except IntegrityError as error:
-            raise ProtocolError(peer, f"sent a history in which {error}") from error
-        if certificate.body.lineage != lineage or not certificate.body.is_last:
-            raise ProtocolError(peer, "sent a history that does not connect")
-        lineage = certificate.body.next_lineage
-        certificates.append(certificate)
-    return certificates

@@ -41,8 +41,8 @@ from p2ptrain.averaging.conductor import CALL_HEAD, LEND, MAX_HOPS
 from p2ptrain.averaging.groups import Groups
 from p2ptrain.averaging.head import DIGEST_BYTES, Head
 from p2ptrain.averaging.history import History
-from p2ptrain.averaging.matchmaking import LEADER_QUIET_SECONDS
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership, rank
+from p2ptrain.averaging.patience import beat_seconds, leader_allowance_seconds
 from p2ptrain.averaging.place import probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.averaging.speeds import plan_shares
@@ -53,6 +53,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -291,12 +292,12 @@ class Lender:
 
     async def _wait_for_answer(self, channel: Channel, round_trip_seconds: float) -> Answer:
         loop, grace = asyncio.get_running_loop(), self._spec.grace_seconds
-        until, patience = loop.time() + OFFER_SECONDS, max(grace, LEADER_QUIET_SECONDS)
+        until, patience = loop.time() + OFFER_SECONDS, leader_allowance_seconds(grace)
         answer = answer_after_beats(channel, 2 * OFFER_SECONDS, grace, patience, round_trip_seconds, MAX_ROSTER_BYTES)
-        receiving = asyncio.create_task(answer, name="offer")
-        stopping = asyncio.create_task(self._stopping.wait(), name="stop")
-        waiting: set[asyncio.Future[Any]] = {receiving, stopping}
-        try:
+        async with Tasks() as tasks:
+            receiving = tasks.call(answer, "offer")
+            stopping = tasks.call(self._stopping.wait(), "stop")
+            waiting: set[asyncio.Future[Any]] = {receiving, stopping}
             while True:
                 await asyncio.wait(waiting, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if receiving.done():
@@ -309,10 +310,6 @@ class Lender:
                     self._membership.mistrust(self._source)
                     self.head = None
                     return {"kind": "refused", "reason": "no group for long"}
-        finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
 
     def _checked_roster(self, answer: Answer, ticket: AuxiliaryTicket) -> Roster:
         """The roster that a leader sent.
@@ -374,6 +371,7 @@ class Lender:
         return self._losses[part]
 
     async def _serve_butterfly(self, channel: Channel, request: dict[str, Any]) -> None:
+        channel.beat(beat_seconds(self._spec.grace_seconds))
         butterfly = await self._groups.find(request.get("group"))
         await butterfly.serve(channel, request)
 

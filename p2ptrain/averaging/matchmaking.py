@@ -20,6 +20,7 @@ from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.patience import leader_allowance_seconds, silence_seconds
 from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.averaging.standby import Standby
@@ -36,13 +37,11 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
-LEADER_QUIET_SECONDS = 3.0
-"""A leader's sign of life may be late by this, or the grace period if that is longer; then another is asked, while the
-groups of the level above wait for this one's still. Much less, and slow peers that lead are taken for quiet."""
 MAX_GREETED = 64
 MAX_EXCLUDED = 8
 RETRY_SECONDS = 0.25
@@ -95,7 +94,7 @@ class Matchmaker:
         self._last_leader: tuple[Key, str] | None = None
         self._leaders = Leaders(rpc.peer_id, membership, self.cells)
         self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
-        self._announcing: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[Answer]] | None = None
         self.standby = Standby(rpc, runtime, spec, membership, self._leaders, self._conductor, self._place)
         """For who computes what others bring."""
@@ -146,16 +145,12 @@ class Matchmaker:
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""
-        for task in list(self._announcing):
-            task.cancel()
-        await asyncio.gather(*self._announcing, return_exceptions=True)
+        await self._tasks.close()
         await self._conductor.close()
 
     def announce_soon(self, head: Head) -> None:
         """`announce`, while this peer is still on its way to ``head``: the others wait a grace period for it."""
-        task = asyncio.create_task(self.announce(head), name="announce")
-        self._announcing.add(task)
-        task.add_done_callback(self._announcing.discard)
+        self._tasks.start(self.announce(head), "announce")
 
     async def announce(self, head: Head | None = None) -> None:
         """Tell all of its cell that train, or are about to, that this peer takes part in the round after a head.
@@ -168,6 +163,25 @@ class Matchmaker:
         key = self.cells.key_of(head or self._place.head, self._rpc.peer_id)
         peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
         await asyncio.gather(*(self._greet(peer, key) for peer in peers))
+
+    def _ask_absentees(self, key: Key, members: tuple[str, ...]) -> None:
+        """Find out in the background which expected peers did not come because they do not live.
+
+        The leader asked them before it formed the group. The next round has another leader, which would wait again.
+        """
+        absent = set(self._membership.expected()).difference(members) if key.level == 0 else set()
+        for peer in sorted(peer for peer in absent if self.cells.includes(key, peer))[:MAX_GREETED]:
+            self._tasks.start(self._ask_absentee(peer, key), "absentee")
+
+    async def _ask_absentee(self, peer: str, key: Key) -> None:
+        timeout_seconds = silence_seconds(self._spec.grace_seconds)
+        try:
+            await nudge(self._rpc, peer, key, closing=False, timeout_seconds=timeout_seconds)
+        except PeerRefusedError:
+            return
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            self._membership.suspect(peer, str(error))
+            self._leaders.lost(peer)
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
@@ -235,6 +249,8 @@ class Matchmaker:
                 if answer is not None and answer["kind"] != "redirect":
                     roster = self._accept(answer, ticket, leader)
                     self._place.running = (key, leader, roster.members)
+                    if leader != self._rpc.peer_id:
+                        self._ask_absentees(key, roster.members)
                     return roster
                 hops += answer is not None
                 target = self._next_leader(key, leader, answer, tried, hops) if answer else ""
@@ -285,17 +301,16 @@ class Matchmaker:
                 "hops": hops,
                 "avoid": self._membership.avoided(),
             }
-            asking = asyncio.create_task(self._ask(leader, request, timeout_seconds), name=f"join-{leader[-8:]}")
-            self._asking = leader, asking
             try:
-                await asyncio.wait({asking})
-                if asking.cancelled():
-                    return None
-                answer = asking.result()
+                async with Tasks() as tasks:
+                    asking = tasks.call(self._ask(leader, request, timeout_seconds), f"join-{leader[-8:]}")
+                    self._asking = leader, asking
+                    await asyncio.wait({asking})
+                    if asking.cancelled():
+                        return None
+                    answer = asking.result()
             finally:
                 self._asking = None
-                asking.cancel()
-                await asyncio.gather(asking, return_exceptions=True)
             if answer.get("kind") not in ("roster", "redirect", "behind", "refused"):
                 raise ProtocolError(leader, "answered a ticket with nonsense")
             return answer
@@ -314,11 +329,15 @@ class Matchmaker:
     async def _ask(self, leader: str, request: dict[str, Any], timeout_seconds: float) -> Answer:
         """Another peer's answer to a ticket, which it may take long to give as long as it says that it is at it."""
         began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
-        patience = max(grace, LEADER_QUIET_SECONDS)
         async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
             opened = asyncio.get_running_loop().time()
             return await answer_after_beats(
-                channel, began + timeout_seconds - opened, grace, patience, opened - began, MAX_ROSTER_BYTES
+                channel,
+                began + timeout_seconds - opened,
+                grace,
+                leader_allowance_seconds(grace),
+                opened - began,
+                MAX_ROSTER_BYTES,
             )
 
     def _accept(self, answer: Answer, ticket: Ticket, leader: str) -> Roster:
@@ -347,21 +366,25 @@ class Matchmaker:
             raise NoGroupError(f"{peers} of at least {self._spec.min_peers} peers are ready")
         return roster
 
-    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+    async def report(
+        self, samples: int, batch_samples: int, batch_seconds: float, is_behind: Callable[[], bool]
+    ) -> bool:
         """Tell the round's leader how far this peer is, and wait while another local batch would be too much.
 
         Args:
             samples: Samples that this peer has for the round.
             batch_samples: Of which in its last local batch.
             batch_seconds: How long that took.
+            is_behind: True if others are known to be ahead: then nobody comes to fill the batch of this round.
 
         Returns:
-            True when the round should be closed now; False when this peer should compute another local batch.
+            True when the round should be closed now, or is over elsewhere; False when this peer should compute another
+            local batch.
         """
         key = self._place.key
         seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
         while key == self._place.key:
-            leader = self._leaders.candidates(key, [])[0]
+            leader = self.standby.leader(key)
             try:
                 if leader == self._rpc.peer_id:
                     reply = await self._conductor.take_report(leader, self.head, (samples, batch_samples, seconds))
@@ -372,10 +395,12 @@ class Matchmaker:
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:
-                self._membership.suspect(leader, str(error))
+                self.standby.leader_failed(key, leader, error)
                 return False
             if reply.get("closing") is True:
                 self._place.close(key)
             if self.is_closing() or reply.get("wait") is not True:
                 break
+            if is_behind():
+                return True
         return self.is_closing()

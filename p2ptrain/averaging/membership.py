@@ -1,9 +1,9 @@
 """Who is there, as far as this peer can tell: records from the directory, corrected by what it saw itself.
 
 A record says that a peer lived when it wrote it; a failed dial or a silent stream says that it does not answer *now*.
-A suspect is not waited for until it proves otherwise: by a ticket or report of its own at once, by a newer record after
-a back-off that doubles with every failure. Nobody is ever banned for failing, and suspicion is not gossiped, so a false
-accusation harms nobody.
+A suspect is not waited for until it proves otherwise: by a ticket or report of its own at once, by a record that was
+written after it fell silent, after a back-off that doubles with every failure. Nobody is ever banned for failing, and
+suspicion is not gossiped, so a false accusation harms nobody.
 
 Three things outlast a peer's word that it is well. A peer that was proved to have lied (`p2ptrain.averaging.evidence`)
 never comes into this peer's groups again. A peer with which rounds broke again and again stays out of them for a while
@@ -24,6 +24,9 @@ from p2ptrain.runtime import Runtime
 
 FIRST_SUSPICION_SECONDS = 2.0
 LONGEST_SUSPICION_SECONDS = 60.0
+RECORD_DELAY_SECONDS = 5.0
+"""A record may be seen so long after it was written: `p2ptrain.node.presence` looks every 2 seconds, with look-ups of
+some seconds. What is seen within this time proves nothing about a peer that fell silent."""
 BREAKS_BEFORE_AVOIDING = 2
 FIRST_AVOIDANCE_SECONDS = 15.0
 LONGEST_AVOIDANCE_SECONDS = 240.0
@@ -45,6 +48,7 @@ class _Known:
     failures: int = 0
     suspect_until: float = 0.0
     suspect_sequence: int = -1
+    suspected_at: float = 0.0
     reason: str = ""
     rounds_missed: int = 0
     breaks: int = 0
@@ -75,6 +79,8 @@ class Membership:
             self._known[record.peer] = _Known(record, sequence, expires_at)
         elif sequence > known.sequence:
             known.record, known.sequence, known.expires_at = record, sequence, expires_at
+            if known.suspect_sequence >= 0 and self._runtime.now() < known.suspected_at + RECORD_DELAY_SECONDS:
+                known.suspect_sequence = sequence
 
     def forget(self, peer: str) -> None:
         """Drop a peer that says that it is no longer one of these."""
@@ -99,6 +105,7 @@ class Membership:
         pause = min(FIRST_SUSPICION_SECONDS * 2 ** min(known.failures - 1, 16), LONGEST_SUSPICION_SECONDS)
         known.suspect_until = self._runtime.now() + pause
         known.suspect_sequence = known.sequence
+        known.suspected_at = self._runtime.now()
         known.reason = reason
 
     def heard_from(self, peer: str) -> None:

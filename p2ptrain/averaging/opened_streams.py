@@ -5,13 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from p2ptrain.averaging.audit import Audit, FalseMeanError
 from p2ptrain.averaging.commitments import MAX_STATEMENT_BYTES
 from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
 from p2ptrain.averaging.openings import MAX_CHUNKS
-from p2ptrain.averaging.patience import least_mask, patience_seconds, quorum_of_others
+from p2ptrain.averaging.patience import (
+    beat_seconds,
+    least_mask,
+    patience_seconds,
+    quorum_of_others,
+    silence_seconds,
+)  # fmt: skip
 from p2ptrain.averaging.pieces import receive_checked, send_encoded
 from p2ptrain.averaging.reduction import PartCheck, RangeCheck, chunk_values
 from p2ptrain.averaging.sum_tree import SumTree
@@ -22,9 +31,10 @@ from p2ptrain.errors import (
     PeerError,
     PeerLostError,
     PeerRefusedError,
+    PeerSilentError,
     ProtocolError,
 )  # fmt: skip
-from p2ptrain.network.channel import Channel
+from p2ptrain.network.channel import Channel, ChannelLimits
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +58,7 @@ class OpenedStreams:
         self._waiting: list[asyncio.Task[None]] = []
         self._ended: set[int] = set()
         self._progress = asyncio.Event()
+        self._channels: dict[str, Channel] = {}
 
     def start(self, deadline: float) -> None:
         """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
@@ -57,7 +68,8 @@ class OpenedStreams:
         order = [*range(own + 1, size), *range(own), *(i for i in range(size, owners) if attempt.size(i))]
         names = [f"exchange-{i}" if i < size else f"{TO_AUXILIARY}-{i}" for i in order]
         self._tasks = {
-            i: asyncio.create_task(self._talk_to(i, deadline), name=name) for i, name in zip(order, names, strict=True)
+            i: self._exchange.tasks.start(self._talk_to(i, deadline), name)
+            for i, name in zip(order, names, strict=True)
         }
 
     async def stop(self) -> None:
@@ -93,9 +105,10 @@ class OpenedStreams:
             header |= {"credential": attempt.credential} if attempt.credential else {}
             part_codec = exchange.part_codec.part(attempt.bounds[index], attempt.bounds[index + 1])
             total = part_codec.encoded_bytes(size) + attempt.mean_codec_of(index).encoded_bytes(size)
-            async with exchange.rpc.open(
-                peer, "butterfly", header, OPEN_TIMEOUT_SECONDS, expected_bytes=total
-            ) as channel:
+            exchange.opening.add(peer)
+            async with self._open(peer, header, total) as channel:
+                exchange.opening.discard(peer)
+                self._channels[peer] = channel
                 if size and not await self._bring_part(channel, index, part_codec, deadline):
                     return
                 self._has_all.add(index)
@@ -107,6 +120,8 @@ class OpenedStreams:
         except (PeerError, DeadlineError, TimeoutError) as error:
             if index not in exchange.gave_up:
                 exchange.lost[peer] = str(error) or "did not answer in time"
+                if isinstance(error, PeerSilentError):
+                    self._note_silent(peer)
                 if isinstance(error, PeerLostError) and index not in exchange.arrived_at:
                     exchange.cut_short.add(peer)
             if isinstance(error, ProtocolError):
@@ -116,6 +131,60 @@ class OpenedStreams:
         self._ended.add(index)
         self._wake()
         exchange.changed()
+
+    @contextlib.asynccontextmanager
+    async def _open(self, peer: str, request: dict[str, Any], expected_bytes: int = 0) -> AsyncIterator[Channel]:
+        """A stream to a member, which says several times in a grace period that it lives."""
+        loop, exchange = asyncio.get_running_loop(), self._exchange
+        began = loop.time()
+        async with exchange.rpc.open(
+            peer, "butterfly", request, OPEN_TIMEOUT_SECONDS, expected_bytes=expected_bytes
+        ) as channel:
+            seconds = silence_seconds(exchange.spec.grace_seconds, loop.time() - began)
+            channel.expect_beats(seconds, partial(self._silent_at, peer, seconds))
+            yield channel
+
+    def _silent_at(self, peer: str, seconds: float, last_heard: float) -> float:
+        """When a member counts as silent that was last heard then on the stream that this one opened.
+
+        Where no majority would be left, it is rather this member that is cut off. Then it takes its time, because
+        what the rest ends alone is another lineage.
+        """
+        members = self._exchange.attempt.roster.tickets
+        left = len(members) - sum(self._is_quiet(ticket.peer, seconds) for ticket in members)
+        if left < self._exchange.attempt.roster.majority:
+            seconds = max(seconds, ChannelLimits().silence_seconds)
+        return max(last_heard, self._heard_at(peer)) + seconds
+
+    def _heard_at(self, peer: str) -> float:
+        """When a member was last heard, in loop time: what it says on one stream may wait for data on the other."""
+        channels = (self._channels.get(peer), self._exchange.served.get(peer))
+        return max((channel.last_heard for channel in channels if channel is not None), default=-math.inf)
+
+    def _is_quiet(self, peer: str, seconds: float) -> bool:
+        """Whether a member is gone, or was not heard for about as long as counts as silence."""
+        exchange, index = self._exchange, self._exchange.attempt.roster.index_of(peer)
+        if index == exchange.index or index in self._is_through or index in exchange.gave_up:
+            return False
+        if peer in exchange.lost:  # Perhaps it cannot be reached, and opened a stream itself.
+            served = exchange.served.get(peer)
+            return peer in exchange.silent or served is None or served.lost.done()
+        if peer not in self._channels:
+            return False
+        quiet = asyncio.get_running_loop().time() - self._heard_at(peer)
+        return quiet >= seconds - beat_seconds(exchange.spec.grace_seconds)
+
+    def _note_silent(self, peer: str) -> None:
+        """Take down that a member fell silent, and those others that did so at the same time: about a beat ago or less.
+
+        Members freeze together where they share a machine or a link, and each would otherwise break an attempt.
+        """
+        exchange, seconds = self._exchange, silence_seconds(self._exchange.spec.grace_seconds)
+        exchange.note_silent(peer)
+        for other in self._channels:
+            if other not in exchange.lost and self._is_quiet(other, seconds):
+                exchange.lost[other] = f"peer {other[-8:]} sent nothing any more"
+                exchange.note_silent(other)
 
     async def _members_have_theirs(self, deadline: float) -> None:
         """Wait until the other members have their parts, as long as they would wait for each other's.
@@ -206,7 +275,7 @@ class OpenedStreams:
         )
         if not attempt.roster.has_member(index):
             exchange.on_part(channel.remote, len(mean), loop.time() - began)
-        tree = await exchange.runtime.compute(SumTree, hashes.leaves)
+        tree = await exchange.runtime.offload(SumTree, hashes.leaves)
         attempt.add_mean(index, mean, tree.root[0])
         return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
 
@@ -221,7 +290,7 @@ class OpenedStreams:
         if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks) or len(set(chunks)) < len(chunks):
             raise ProtocolError(channel.remote, "asks for chunks that are not there, or twice")
         spans = [attempt.span(index, chunk) for chunk in chunks]
-        shown = await exchange.runtime.compute(exchange.origin.show, spans)
+        shown = await exchange.runtime.offload(exchange.origin.show, spans)
         await channel.send({"shown": len(shown)})
         await channel.send_bytes(shown)
 
@@ -240,6 +309,8 @@ class OpenedStreams:
         await channel.send({"check": chunks})
         try:
             passed = await self._examine(index, chunks, channel)
+        except PeerSilentError:
+            raise
         except (PeerLostError, PeerRefusedError):
             await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
             passed = await self.ask_again(index, chunks)
@@ -266,7 +337,7 @@ class OpenedStreams:
         request = {"group": exchange.attempt.roster.group_id, "check": chunks}
         peer = exchange.attempt.roster.owners[index]
         try:
-            async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
+            async with self._open(peer, request) as channel:
                 return await self._examine(index, chunks, channel)
         except (PeerError, DeadlineError) as error:
             exchange.find_fault(index, chunks, str(error), late=True)
@@ -323,9 +394,9 @@ class OpenedStreams:
         owners = exchange.attempt.roster.owners
         peer, limit = owners[index], len(owners) * MAX_STATEMENT_BYTES
         try:
-            async with exchange.rpc.open(peer, "butterfly", request, OPEN_TIMEOUT_SECONDS) as channel:
+            async with self._open(peer, request) as channel:
                 reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds, limit)
-            await exchange.runtime.compute(audit.compare, reply.get("statements"))
+            await exchange.runtime.offload(audit.compare, reply.get("statements"))
         except FalseMeanError as error:
             exchange.find_guilty(error, [])
         except (PeerError, DeadlineError, IntegrityError) as error:

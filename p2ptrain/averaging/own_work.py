@@ -31,15 +31,27 @@ class OwnWork:
         self._results: deque[Body] = deque(maxlen=MAX_RESULTS)
         self._gave_up_on = b""
         self._uncertain_parts: set[int] = set()
+        self._is_complete = True
 
     def add_result(self, body: Body) -> None:
         """Note a result of this peer's own group on level 0, which is to go up the tree."""
         self._results.append(body)
+        self._is_complete = True
 
     def give_up_on(self, head: Head) -> None:
         """Note that at this head an attempt or a result was given up that others may bring to an end."""
         self._gave_up_on = head.lineage
+        self._is_complete = True
         self._uncertain_parts.add(head.round % self.num_parts)
+
+    def forget(self, waiting: Iterable[int] = ()) -> None:
+        """Note that an earlier process of this peer may have contributed to rounds of which this one knows nothing.
+
+        Args:
+            waiting: Parts with work of that process that still waits.
+        """
+        self._is_complete = False
+        self._uncertain_parts.update(waiting)
 
     def consumed(self, parts: Iterable[int]) -> None:
         """Note that all work on parts that was averaged before was counted or dropped: it waits for no other round."""
@@ -58,7 +70,7 @@ class OwnWork:
             return any(body.members[index] == self._peer for index, *_ in body.contributors)
         mine = [result for result in self._results if result.lineage == body.lineage]
         mine = [result for result in mine if self._peer in [result.members[index] for index, *_ in result.contributors]]
-        if not mine and self._gave_up_on != body.lineage:
+        if not mine and self._is_complete and self._gave_up_on != body.lineage:
             return False
         brought = {body.children[index] for index, *_ in body.contributors}
         if mine and body.level == 1 and self._gave_up_on != body.lineage:

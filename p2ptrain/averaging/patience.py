@@ -20,6 +20,12 @@ MIN_HISTORY = 3
 SCATTERS = 6.0
 """Median absolute deviations beyond the median; 4 standard deviations where times are normally distributed."""
 
+SILENCE_SHARE = 0.5
+"""Of the grace period, that a member of an attempt may miss beats before the others go on without it."""
+LEADER_SHARE, LEAST_LEADER_SECONDS = 0.75, 1.5
+"""The same for a leader that collects tickets, and the least: slow peers lead, too. Less than a grace period, so that
+another group can be formed within it, and more than `SILENCE_SHARE`, because nothing else is lost meanwhile."""
+
 BEATS_PER_GRACE = 8
 LEAST_BEAT_SECONDS, MOST_BEAT_SECONDS = 0.1, 0.5
 LEAST_QUIET_SECONDS = 0.5
@@ -87,3 +93,18 @@ def quiet_seconds(
     """
     late = max(allowance_seconds, LEAST_QUIET_SECONDS, ROUND_TRIPS * round_trip_seconds, LATENESSES * latest_seconds)
     return beat_seconds(grace_seconds) + late
+
+
+def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> float:
+    """How long a member of an attempt may be silent before the others go on without it; less than a grace period.
+
+    Args:
+        grace_seconds: The swarm's.
+        round_trip_seconds: To the member, as it was measured; 0 where it was not.
+    """
+    return quiet_seconds(grace_seconds, SILENCE_SHARE * grace_seconds, round_trip_seconds, 0.0)
+
+
+def leader_allowance_seconds(grace_seconds: float) -> float:
+    """How late a beat of a leader may be; see `quiet_seconds`."""
+    return max(LEADER_SHARE * grace_seconds, LEAST_LEADER_SECONDS) - beat_seconds(grace_seconds)

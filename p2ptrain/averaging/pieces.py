@@ -1,13 +1,12 @@
 """Shares on the move: encoded while they are sent, checked and hashed while they arrive.
 
 On the wire a share is one bulk buffer whatever is done here, and its bytes do not depend on where it is cut
-(`p2ptrain.codecs.base.Codec`). Cutting lets the network and the compute thread work at the same time.
+(`p2ptrain.codecs.base.Codec`). Cutting lets the network and the pool's threads work at the same time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from p2ptrain.errors import ProtocolError
 from p2ptrain.hashing import BulkHasher
 from p2ptrain.network.channel import Channel
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -79,7 +79,7 @@ async def send_encoded(
 
     async def encode(low: int, high: int) -> memoryview:
         piece = encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)]
-        await runtime.compute(encode_piece, low, high, piece)
+        await runtime.offload(encode_piece, low, high, piece)
         return piece
 
     def encode_piece(low: int, high: int, piece: memoryview) -> None:
@@ -88,16 +88,13 @@ async def send_encoded(
         check(piece, low, high)
 
     first, *others = cut(len(vector), codec.block_size)
-    ahead = asyncio.create_task(encode(*first), name="encode")
-    try:
+    async with Tasks() as tasks:
+        ahead = tasks.call(encode(*first), "encode")
         for span in [*others, None]:
             piece = await ahead
             if span is not None:
-                ahead = asyncio.create_task(encode(*span), name="encode")
+                ahead = tasks.call(encode(*span), "encode")
             await channel.send_bytes(piece, more=span is not None)
-    finally:
-        ahead.cancel()
-        await asyncio.gather(ahead, return_exceptions=True)
     return encoded
 
 
@@ -148,7 +145,7 @@ async def receive_checked(
 
 
 class _Arriving:
-    """Checks the complete pieces of a buffer that fills up, in the compute thread, one call at a time."""
+    """Checks the complete pieces of a buffer that fills up, in a pool thread, one call at a time."""
 
     def __init__(
         self, runtime: Runtime, codec: Decoder, num_values: int, data: memoryview, check: Check, hashed: bool
@@ -160,6 +157,7 @@ class _Arriving:
         self._hashed = hashed
         self._left = cut(num_values, codec.block_size)
         self._hash = BulkHasher()
+        self._tasks = Tasks()
         self._checking: asyncio.Task[None] | None = None
 
     def on_progress(self, filled: int) -> None:
@@ -169,21 +167,22 @@ class _Arriving:
         complete = [span for span in self._left if self._codec.encoded_bytes(span[1]) <= filled]
         if complete and (self._checking is None or self._checking.exception() is None):
             del self._left[: len(complete)]
-            self._checking = asyncio.create_task(self._runtime.compute(self._check, complete), name="check")
+            self._checking = self._tasks.call(self._runtime.offload(self._check, complete), "check")
 
     async def finish(self) -> bytes:
         """Check the rest of the buffer, which is full now; returns the hash of all of it."""
         if self._checking is not None:
             await self._checking
-        await self._runtime.compute(self._check, self._left)
+        await self._runtime.offload(self._check, self._left)
         return self._hash.digest()
 
     async def close(self) -> None:
         """Leave no task behind."""
-        if self._checking is not None:
-            self._checking.cancel()
-            with contextlib.suppress(asyncio.CancelledError, CodecError):
-                await self._checking
+        await self._tasks.close()
+        if self._checking is not None and not self._checking.cancelled():
+            error = self._checking.exception()
+            if error is not None and not isinstance(error, CodecError):
+                raise error
 
     def _check(self, spans: list[tuple[int, int]]) -> None:
         for low, high in spans:

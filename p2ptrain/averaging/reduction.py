@@ -221,7 +221,7 @@ class OwnShare:
         return PartCheck(codec, self._spec, self._chunk, measured=self.is_measured, hashed=self._audited)
 
     def measure_own(self) -> None:
-        """Check and measure the owner's own part, encoded if it is to be; for the compute thread.
+        """Check and measure the owner's own part, encoded if it is to be; in a pool thread.
 
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
@@ -296,14 +296,14 @@ class OwnShare:
         if self.own_part is not None and self._own_codec is not None:
             self.parts[self._own_index] = self._own_codec, self.own_part
         if self._lists_parts:
-            await runtime.compute(self._list_parts, contributors, weights, mean.data)
+            await runtime.offload(self._list_parts, contributors, weights, mean.data)
             mean.grow(len(mean.data))
             self.parts.clear()
             return None
         spans = self.spans()
         exact = torch.empty(spans[0][1], dtype=torch.float32)  # of one piece, so that it stays in a core's cache
         for low, high in spans:
-            await runtime.compute(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
+            await runtime.offload(self.reduce_piece, low, high, contributors, weights, exact[: high - low], mean.data)
             mean.grow(self._codec.encoded_bytes(high))
         found = ExactMean(self, contributors, weights) if self._codec.lossy else None
         if not self._audited:

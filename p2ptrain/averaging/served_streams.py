@@ -22,6 +22,7 @@ from p2ptrain.averaging.sum_tree import SumTree
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.network.channel import Channel
+from p2ptrain.tasks import Tasks
 
 LINGER_SECONDS = 2.0
 QUESTIONS = frozenset({"check", "statements"})
@@ -59,21 +60,20 @@ class ServedStreams:
         task = asyncio.current_task()
         assert task is not None
         self._served[sender] = task
+        exchange.served[channel.remote] = channel
         self._stream_came.set()
         exchange.agreed.set()
-        work = asyncio.create_task(self._serve_member(channel, sender, request, source), name=f"serve-{sender}")
         try:
-            waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-            elif not exchange.given_up.cancelled():
-                work.cancel()
-                await asyncio.gather(work, return_exceptions=True)
-                await channel.send(exchange.farewell())
+            async with Tasks() as tasks:
+                work = tasks.call(self._serve_member(channel, sender, request, source), f"serve-{sender}")
+                waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if work.done():
+                    work.result()
+                elif not exchange.given_up.cancelled():
+                    await tasks.close()
+                    await channel.send(exchange.farewell())
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
             self._gone.add(sender)
             if exchange.lends:
                 exchange.changed()
@@ -169,20 +169,17 @@ class ServedStreams:
         they are sent while this member is still there.
         """
         exchange = self._exchange
-        asking = asyncio.create_task(channel.receive(exchange.spec.round_seconds), name="asking")
         # Cancelling it would end the channel, on which a farewell may have to go: it ends with the channel.
+        asking = exchange.tasks.call(channel.receive(exchange.spec.round_seconds), "asking")
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
-        certified = asyncio.create_task(exchange.certified.wait(), name="certified")
-        try:
+        async with Tasks() as tasks:
+            certified = tasks.call(exchange.certified.wait(), "certified")
             await asyncio.wait({asking, certified}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 return await self._open_chunks(channel, asking.result().get("check"))
             await channel.send(exchange.signatures())
             await asyncio.wait({asking})
             return False
-        finally:
-            certified.cancel()
-            await asyncio.gather(certified, return_exceptions=True)
 
     async def _receive_commitment(self, channel: Channel, sender: int, check: PartCheck, codec: str) -> SumTree | None:
         exchange = self._exchange
@@ -212,7 +209,7 @@ class ServedStreams:
                 raise IntegrityError("shows something of an impossible size")
             shown = await channel.receive_bytes(size, seconds)
             low = attempt.bounds[exchange.index]
-            await exchange.runtime.compute(source.check, low, spans, shown, part, codec)
+            await exchange.runtime.offload(source.check, low, spans, shown, part, codec)
         except IntegrityError as error:
             exchange.refuse(channel.remote, f"peer {channel.remote[-8:]} {error}")
             raise ProtocolError(channel.remote, str(error)) from error

@@ -23,6 +23,7 @@ from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefuse
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 LONGEST_WAIT_SECONDS = 60.0
 MAX_ASKED = 3
@@ -73,7 +74,7 @@ class Standby:
         """
         key = self._place.key
         for _ in range(MAX_ASKED):
-            leader = self._leader(key)
+            leader = self.leader(key)
             try:
                 if leader == self._rpc.peer_id:
                     reply = await self._conductor.take_report(leader, self._place.head, (samples, 0, 0.0), held, wanted)
@@ -86,7 +87,7 @@ class Standby:
             except (PeerError, DeadlineError) as error:
                 if leader == self._rpc.peer_id:  # It is leaving.
                     return 0
-                self._failed(key, leader, error)  # Also if it refuses: it has left, to host another stage.
+                self.leader_failed(key, leader, error)  # Also if it refuses: it has left, to host another stage.
                 continue
             if reply.get("closing") is True:
                 self._place.close(key)
@@ -104,7 +105,7 @@ class Standby:
             A peer that is further on; empty when none was found.
         """
         key = self._place.key
-        leader = self._leader(key)
+        leader = self.leader(key)
         head = self._place.head.without_proof().to_dict()
         if leader == self._rpc.peer_id:
             with contextlib.suppress(PeerRefusedError):  # It is leaving.
@@ -115,7 +116,7 @@ class Standby:
                 if reply.get("behind") is True:
                     return leader
             except (PeerError, DeadlineError) as error:
-                self._failed(key, leader, error)
+                self.leader_failed(key, leader, error)
         others = [peer for peer in self._membership.expected() if peer != leader]
         asked = self._runtime.random.sample(others, min(len(others), MAX_ASKED))
         asked = [peer for peer in [leader, *asked] if peer != self._rpc.peer_id]
@@ -140,12 +141,14 @@ class Standby:
         try:
             await nudge(self._rpc, peer, key, closing=True, timeout_seconds=probe_seconds(self._spec))
         except (PeerError, DeadlineError, IntegrityError) as error:
-            self._failed(key, peer, error)
+            self.leader_failed(key, peer, error)
 
-    def _leader(self, key: Key) -> str:
+    def leader(self, key: Key) -> str:
+        """Return the peer to report to: the first in line that could be asked so far."""
         return self._leaders.candidates(key, sorted(self._leaders.unreachable(key)))[0]
 
-    def _failed(self, key: Key, leader: str, error: Exception) -> None:
+    def leader_failed(self, key: Key, leader: str, error: Exception) -> None:
+        """Note that a leader did not answer a report: the next report goes to another."""
         self._membership.suspect(leader, str(error))
         self._leaders.lost(leader)
         if isinstance(error, PeerUnreachableError):
@@ -165,17 +168,12 @@ class Standby:
         if not peers:
             await asyncio.sleep(seconds)
             return ""
-        asking = [asyncio.create_task(ask(peer), name=f"moved-{peer[-8:]}") for peer in peers]
-        try:
-            for answer in asyncio.as_completed(asking, timeout=seconds):
-                if peer := await answer:
-                    return peer
-        except TimeoutError:
-            pass
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+        async with Tasks() as tasks:
+            asking = [tasks.call(ask(peer), f"moved-{peer[-8:]}") for peer in peers]
+            with contextlib.suppress(TimeoutError):
+                for answer in asyncio.as_completed(asking, timeout=seconds):
+                    if peer := await answer:
+                        return peer
         return ""
 
     async def _serve_moved(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import cast
 
 from p2ptrain.averaging.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.exchange import Exchange
 from p2ptrain.averaging.opened_streams import OpenedStreams
 from p2ptrain.averaging.patience import patience_seconds, quorum_of_others
+from p2ptrain.tasks import Tasks
 
 CLEAR_SHARE = 0.9
 """The same for the others' checks; so that a slow member, with the signatures that follow, costs no more than that."""
@@ -34,7 +34,8 @@ class Vouching:
         """
         self._exchange = exchange
         self._opened = opened
-        self._looking: set[asyncio.Task[None]] = set()
+        self._looking = Tasks(exchange.fail)
+        self._num_looking = 0
 
     async def pass_checks(self, deadline: float, fail_if_lost: FailIfLost) -> None:
         """Wait until this member's spot checks of the others' shares are through, or a majority has signed without."""
@@ -74,15 +75,15 @@ class Vouching:
         self.fail_on_faults()
         while exchange.complaints:
             owner, chunk = exchange.complaints.pop()
-            task = asyncio.create_task(self._look_into(owner, chunk), name=f"complaint-{owner}")
-            self._looking.add(task)
-        return bool(self._looking)
+            self._num_looking += 1
+            self._looking.start(self._look_into(owner, chunk), f"complaint-{owner}")
+        return self._num_looking > 0
 
     async def _look_into(self, owner: int, chunk: int) -> None:
         passed = await self._opened.ask_again(owner, [chunk])
         if not passed and owner not in self._exchange.faults and self._exchange.certificate() is None:
             self._exchange.find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
-        self._looking.remove(cast("asyncio.Task[None]", asyncio.current_task()))
+        self._num_looking -= 1
         self._exchange.changed()
 
     async def wait_for_clears(self, deadline: float, fail_if_lost: FailIfLost) -> None:
@@ -118,7 +119,4 @@ class Vouching:
 
     async def stop(self) -> None:
         """Look into nothing more."""
-        tasks = list(self._looking)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._looking.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from p2ptrain.codecs.base import CodecError
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK_VALUES = 65_536
 """Values per inner step: 256 KiB of fp32, so that several passes over a chunk stay in a core's L2 cache."""
@@ -25,6 +28,8 @@ def check_vector(vector: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: It is not a contiguous, one-dimensional fp32 tensor on the CPU.
     """
+    import torch
+
     if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
         raise ValueError(
             f"codecs take contiguous fp32 CPU vectors, not {vector.dtype} {tuple(vector.shape)} on {vector.device}"

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from p2ptrain.codecs.arrays import Buffer, byte_array, check_vector
 from p2ptrain.codecs.base import Codec, CodecError, Decoder
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHT = np.dtype("<f4")
 MAX_TOTAL = 1 + 2**-20

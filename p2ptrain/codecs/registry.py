@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
 from p2ptrain.codecs.base import Codec
-from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
-from p2ptrain.codecs.mixed import MixedCodec
-from p2ptrain.codecs.powersgd import PowerSgdCodec
-from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
-from p2ptrain.codecs.topk import TopKCodec
 from p2ptrain.errors import IncompatibleError
 
-_KINDS: tuple[type[Codec], ...] = (
-    Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec, PowerSgdCodec, TopKCodec
-)  # fmt: skip
+NAMES = ("fp32", "fp16", "bf16", "int8a", "int8", "int4a", "int4", "powersgd", "topk")
+"""From the most exact to the most compact. They are listed here because importing the codecs imports torch."""
 DENSE = "int8"
 """What a sum of sparse vectors is encoded in."""
-_CODECS: dict[str, Codec] = {kind.name: kind() for kind in _KINDS}
+NOT_DENSE = ("topk", "powersgd")
 
 COMPACT = ("int4", "topk")
 """Codecs for slow members, from the largest to the smallest."""
@@ -26,7 +19,24 @@ COMPACT = ("int4", "topk")
 
 def codec_names() -> tuple[str, ...]:
     """The names that `get_codec` accepts, from the most exact to the most compact."""
-    return tuple(_CODECS)
+    return NAMES
+
+
+@lru_cache(maxsize=1)
+def _codecs() -> dict[str, Codec]:
+    from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
+    from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
+    from p2ptrain.codecs.powersgd import PowerSgdCodec
+    from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
+    from p2ptrain.codecs.topk import TopKCodec
+
+    kinds: tuple[type[Codec], ...] = (
+        Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec, PowerSgdCodec,
+        TopKCodec,
+    )  # fmt: skip
+    found = {kind.name: kind() for kind in kinds}
+    assert tuple(found) == NAMES
+    return found
 
 
 def get_codec(name: str) -> Codec:
@@ -35,21 +45,22 @@ def get_codec(name: str) -> Codec:
     Raises:
         IncompatibleError: This version has no such codec.
     """
-    codec = _CODECS.get(name)
-    if codec is None:
-        known = ", ".join(_CODECS)
+    if name not in NAMES:
+        known = ", ".join(NAMES)
         raise IncompatibleError(
             f"unknown codec {name!r}; this version has {known}: correct the name or update p2ptrain"
         )
-    return codec
+    return _codecs()[name]
 
 
 @lru_cache(maxsize=16)
 def dense_codec(codec: Codec) -> Codec:
     """What encodes a mean of vectors in ``codec`` that is not sent as a list of them: the same, or int8 if sparse."""
+    from p2ptrain.codecs.mixed import MixedCodec
+
     if isinstance(codec, MixedCodec):
         return codec.mapped(dense_codec) if codec.sparse else codec
-    return _CODECS[DENSE] if codec.sparse else codec
+    return _codecs()[DENSE] if codec.sparse else codec
 
 
 def codec_at(codec: Codec, level: int) -> Codec:
@@ -57,8 +68,8 @@ def codec_at(codec: Codec, level: int) -> Codec:
 
     Above level 0 they average means: those of sparse or low-rank contributions are neither any more.
     """
-    sparse = any(name in codec.name for name in (TopKCodec.name, PowerSgdCodec.name))
-    return _CODECS[Int8Codec.name] if level and sparse else codec
+    sparse = any(name in codec.name for name in NOT_DENSE)
+    return _codecs()[DENSE] if level and sparse else codec
 
 
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
@@ -71,4 +82,5 @@ def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
     if not codec.lossy:
         return ()
     limit = codec.encoded_bytes(num_values)
-    return tuple(_CODECS[name] for name in COMPACT if _CODECS[name].encoded_bytes(num_values) < limit)
+    codecs = [get_codec(name) for name in COMPACT]
+    return tuple(each for each in codecs if each.encoded_bytes(num_values) < limit)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
 from p2ptrain.codecs.registry import codec_names, get_codec
 from p2ptrain.kernels import Kernel, load_kernels
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ def kernels_of(codec: KernelCodec, found: Mapping[str, Kernel]) -> dict[str, Ker
 
 def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
     """Whether the kernels compute what the codec does without them, on a sample with values of all magnitudes."""
+    import torch
+
     plain, native = type(codec)(), type(codec)()
     native.kernels = kernels
     vector = _sample(codec.kernel_values)
@@ -92,6 +97,8 @@ def _sample(block_values: int) -> torch.Tensor:
 
     A run is a block, unless blocks are large: then several make one.
     """
+    import torch
+
     run_values = min(block_values, MAX_RUN_VALUES)
     # In NumPy, which keeps to this thread.
     steps = np.arange(SAMPLE_RUNS * run_values, dtype=np.int64) * 2_654_435_761 % 65_536 - 32_768

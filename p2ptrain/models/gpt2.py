@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Block, Family, Shape, Span
 
@@ -22,14 +21,9 @@ class GPT2(Family):
     name = "gpt2"
     lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
     only_settings = (
-        "activation_function", "layer_norm_epsilon", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
-        "add_cross_attention",
+        "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
     )  # fmt: skip
     has_fixed_context = True
-
-    def check(self, spec: ModelSpec) -> None:
-        if spec.kv_heads != spec.heads:
-            raise ManifestError(f"model.kv_heads = {spec.kv_heads}: in gpt2 it is model.heads, {spec.heads}")
 
     def blocks(self, spec: ModelSpec) -> Sequence[Block]:
         width = spec.hidden
@@ -77,8 +71,6 @@ class GPT2(Family):
     def hugging_face(self, spec: ModelSpec) -> object:
         from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 
-        from p2ptrain.models.gpt2_stage import NORM_EPS
-
         return GPT2Config(
             architectures=["GPT2LMHeadModel"],
             vocab_size=spec.vocabulary,
@@ -87,7 +79,7 @@ class GPT2(Family):
             n_layer=spec.layers,
             n_head=spec.heads,
             n_inner=spec.intermediate,
-            layer_norm_epsilon=NORM_EPS,
+            layer_norm_epsilon=spec.norm_epsilon,
             tie_word_embeddings=spec.tied_embeddings,
             resid_pdrop=0.0,
             embd_pdrop=0.0,
@@ -101,9 +93,9 @@ class GPT2(Family):
             "layers": config.n_layer,
             "hidden": config.n_embd,
             "heads": config.n_head,
-            "kv_heads": config.n_head,
             "intermediate": config.n_inner or 4 * config.n_embd,
             "vocabulary": config.vocab_size,
             "context": config.n_positions,
             "tied_embeddings": config.tie_word_embeddings,
+            "norm_epsilon": config.layer_norm_epsilon,
         }

@@ -11,8 +11,6 @@ from p2ptrain.models.family import Span
 from p2ptrain.models.layers import Affine, Embedding, attention, split_heads
 from p2ptrain.models.stage import Stage, layer_numbers
 
-NORM_EPS = 1e-5
-
 
 class _Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
@@ -39,9 +37,9 @@ class _FeedForward(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(spec.hidden, NORM_EPS)
+        self.ln_1 = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
         self.attn = _Attention(spec)
-        self.ln_2 = nn.LayerNorm(spec.hidden, NORM_EPS)
+        self.ln_2 = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
         self.mlp = _FeedForward(spec)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -70,7 +68,7 @@ class GPT2Stage(Stage):
             self.transformer.wpe = nn.Embedding(spec.context, spec.hidden)
         self.transformer.h = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
-            self.transformer.ln_f = nn.LayerNorm(spec.hidden, NORM_EPS)
+            self.transformer.ln_f = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
             if not (self.is_first and spec.tied_embeddings):
                 self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
 

@@ -21,7 +21,7 @@ class Llama(Family):
     """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
 
     name = "llama"
-    only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_parameters", "head_dim")
+    only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "head_dim")
     lookups = frozenset({"model.embed_tokens.weight"})
 
     def check(self, spec: ModelSpec) -> None:
@@ -77,8 +77,6 @@ class Llama(Family):
     def hugging_face(self, spec: ModelSpec) -> object:
         from transformers.models.llama.configuration_llama import LlamaConfig
 
-        from p2ptrain.models.llama_stage import RMS_EPS
-
         return LlamaConfig(
             architectures=["LlamaForCausalLM"],
             vocab_size=spec.vocabulary,
@@ -89,7 +87,7 @@ class Llama(Family):
             num_key_value_heads=spec.kv_heads,
             max_position_embeddings=spec.context,
             tie_word_embeddings=spec.tied_embeddings,
-            rms_norm_eps=RMS_EPS,
+            rms_norm_eps=spec.norm_epsilon,
             rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
             bos_token_id=None,
             eos_token_id=None,
@@ -107,4 +105,5 @@ class Llama(Family):
             "context": config.max_position_embeddings,
             "tied_embeddings": config.tie_word_embeddings,
             "rope_theta": config.rope_parameters["rope_theta"],
+            "norm_epsilon": config.rms_norm_eps,
         }

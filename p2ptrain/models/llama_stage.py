@@ -11,8 +11,6 @@ from p2ptrain.models.family import Span
 from p2ptrain.models.layers import Embedding, RMSNorm, Rotation, attention, rotate, rotation, split_heads
 from p2ptrain.models.stage import Stage, layer_numbers
 
-RMS_EPS = 1e-5
-
 
 class _Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
@@ -47,8 +45,8 @@ class _Layer(nn.Module):
         super().__init__()
         self.self_attn = _Attention(spec)
         self.mlp = _FeedForward(spec)
-        self.input_layernorm = RMSNorm(spec.hidden, RMS_EPS)
-        self.post_attention_layernorm = RMSNorm(spec.hidden, RMS_EPS)
+        self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
 
     def forward(self, hidden: torch.Tensor, by: Rotation) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
@@ -74,7 +72,7 @@ class LlamaStage(Stage):
             self.model.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
         self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
-            self.model.norm = RMSNorm(spec.hidden, RMS_EPS)
+            self.model.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
             if not (self.is_first and spec.tied_embeddings):
                 self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
 

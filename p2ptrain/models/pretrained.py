@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +50,36 @@ def weights_folder(spec: ModelSpec, span: Span, given: Path | None = None, jobs:
         return _download(
             place, {name for block in blocks if names & block.shapes.keys() for name in block.shapes}, jobs
         )
-    folder = Path(place).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(
-            f"the swarm's model begins with the parameters in {folder}, which is not on this machine: ask its organizer"
-            " for a copy, and give its folder with --weights"
-        )
-    return folder
+    raise ConfigError(not_given("model.weights", spec.weights))
+
+
+def not_given(key: str, source: str) -> str:
+    """Return the error for a pretrained model that every peer has to give."""
+    return (
+        f"the swarm's {key} is {source}, which every peer brings: ask its organizer for a copy, and give its folder"
+        " with --weights"
+    )
 
 
 def local_data(manifest: Manifest, given: Path | None) -> DataSpec:
-    """The manifest's text, with the tokenizer from where this machine has the model if they came together."""
+    """Return the manifest's text, with the tokenizer of the pretrained model from where this machine has it.
+
+    Raises:
+        ConfigError: Every peer has to give the tokenizer, and this one did not.
+    """
     data = manifest.data
-    if given is None or data.tokenizer != manifest.model.weights:
-        return data
-    return data.model_copy(update={"tokenizer": f"path:{given}"})
+    if given is not None and data.tokenizer == manifest.model.weights:
+        return data.model_copy(update={"tokenizer": f"path:{given}"})
+    if data.tokenizer.startswith("local:"):
+        raise ConfigError(not_given("data.tokenizer", data.tokenizer))
+    return data
 
 
 def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> ModelSpec:
     """What a manifest says of a pretrained model.
 
     Args:
-        source: ``hub:OWNER/NAME``, ``hub:OWNER/NAME@REVISION`` or ``path:DIR``; a folder without ``path:`` will do.
+        source: ``hub:OWNER/NAME``, ``hub:OWNER/NAME@REVISION`` or a folder, of which the manifest says the name alone.
         context: Tokens of a sample; 0 for `CONTEXT`, or fewer where the model has fewer.
         jobs: Told how far it is.
 
@@ -81,16 +90,17 @@ def describe_pretrained(source: str, context: int = 0, jobs: Jobs = untold) -> M
     """
     from p2ptrain.models.weights import BlockDigest, Weights
 
-    if ":" not in source:
-        source = f"path:{source}"
     scheme, _, place = source.partition(":")
-    if scheme not in ("hub", "path"):
+    if scheme == "hub":
+        folder = _download(place, None, jobs)
+        if "@" not in place:  # The newest one now is the one that is meant.
+            source = f"{source}@{folder.name}"
+    elif "://" in source:
         raise UsageError(f"--model {source}: give the folder of a model, or hub:OWNER/NAME")
-    folder = Path(place).expanduser() if scheme == "path" else _download(place, None, jobs)
-    if scheme == "hub" and "@" not in place:  # The newest one now is the one that is meant.
-        source = f"{source}@{folder.name}"
-    elif scheme == "path":
-        source = f"path:{folder.absolute()}"
+    else:
+        folder = Path(source).expanduser()
+        # Where the organizer keeps it is nobody's business.
+        source = f"local:{re.sub(r'[^a-zA-Z0-9_.-]', '-', folder.absolute().name) or 'model'}"
     spec = _spec_of(folder, context)
     weights, digests = Weights(folder), []
     blocks = model_blocks(spec)

@@ -19,13 +19,11 @@ class ViT(Family):
     """Encoders over the patches of an image; a token of its own is classified."""
 
     name = "vit"
-    only_settings = ("hidden_act", "layer_norm_eps", "qkv_bias")
+    only_settings = ("hidden_act", "qkv_bias")
     reads_text = False
     lookups = frozenset({"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"})
 
     def check(self, spec: ModelSpec) -> None:
-        if spec.kv_heads != spec.heads:
-            raise ManifestError(f"model.kv_heads = {spec.kv_heads}: in vit it is model.heads, {spec.heads}")
         if spec.image_size % spec.patch_size:
             raise ManifestError(
                 f"model.patch_size = {spec.patch_size} must divide model.image_size = {spec.image_size}"
@@ -80,8 +78,6 @@ class ViT(Family):
     def hugging_face(self, spec: ModelSpec) -> object:
         from transformers.models.vit.configuration_vit import ViTConfig
 
-        from p2ptrain.models.vit_stage import NORM_EPS
-
         return ViTConfig(
             architectures=["ViTForImageClassification"],
             image_size=spec.image_size,
@@ -91,7 +87,7 @@ class ViT(Family):
             num_hidden_layers=spec.layers,
             num_attention_heads=spec.heads,
             intermediate_size=spec.intermediate,
-            layer_norm_eps=NORM_EPS,
+            layer_norm_eps=spec.norm_epsilon,
             id2label={number: str(number) for number in range(spec.classes)},
         )
 
@@ -100,12 +96,12 @@ class ViT(Family):
             "layers": config.num_hidden_layers,
             "hidden": config.hidden_size,
             "heads": config.num_attention_heads,
-            "kv_heads": config.num_attention_heads,
             "intermediate": config.intermediate_size,
             "image_size": config.image_size,
             "patch_size": config.patch_size,
             "channels": config.num_channels,
             "classes": len(config.id2label),
+            "norm_epsilon": config.layer_norm_eps,
         }
 
     def tokens(self, spec: ModelSpec) -> int:

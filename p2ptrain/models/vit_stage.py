@@ -11,8 +11,6 @@ from p2ptrain.models.family import Span
 from p2ptrain.models.layers import attention, split_heads
 from p2ptrain.models.stage import Stage, layer_numbers
 
-NORM_EPS = 1e-12
-
 
 class _Projections(nn.Module):
     def __init__(self, width: int) -> None:
@@ -48,8 +46,8 @@ class _Layer(nn.Module):
         self.attention = _Attention(spec)
         self.intermediate = _Dense(spec.hidden, spec.intermediate)
         self.output = _Dense(spec.intermediate, spec.hidden)
-        self.layernorm_before = nn.LayerNorm(spec.hidden, NORM_EPS)
-        self.layernorm_after = nn.LayerNorm(spec.hidden, NORM_EPS)
+        self.layernorm_before = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
+        self.layernorm_after = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.attention(self.layernorm_before(hidden))
@@ -101,7 +99,7 @@ class ViTStage(Stage):
             {str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)}
         )
         if self.is_last:
-            self.vit.layernorm = nn.LayerNorm(spec.hidden, NORM_EPS)
+            self.vit.layernorm = nn.LayerNorm(spec.hidden, spec.norm_epsilon)
             self.classifier = nn.Linear(spec.hidden, spec.classes)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

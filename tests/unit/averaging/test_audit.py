@@ -31,7 +31,7 @@ SIZE = 3 * (2 * CHUNK_VALUES + 4096)
 def make_group(rule: str = "norm_clip", codec: str = "int8", count: int = 3, size: int = SIZE) -> Group:
     each = vectors(count, size)
     each[-1] *= 5  # So that norm_clip clips.
-    spec = AveragingSpec.model_validate({"aggregation": rule, "clip_ratio": 1.0})
+    spec = AveragingSpec.model_validate({"aggregation": rule} | ({"clip_ratio": 1.0} if rule == "norm_clip" else {}))
     return Group(spec, get_codec(codec), each, tokens=list(range(10, 10 + count)))
 
 

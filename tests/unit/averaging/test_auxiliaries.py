@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -350,13 +351,13 @@ def test_an_auxiliary_with_which_a_group_broke_waits_longer_each_time_whatever_i
     assert not membership.may_lend("unknown")
     assert not membership.expected()
     assert not membership.alive_trainers()
-    waits = []
-    for sequence in range(2, 7):
-        membership.broke_with("x", "stalled", f"leader{sequence}")
-        membership.update(record("x", "auxiliary"), sequence, now + 1e6)
+    waits, sequences = [], itertools.count(2)
+    for attempt in range(5):
+        membership.broke_with("x", "stalled", f"leader{attempt}")
         began = now
         while not membership.may_lend("x"):
             now += 0.5
+            membership.update(record("x", "auxiliary"), next(sequences), now + 1e6)
         waits.append(now - began)
     assert waits == sorted(waits)
     assert waits[-1] >= 60

@@ -259,3 +259,25 @@ def test_a_stranger_and_a_second_stream_are_refused() -> None:
             await stop(roster)
 
     simulate(main, seed=7)
+
+
+def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 3) as swarm:
+            roster = make_roster(swarm, make_vectors(3), TOKENS)
+
+            def judge() -> frozenset[int]:
+                raise ZeroDivisionError("a defect")
+
+            roster[0].butterfly._share.judge = judge  # type: ignore[method-assign]
+            began = network.loop.time()
+            others = [asyncio.create_task(each.butterfly.run()) for each in roster[1:]]
+            with pytest.raises(AttemptFailedError, match=r"a part of this peer failed \(ZeroDivisionError"):
+                await roster[0].butterfly.run()
+            assert network.loop.time() - began < SPEC.round_seconds / 4
+            await stop(roster)
+            await asyncio.gather(*others, return_exceptions=True)
+            network.loop.errors.clear()
+
+    simulate(main, seed=3)
+    assert "mask failed" in caplog.text

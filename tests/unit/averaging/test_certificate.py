@@ -94,6 +94,21 @@ def test_a_majority_makes_a_certificate_and_less_does_not() -> None:
             Certificate.from_bytes(certify(body, signers), SWARM, VERIFIER)
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_a_certificate_needs_more_than_half_of_its_roster(size: int) -> None:
+    members = tuple("abcdefgh"[:size])
+    body = make_body(members, contributors=(0,))
+    with pytest.raises(IntegrityError, match="not a majority"):
+        Certificate.from_bytes(certify(body, members[: size // 2]), SWARM, VERIFIER)
+    assert Certificate.from_bytes(certify(body, members[: size // 2 + 1]), SWARM, VERIFIER).body == body
+
+
+def test_a_certificate_of_another_swarm_is_refused() -> None:
+    data = certify(make_body(), ("a", "b", "c"))
+    with pytest.raises(IntegrityError, match="another swarm"):
+        Certificate.from_bytes(data, b"t" * 32, VERIFIER)
+
+
 def test_signatures_of_another_body_do_not_count() -> None:
     body, other = make_body(), make_body(contributors=(0, 1))
     proofs = tuple((peer, NamedSigner(peer).sign(vote(other.body_hash))) for peer in ("a", "b", "c"))

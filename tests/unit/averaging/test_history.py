@@ -116,10 +116,33 @@ def test_the_newest_result_is_kept_whatever_its_size_and_the_oldest_go_first() -
             tiny = History(member.rpc, member.peer.runtime, signer, SWARM, codec, with_rounds(8), 1)
             for each in results:
                 tiny.add(each)
+            assert tiny.chain(results[2].certificate.body.lineage) == []
             assert len(tiny.chain(results[3].certificate.body.lineage)) == 1
             tiny.clear()
             assert tiny.chain(results[3].certificate.body.lineage) == []
             assert tiny.proofs(results[0].certificate.body.lineage) == []
+
+    simulate(main, seed=2)
+
+
+@pytest.mark.parametrize("num_fit", [1, 2, 3])
+def test_as_many_results_are_kept_as_fit_into_the_bytes(num_fit: int) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as swarm:
+            roster, result = await certify(swarm)
+            member = roster[1].member
+            max_bytes = (num_fit + 1) * result.num_bytes - 1
+            history = History(
+                member.rpc, member.peer.runtime, member.peer.signer, SWARM, roster[1].attempt.codec, with_rounds(8),
+                max_bytes,
+            )  # fmt: skip
+            results = [result]
+            for _ in range(4):
+                results.append(following(results[-1], swarm))
+            for each in results:
+                history.add(each)
+            kept = [each for each in results if history.chain(each.certificate.body.lineage)]
+            assert kept == results[-num_fit:]
 
     simulate(main, seed=2)
 

@@ -6,7 +6,12 @@ import random
 
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.leaders import MAX_NUDGERS, Leaders
-from p2ptrain.averaging.membership import MAX_AVOIDED_PEERS, MAX_KNOWN_PEERS, Membership
+from p2ptrain.averaging.membership import (
+    MAX_AVOIDED_PEERS,
+    MAX_KNOWN_PEERS,
+    RECORD_DELAY_SECONDS,
+    Membership,
+)  # fmt: skip
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.runtime import Runtime
 
@@ -52,6 +57,17 @@ def test_a_peer_is_expected_while_its_record_lives_and_says_that_it_trains() -> 
     assert membership.why_not_expected("a") == "no record"
 
 
+def test_a_record_that_has_expired_is_not_among_the_records() -> None:
+    membership, clock = make_membership()
+    see(membership, "a", expires_at=1030.0)
+    see(membership, "b", expires_at=1040.0)
+    clock.now = 1030.0
+    assert [each.peer for each in membership.records()] == ["b"]
+    assert membership.trainers() == membership.present() == ["b"]
+    clock.now = 1040.0
+    assert membership.records() == []
+
+
 def test_older_records_are_ignored() -> None:
     membership, _ = make_membership()
     membership.update(record("a"), 5, 2000.0)
@@ -70,6 +86,18 @@ def test_a_suspect_comes_back_with_a_newer_record_after_the_back_off_but_not_bef
     membership.suspect("a", "silent")
     see(membership, "a", sequence=3)
     assert membership.why_not_expected("a") == "silent"
+
+
+def test_a_record_that_was_written_before_its_peer_fell_silent_and_seen_after_proves_nothing() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.suspect("a", "silent")
+    clock.now += RECORD_DELAY_SECONDS - 0.1
+    see(membership, "a", sequence=2)
+    clock.now += 100
+    assert membership.is_suspect("a")
+    see(membership, "a", sequence=3)
+    assert not membership.is_suspect("a")
 
 
 def test_a_suspect_that_acts_is_expected_at_once() -> None:

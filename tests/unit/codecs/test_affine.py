@@ -64,10 +64,10 @@ def test_error_stays_within_the_stated_bound(values: list[float], padding: int, 
 
 @both
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -110, -101, -100, -99, -50, 0, 50, 118])
-@pytest.mark.parametrize("centre", [0.0, 0.5, -1.0])
-def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int, centre: float) -> None:
+def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int) -> None:
     uniform = torch.rand(1000, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
-    assert_within_bound(codec, torch.ldexp(uniform * 0.01 + centre, torch.tensor(exponent)))
+    for centre in (0.0, 0.5, -1.0):
+        assert_within_bound(codec, torch.ldexp(uniform * 0.01 + centre, torch.tensor(exponent)))
 
 
 @both
@@ -117,12 +117,12 @@ def test_values_beyond_the_limit_are_refused(codec: Codec, value: float, length:
         (3e38, -MAX_PEAK),
     ],
 )
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_received_headers_out_of_range_are_refused(codec: Codec, scale: float, low: float, block: int) -> None:
-    encoded = codec.encode(torch.ones(600))
-    struct.pack_into("<ff", encoded, codec.encoded_bytes(block * codec.block_size), scale, low)
-    with pytest.raises(CodecError, match="scale"):
-        codec.validate(encoded, 600)
+def test_received_headers_out_of_range_are_refused(codec: Codec, scale: float, low: float) -> None:
+    for block in range(3):
+        encoded = codec.encode(torch.ones(600))
+        struct.pack_into("<ff", encoded, codec.encoded_bytes(block * codec.block_size), scale, low)
+        with pytest.raises(CodecError, match="scale"):
+            codec.validate(encoded, 600)
 
 
 @both

@@ -22,6 +22,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=codec_names())
 CLOSE_WITHIN = {"fp32": 0.02, "fp16": 0.02, "bf16": 0.02, "int8": 0.02, "int8a": 0.02, "int4": 0.35, "int4a": 0.35}
 """What each value of a Gaussian vector stays within; the other codecs only promise a smaller error than input."""
 LENGTHS = [0, 1, 2, 255, 256, 257, 1000, 65_536, 65_537, 70_000]
+WEIGHTS = [1.0, 0.0, 0.3, -2.5, 1e6]
 
 
 def test_names_are_listed_from_exact_to_compact() -> None:
@@ -35,29 +36,29 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", LENGTHS)
-def test_encoding_has_the_announced_size_and_validates(codec: Codec, num_values: int) -> None:
-    vector = gaussian(num_values)
-    before = vector.clone()
-    encoded = codec.encode(vector)
-    assert isinstance(encoded, bytearray)
-    assert len(encoded) == codec.encoded_bytes(num_values)
-    codec.validate(encoded, num_values)
-    assert torch.equal(vector, before)
-    decoded = decode(codec, encoded, num_values)
-    if codec.name in CLOSE_WITHIN:
-        assert torch.allclose(decoded, vector, atol=CLOSE_WITHIN[codec.name])
-    else:
-        assert float((decoded - vector).norm()) <= float(vector.norm())
+def test_encoding_has_the_announced_size_and_validates(codec: Codec) -> None:
+    for num_values in LENGTHS:
+        vector = gaussian(num_values)
+        before = vector.clone()
+        encoded = codec.encode(vector)
+        assert isinstance(encoded, bytearray)
+        assert len(encoded) == codec.encoded_bytes(num_values)
+        codec.validate(encoded, num_values)
+        assert torch.equal(vector, before)
+        decoded = decode(codec, encoded, num_values)
+        if codec.name in CLOSE_WITHIN:
+            assert torch.allclose(decoded, vector, atol=CLOSE_WITHIN[codec.name]), num_values
+        else:
+            assert float((decoded - vector).norm()) <= float(vector.norm()), num_values
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", LENGTHS)
-def test_a_vector_that_is_sent_as_it_is_is_what_encoding_gives(codec: Codec, num_values: int) -> None:
-    vector = gaussian(num_values).requires_grad_()
-    view = codec.encoded_view(vector)
-    assert (view is None) == (codec.name != "fp32")
-    assert view is None or view == codec.encode(vector)
+def test_a_vector_that_is_sent_as_it_is_is_what_encoding_gives(codec: Codec) -> None:
+    for num_values in LENGTHS:
+        vector = gaussian(num_values).requires_grad_()
+        view = codec.encoded_view(vector)
+        assert (view is None) == (codec.name != "fp32"), num_values
+        assert view is None or view == codec.encode(vector), num_values
 
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
@@ -103,12 +104,12 @@ def test_bytes_do_not_depend_on_the_number_of_threads(codec: Codec) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-def test_any_buffer_decodes_even_read_only_and_unaligned(codec: Codec, kind: type) -> None:
+def test_any_buffer_decodes_even_read_only_and_unaligned(codec: Codec) -> None:
     vector = gaussian(1000)
     encoded = codec.encode(vector)
     shifted = memoryview(b"?" + encoded)[1:]
-    assert torch.equal(decode(codec, kind(bytes(encoded)), 1000), decode(codec, shifted, 1000))
+    for kind in (bytes, bytearray, memoryview):
+        assert torch.equal(decode(codec, kind(bytes(encoded)), 1000), decode(codec, shifted, 1000)), kind
     codec.validate(shifted, 1000)
     out = torch.zeros(1000)
     codec.accumulate_into(shifted, 1.0, out)
@@ -116,18 +117,18 @@ def test_any_buffer_decodes_even_read_only_and_unaligned(codec: Codec, kind: typ
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", LENGTHS)
-@pytest.mark.parametrize("weight", [1.0, 0.0, 0.3, -2.5, 1e6])
-def test_accumulating_adds_the_weighted_decoded_values(codec: Codec, num_values: int, weight: float) -> None:
-    encoded = codec.encode(gaussian(num_values))
-    start = gaussian(num_values, seed=1)
-    out = start.clone()
-    codec.accumulate_into(encoded, weight, out)
-    expected = start.double() + weight * decode(codec, encoded, num_values).double()
-    # Three fp32 roundings at most of numbers no larger than these: scale * weight, the product, sums.
-    size = decode(codec, encoded, num_values).abs().max() if num_values else torch.zeros(())
-    slack = 2.0**-21 * (abs(weight) * size + start.abs()).double()
-    assert bool(((out.double() - expected).abs() <= slack).all())
+def test_accumulating_adds_the_weighted_decoded_values(codec: Codec) -> None:
+    for num_values in LENGTHS:
+        encoded = codec.encode(gaussian(num_values))
+        decoded, start = decode(codec, encoded, num_values), gaussian(num_values, seed=1)
+        # Three fp32 roundings at most of numbers no larger than these: scale * weight, the product, sums.
+        size = decoded.abs().max() if num_values else torch.zeros(())
+        for weight in WEIGHTS:
+            out = start.clone()
+            codec.accumulate_into(encoded, weight, out)
+            expected = start.double() + weight * decoded.double()
+            slack = 2.0**-21 * (abs(weight) * size + start.abs()).double()
+            assert bool(((out.double() - expected).abs() <= slack).all()), (num_values, weight)
 
 
 @every_codec
@@ -154,26 +155,26 @@ def test_accumulating_uses_separately_rounded_multiply_and_add(codec: Codec) -> 
 
 @every_codec
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("where", [0, 255, 256, 66_000, 69_999])
-def test_values_that_are_not_finite_are_not_encoded(codec: Codec, bad: float, where: int) -> None:
-    vector = gaussian(70_000)
-    vector[where] = bad
-    with pytest.raises(CodecError, match="not finite"):
-        codec.encode(vector)
+def test_values_that_are_not_finite_are_not_encoded(codec: Codec, bad: float) -> None:
+    for where in (0, 255, 256, 66_000, 69_999):
+        vector = gaussian(70_000)
+        vector[where] = bad
+        with pytest.raises(CodecError, match="not finite"):
+            codec.encode(vector)
 
 
 @every_codec
-@pytest.mark.parametrize("change", [-1, 1])
-def test_another_length_is_refused(codec: Codec, change: int) -> None:
-    size = codec.encoded_bytes(300) + change
-    data, out = bytes(size), torch.full((300,), 7.0)
-    with pytest.raises(CodecError, match=f"got {size} bytes"):
-        codec.validate(data, 300)
-    with pytest.raises(CodecError, match="bytes"):
-        codec.decode_into(data, out)
-    with pytest.raises(CodecError, match="bytes"):
-        codec.accumulate_into(data, 1.0, out)
-    assert bool((out == 7.0).all())
+def test_another_length_is_refused(codec: Codec) -> None:
+    for change in (-1, 1):
+        size = codec.encoded_bytes(300) + change
+        data, out = bytes(size), torch.full((300,), 7.0)
+        with pytest.raises(CodecError, match=f"got {size} bytes"):
+            codec.validate(data, 300)
+        with pytest.raises(CodecError, match="bytes"):
+            codec.decode_into(data, out)
+        with pytest.raises(CodecError, match="bytes"):
+            codec.accumulate_into(data, 1.0, out)
+        assert bool((out == 7.0).all())
 
 
 @every_codec
@@ -190,27 +191,22 @@ def test_bytes_that_validate_decode_to_finite_numbers(codec: Codec, data: st.Dat
 
 
 @every_codec
-@pytest.mark.parametrize(
-    "wrong",
-    [torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2]],
-    ids=["float64", "matrix", "strided"],
-)
-def test_tensors_that_are_not_flat_fp32_are_the_callers_mistake(codec: Codec, wrong: torch.Tensor) -> None:
+def test_tensors_that_are_not_flat_fp32_are_the_callers_mistake(codec: Codec) -> None:
     data = bytes(codec.encoded_bytes(4))
-    for action in (
-        lambda: codec.encode(wrong),
-        lambda: codec.decode_into(data, wrong),
-        lambda: codec.accumulate_into(data, 1.0, wrong),
-    ):
+    for wrong in (torch.zeros(4, dtype=torch.float64), torch.zeros(2, 2), torch.zeros(8)[::2]):
         with pytest.raises(ValueError, match="contiguous fp32 CPU vectors"):
-            action()
+            codec.encode(wrong)
+        with pytest.raises(ValueError, match="contiguous fp32 CPU vectors"):
+            codec.decode_into(data, wrong)
+        with pytest.raises(ValueError, match="contiguous fp32 CPU vectors"):
+            codec.accumulate_into(data, 1.0, wrong)
 
 
 @every_codec
-@pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e300])
-def test_weights_beyond_fp32_are_the_callers_mistake(codec: Codec, weight: float) -> None:
-    with pytest.raises(ValueError, match="weight"):
-        codec.accumulate_into(bytes(codec.encoded_bytes(4)), weight, torch.zeros(4))
+def test_weights_beyond_fp32_are_the_callers_mistake(codec: Codec) -> None:
+    for weight in (math.nan, math.inf, 1e300):
+        with pytest.raises(ValueError, match="weight"):
+            codec.accumulate_into(bytes(codec.encoded_bytes(4)), weight, torch.zeros(4))
 
 
 @every_codec
@@ -220,29 +216,27 @@ def test_parameters_that_require_gradients_encode(codec: Codec) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", LENGTHS)
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
-def test_norm_and_largest_are_those_of_the_decoded_values(codec: Codec, num_values: int, scale: float) -> None:
-    encoded = codec.encode(gaussian(num_values) * scale)
-    decoded = decode(codec, encoded, num_values).double()
-    assert codec.squared_norm(encoded, num_values) == pytest.approx(float(decoded.square().sum()), rel=1e-5)
-    largest = float(decoded.abs().max()) if num_values else 0.0
-    assert largest * (1 - 1e-6) <= codec.largest(encoded, num_values) <= largest * (1 + 1e-2)
+def test_norm_and_largest_are_those_of_the_decoded_values(codec: Codec, scale: float) -> None:
+    for num_values in LENGTHS:
+        encoded = codec.encode(gaussian(num_values) * scale)
+        decoded = decode(codec, encoded, num_values).double()
+        assert codec.squared_norm(encoded, num_values) == pytest.approx(float(decoded.square().sum()), rel=1e-5)
+        largest = float(decoded.abs().max()) if num_values else 0.0
+        assert largest * (1 - 1e-6) <= codec.largest(encoded, num_values) <= largest * (1 + 1e-2), num_values
 
 
 @every_codec
-@pytest.mark.parametrize("num_values", [1, 1000, 65_536, 3 * 65_536, 3 * 65_536 + 5000])
-def test_the_norm_of_a_chunk_is_that_of_its_values_and_the_same_whatever_lies_beside_it(
-    codec: Codec, num_values: int
-) -> None:
-    encoded, step = memoryview(codec.encode(gaussian(num_values))), math.lcm(16_384, codec.block_size)
-    decoded = decode(codec, encoded, num_values).double()
-    norms = codec.squared_norms(encoded, num_values, step)
-    chunks = [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
-    assert norms == pytest.approx([float(decoded[low:high].square().sum()) for low, high in chunks], rel=1e-5)
-    pieces = [encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)] for low, high in chunks]
-    alone = [codec.squared_norms(p, high - low, step) for p, (low, high) in zip(pieces, chunks, strict=True)]
-    assert norms == [energy for energies in alone for energy in energies]
+def test_the_norm_of_a_chunk_is_that_of_its_values_and_the_same_whatever_lies_beside_it(codec: Codec) -> None:
+    for num_values in (1, 1000, 65_536, 3 * 65_536, 3 * 65_536 + 5000):
+        encoded, step = memoryview(codec.encode(gaussian(num_values))), math.lcm(16_384, codec.block_size)
+        decoded = decode(codec, encoded, num_values).double()
+        norms = codec.squared_norms(encoded, num_values, step)
+        chunks = [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
+        assert norms == pytest.approx([float(decoded[low:high].square().sum()) for low, high in chunks], rel=1e-5)
+        pieces = [encoded[codec.encoded_bytes(low) : codec.encoded_bytes(high)] for low, high in chunks]
+        alone = [codec.squared_norms(p, high - low, step) for p, (low, high) in zip(pieces, chunks, strict=True)]
+        assert norms == [energy for energies in alone for energy in energies], num_values
 
 
 @every_codec

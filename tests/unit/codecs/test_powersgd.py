@@ -16,6 +16,7 @@ from p2ptrain.codecs.powersgd import MIN_TILE, RANK, SIDE, PowerSgdCodec
 from p2ptrain.codecs.warm import kernels_of
 from p2ptrain.kernels import load_kernels
 from tests.support.codecs import gaussian, round_trip
+from tests.support.tools import unavailable
 
 POWERSGD, INT8 = PowerSgdCodec(), get_codec("int8")
 TILE = SIDE * SIDE
@@ -129,8 +130,7 @@ def test_decoding_adds_the_products_of_rounded_factors_one_by_one(native: bool) 
     codec = PowerSgdCodec()
     if native:
         codec.kernels = kernels_of(codec, load_kernels())
-        if not codec.kernels:
-            pytest.skip("this machine has no kernels")
+        unavailable("" if codec.kernels else "this machine has no kernels", "kernels")
     encoded = POWERSGD.encode(gaussian(TILE))
     left, right = torch.empty(RANK * SIDE), torch.empty(RANK * SIDE)
     INT8.decode_into(encoded[:FACTOR_BYTES], left)

@@ -85,10 +85,10 @@ def test_error_stays_within_the_stated_bound(values: list[float], padding: int) 
 
 @both
 @pytest.mark.parametrize("exponent", [-149, -140, -126, -110, -101, -100, -99, -50, 0, 50, 119])
-@pytest.mark.parametrize("num_values", [1, 255, 256, 257, 1000])
-def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int, num_values: int) -> None:
-    uniform = torch.rand(num_values, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
-    assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
+def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int) -> None:
+    for num_values in (1, 255, 256, 257, 1000):
+        uniform = torch.rand(num_values, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
+        assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
 
 
 def test_a_block_of_zeros_has_scale_zero_and_decodes_to_zero() -> None:
@@ -134,12 +134,12 @@ def test_values_beyond_the_limit_are_refused(codec: Codec, value: float) -> None
 
 @both
 @pytest.mark.parametrize("scale", [math.nan, math.inf, -math.inf, -1.0, -1e-45, 1.1 * MAX_PEAK / 7, 3e38])
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_received_scales_out_of_range_are_refused(codec: Codec, scale: float, block: int) -> None:
-    encoded = codec.encode(torch.ones(600))
-    struct.pack_into("<f", encoded, codec.encoded_bytes(block * codec.block_size), scale)
-    with pytest.raises(CodecError, match="scale"):
-        codec.validate(encoded, 600)
+def test_received_scales_out_of_range_are_refused(codec: Codec, scale: float) -> None:
+    for block in range(3):
+        encoded = codec.encode(torch.ones(600))
+        struct.pack_into("<f", encoded, codec.encoded_bytes(block * codec.block_size), scale)
+        with pytest.raises(CodecError, match="scale"):
+            codec.validate(encoded, 600)
 
 
 @both

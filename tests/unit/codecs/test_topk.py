@@ -17,6 +17,7 @@ from p2ptrain.codecs.topk import TopKCodec
 from p2ptrain.codecs.warm import kernels_of
 from p2ptrain.kernels import load_kernels
 from tests.support.codecs import gaussian, round_trip
+from tests.support.tools import unavailable
 
 TOPK = TopKCodec()
 CHUNK = TOPK.block_size
@@ -27,8 +28,7 @@ def native() -> TopKCodec:
     """The codec with kernels; `TOPK` has none."""
     codec = TopKCodec()
     codec.kernels = kernels_of(codec, load_kernels())
-    if not codec.kernels:
-        pytest.skip("this machine has no kernels")
+    unavailable("" if codec.kernels else "this machine has no kernels", "kernels")
     return codec
 
 

@@ -17,8 +17,9 @@ from p2ptrain.kernels.build import build_image, target_machine, try_all
 from p2ptrain.kernels.code import kernels
 from p2ptrain.kernels.emit import module_of
 from p2ptrain.kernels.link import LinkError, link
+from tests.support.tools import needed
 
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="there are kernels for x86-64 only")
+pytestmark = needed("" if platform.machine() == "x86_64" else "there are kernels for x86-64 only", "kernels")
 
 EVERY_CPU = pytest.mark.parametrize("cpu", [None, "x86-64-v3", "x86-64-v4", "znver3"])
 

@@ -18,14 +18,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from p2ptrain.errors import ConfigError, ManifestError, UsageError
-from p2ptrain.manifest import ModelSpec, parse_manifest
+from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, parse_manifest
 from p2ptrain.models import Span, build_model, build_stage, export_hugging_face, model_blocks
-from p2ptrain.models.pretrained import describe_pretrained, weights_folder
+from p2ptrain.models.pretrained import describe_pretrained, local_data, weights_folder
 from p2ptrain.models.weights import INDEX, SINGLE
 from tests.support.models import SPECS, each, write_shards
 
 OTHER = {"weights", "weight_digests", "initial_seed"}
-OF_TEXT = {"context", "vocabulary", "tied_embeddings", "rope_theta"}
 
 
 def written(spec: ModelSpec, folder: Path) -> Path:
@@ -43,9 +42,9 @@ def change(folder: Path, **settings: Any) -> None:
 @each
 def test_a_description_builds_the_model_that_was_described(spec: ModelSpec, tmp_path: Path) -> None:
     described = describe_pretrained(str(written(spec, tmp_path / "model")))
-    exclude = OTHER | (OF_TEXT if spec.family == "vit" else set())
-    assert described.model_dump(exclude=exclude) == spec.model_dump(exclude=exclude)
-    found = build_model(described, weights_folder(described, Span(0, 1)))
+    assert described.model_dump(exclude=OTHER) == spec.model_dump(exclude=OTHER)
+    assert described.weights == "local:model", "where the organizer keeps it is nobody's business"
+    found = build_model(described, weights_folder(described, Span(0, 1), tmp_path / "model"))
     expected = build_model(spec.model_copy(update={"initial_seed": 5})).state_dict()
     for name, value in found.state_dict().items():
         assert torch.equal(value, expected[name]), name
@@ -55,10 +54,10 @@ def test_a_copy_in_another_precision_that_holds_the_same_values_will_do(tmp_path
     folder = written(SPECS["llama"], tmp_path / "model")
     half = {name: value.bfloat16() for name, value in load_file(folder / SINGLE).items()}
     save_file(half, folder / SINGLE)
-    described = describe_pretrained(f"path:{folder}")
+    described = describe_pretrained(str(folder))
     save_file({name: value.float() for name, value in half.items()}, folder / SINGLE)
     build_model(described, folder)
-    assert describe_pretrained(f"path:{folder}") == described
+    assert describe_pretrained(str(folder)) == described
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])
@@ -92,7 +91,7 @@ def test_the_head_of_a_tied_model_is_checked_by_the_block_that_owns_it(tmp_path:
     ("settings", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', and this version computes 'silu'"),
-        ({"rms_norm_eps": 1e-3}, "rms_norm_eps = 0.001"),
+        ({"rms_norm_eps": 2.0}, "norm_epsilon"),
         ({"attention_bias": True}, "attention_bias"),
         ({"head_dim": 64}, "head_dim"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "rope_parameters"),
@@ -132,18 +131,22 @@ def test_a_sample_has_as_many_tokens_as_asked_for_if_the_model_has_them(tmp_path
 
 def test_weights_and_their_digests_come_together(tmp_path: Path) -> None:
     digests = ["0" * 64]
-    for model in ({"weights": "path:somewhere"}, {"weight_digests": digests}):
+    for model in ({"weights": "local:somewhere"}, {"weight_digests": digests}):
         with pytest.raises(ManifestError, match="both, or neither"):
             parse_manifest({"model": model}, "run.toml")
-    for weights in ("somewhere", "http://host/x", "hub:a/b/c", "hub:../x@"):
+    for weights in ("somewhere", "path:/home/ada/model", "local:/home/ada", "http://host/x", "hub:a/b/c", "hub:../x@"):
         with pytest.raises(ManifestError, match=r"model\.weights"):
             parse_manifest({"model": {"weights": weights, "weight_digests": digests}}, "run.toml")
 
 
-def test_a_folder_that_is_elsewhere_here_can_be_given(tmp_path: Path) -> None:
-    spec = ModelSpec(weights=f"path:{tmp_path / 'gone'}", weight_digests=("0" * 64,))
+def test_a_folder_that_only_its_name_is_known_of_has_to_be_given(tmp_path: Path) -> None:
+    spec = ModelSpec(weights="local:model", weight_digests=("0" * 64,))
     with pytest.raises(ConfigError, match="--weights"):
         weights_folder(spec, Span(0, 1))
+    manifest = Manifest(model=spec, data=DataSpec(tokenizer="local:model"))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer is local:model.*--weights"):
+        local_data(manifest, None)
+    assert local_data(manifest, tmp_path).tokenizer == f"path:{tmp_path}"
     assert weights_folder(spec, Span(0, 1), tmp_path) == tmp_path
     assert weights_folder(ModelSpec(), Span(0, 1), tmp_path) is None
 
