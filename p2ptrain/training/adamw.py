@@ -1,9 +1,9 @@
-"""AdamW with the same bits on every machine: what the hosts of a stage step with, whatever their devices are.
+"""AdamW with the same bits on every machine: the step of stages, and of the manifest's own model with ``every = 1``.
 
-They hold one state, whose digest each round certifies. torch's AdamW rounds otherwise on other CPUs, and on GPUs, so
-hosts of different kinds would part after a round. This one works on the vectors on the CPU, where a round's mean is, in
-operations that IEEE 754 defines, each rounded by itself as in `p2ptrain.training.outer`. So moments take no memory of
-a GPU either, and can be held in 8 bits on every machine (`p2ptrain.training.moments`).
+All peers hold one state, whose digest each round certifies. torch's AdamW rounds otherwise on other CPUs, and on GPUs,
+so peers of different kinds would part after a round. This one works on the vectors on the CPU, where a round's mean is,
+in operations that IEEE 754 defines, each rounded by itself as in `p2ptrain.training.outer`. So moments take no memory
+of a GPU either, and can be held in 8 bits on every machine (`p2ptrain.training.moments`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.digest import NamedTensors
 from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.learning_rate import manifest_schedule
 from p2ptrain.training.moments import Floats, Moment, PositiveCodes, SignedCodes
-from p2ptrain.training.outer import BLOCK_VALUES, Stepper, clip_scale, power
+from p2ptrain.training.outer import BLOCK_VALUES, Stepper, clip_scale, power, step_buffers, whole
 
 BETA1, BETA2 = 0.9, 0.95
 EPSILON = 1e-8
@@ -38,17 +38,19 @@ class AdamWStep(Stepper):
         second = beta2 * second + (1 - beta2) * gradient * gradient
         vector = vector - rate / (1 - beta1**t) * first / (sqrt(second) / sqrt(1 - beta2**t) + epsilon)
 
-    where ``rate`` follows the manifest's schedule by the number of steps.
+    where ``rate`` follows the manifest's schedule by the round.
     """
 
     def __init__(self, layout: Layout, spec: TrainingSpec, moments: Literal["fp32", "8bit"] = "fp32") -> None:
         """
         Args:
-            layout: Of parameters alone.
+            layout: Of the vector; buffers take no step, their differences are subtracted.
             spec: Learning rate, warm-up, weight decay, and the limit of the gradient's norm.
             moments: How they are held between steps.
         """
         self._spec = spec
+        self._schedule = manifest_schedule(spec)
+        self._layout = layout
         self._num = layout.num_parameters
         if moments == "8bit":
             self._moments: list[Moment] = [SignedCodes(self._num), PositiveCodes(self._num)]
@@ -66,7 +68,7 @@ class AdamWStep(Stepper):
         """See `Stepper.load_state_tensors`."""
         own = self.state_tensors()
         if _shapes(tensors) != _shapes(own):
-            raise IncompatibleError("the optimizer's state does not fit: all hosts of a stage need the same version")
+            raise IncompatibleError("the optimizer's state does not fit: all peers need the same version and manifest")
         values = [tensor for _, tensor in tensors]
         sound = bool((values[-1] >= 0).all())
         for moment in self._moments:
@@ -79,10 +81,9 @@ class AdamWStep(Stepper):
             mine.copy_(theirs)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`; ``fragment`` is the whole vector."""
-        factor = learning_rate_factor(int(self._steps), warmup_steps=self._spec.warmup_steps)
-        rate = self._spec.learning_rate * factor
+        rate = self._spec.learning_rate * self._schedule(round_)
         self._steps.add_(1.0)
         taken = int(self._steps)
         step_size = rate / (1.0 - power(BETA1, taken))
@@ -107,6 +108,7 @@ class AdamWStep(Stepper):
             values.sub_(gradient.div_(part))
             for moment, held in zip(self._moments, (first, second), strict=True):
                 moment.close(block, held)
+        step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
 
 
 def _shapes(tensors: NamedTensors) -> list[tuple[str, torch.Size, torch.dtype]]:

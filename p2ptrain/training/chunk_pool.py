@@ -43,7 +43,7 @@ class ChunkPool:
         sources: Who may take.
     """
 
-    def __init__(self, sources: Iterable[PeerId]) -> None:
+    def __init__(self, sources: Iterable[PeerId] = ()) -> None:
         self._shares = {source: _Share() for source in sources}
         self._pending: deque[int] = deque()
         self._done: bytes | bytearray = b""
@@ -56,6 +56,14 @@ class ChunkPool:
         """
         self._done = done
         self._pending = deque(index for index, is_done in enumerate(done) if not is_done)
+
+    def join(self, source: PeerId) -> None:
+        """Let one more source take."""
+        self._shares[source] = _Share()
+
+    def leave(self, source: PeerId) -> None:
+        """Let a source that gave back what it owed take no more."""
+        self._shares.pop(source, None)
 
     def take(self, source: PeerId) -> list[int]:
         """The next run of chunks to ask ``source`` for; at the end, some that another still owes; empty for none."""
@@ -71,8 +79,10 @@ class ChunkPool:
         return run
 
     def settle(self, source: PeerId, index: int) -> None:
-        """Note that ``source`` delivered a chunk that it owed."""
-        self._shares[source].owed.remove(index)
+        """Note that ``source`` delivered a chunk; also one that it did not owe."""
+        share = self._shares[source]
+        if index in share.owed:
+            share.owed.remove(index)
 
     def adapt(self, source: PeerId, seconds: float) -> None:
         """Fit the length of the next runs to how long the last one of ``source`` took."""

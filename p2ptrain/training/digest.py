@@ -1,34 +1,46 @@
 """The digest of shared state: a Merkle root that names every bit, and whose leaves verify a download piece by piece.
 
-The bytes (little endian) of a sequence of named tensors are taken as one string and cut into chunks of 1 MiB; a chunk
-may span tensors. As in RFC 9162, section 2.1, leaves and inner nodes are hashed with different prefixes, so that
-neither can be passed off as the other. The digest hashes the tree's root with the names, dtypes and shapes.
+The bytes (little endian) of a sequence of named tensors are cut into chunks of at most 1 MiB (`Cut`). A chunk holds a
+run of the vector together with the optimizer's state for the same values, so a shared step that treats each value by
+itself moves a chunk by what is in it, in the mean, and in the *common* chunks, such as the number of steps. A chunk of
+an earlier round is therefore brought up to date by the rounds since, whatever the other chunks hold.
+
+As in RFC 9162, section 2.1, leaves and inner nodes are hashed with different prefixes, so that neither can be passed
+off as the other. The digest hashes the tree's root with the names, dtypes and shapes.
 
 ::
 
-    digest = H("p2ptrain state 1" | H(description) | tree)
+    digest = H("p2ptrain state 2" | H(description) | tree)
     tree   = inner nodes H(1 | left | right) over leaves H(0 | chunk); an odd node moves up unchanged
 """
 
 from __future__ import annotations
 
-import bisect
 import hmac
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from p2ptrain.buffers import new_buffer
 from p2ptrain.errors import IntegrityError
-from p2ptrain.hashing import bulk_hash
+from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.manifest import canonical_bytes
 
 CHUNK_BYTES = 1 << 20
+"""A chunk has at most so many bytes."""
+
+BLOCK_VALUES = 256
+"""Chunks begin at multiples of so many values."""
+
+BLOCK_SUFFIX = "/256"
+"""How the name of a tensor ends that has one element for each `BLOCK_VALUES` values."""
 
 ALIGNMENT_BYTES = 64
 """Where tensors that share a buffer may start."""
@@ -46,6 +58,8 @@ DTYPES = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
+
+_FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: np.float64}
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -136,44 +150,149 @@ def byte_view(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
+@dataclass(frozen=True)
+class _Strided:
+    """Where the elements of one tensor belong: element j to the values from ``start + j * stride`` on."""
+
+    tensor: int
+    start: int
+    stride: int
+
+
+class Cut:
+    """How tensors with certain specs are cut into chunks; the same on all peers, since it follows from the specs.
+
+    The first tensor is the vector. Of the others, tensors whose names differ in the last part only belong to the same
+    values: the largest of them have one element a value, a name with `BLOCK_SUFFIX` means one a block, and the rest is
+    common to all values. Such groups follow each other along the vector. A wrong guess costs no correctness: it makes a
+    download across rounds fail its final check.
+
+    Attributes:
+        num_bytes: Of all tensors.
+        num_chunks: How many chunks there are: first the common ones.
+        num_common: Of which hold what is common to all values.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec]) -> None:
+        self.num_bytes = sum(spec.num_bytes for spec in specs)
+        sizes = [DTYPES[spec.dtype].itemsize for spec in specs]
+        strided, common = _strides(specs)
+        self._pieces = _runs([(index, specs[index].num_bytes) for index in common])
+        self.num_common = len(self._pieces)
+        widths: dict[int, float] = {}
+        for each in strided[1:]:
+            widths[each.start] = widths.get(each.start, 0.0) + sizes[each.tensor] / each.stride
+        width = max(widths.values(), default=0.0) + (sizes[strided[0].tensor] if strided else 0)
+        span = BLOCK_VALUES
+        while 2 * span * width <= CHUNK_BYTES:
+            span *= 2
+        ends = [each.start + math.prod(specs[each.tensor].shape) * each.stride for each in strided]
+        columns: list[list[tuple[int, int, int]]] = [[] for _ in range(-(-max(ends, default=0) // span))]
+        for each in strided:
+            count, size = math.prod(specs[each.tensor].shape), sizes[each.tensor]
+            first = 0
+            for column in range(each.start // span, len(columns)):
+                last = min(count, -(-((column + 1) * span - each.start) // each.stride))
+                if last > first:
+                    columns[column].append((each.tensor, first * size, last * size))
+                first = max(first, last)
+                if first == count:
+                    break
+        self._pieces += [column for column in columns if column]
+        self.num_chunks = len(self._pieces)
+
+    @property
+    def depth(self) -> int:
+        """Levels of the tree over the chunks, its leaves left out."""
+        return max(0, self.num_chunks - 1).bit_length()
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each chunk begins when all are laid side by side, in bytes."""
+        starts, end = [], 0
+        for index in range(self.num_chunks):
+            starts.append(end)
+            end += self.chunk_bytes(index)
+        return starts
+
+    def pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """What a chunk is made of: by tensor, the first byte and the one after the last."""
+        if not 0 <= index < self.num_chunks:
+            raise ValueError(f"there is no chunk {index} of {self.num_chunks}")
+        return self._pieces[index]
+
+    def chunk_bytes(self, index: int) -> int:
+        """Size of one chunk in bytes; raises `ValueError` when there is no such chunk."""
+        return sum(stop - start for _, start, stop in self.pieces(index))
+
+
+@lru_cache(maxsize=8)
+def cut_of(specs: tuple[TensorSpec, ...]) -> Cut:
+    """The `Cut` of tensors with these specs."""
+    return Cut(specs)
+
+
+def _strides(specs: Sequence[TensorSpec]) -> tuple[list[_Strided], list[int]]:
+    """Where tensors belong along the vector, the vector first; and the indices of those that are common."""
+    counts = [math.prod(spec.shape) for spec in specs]
+    largest: dict[str, int] = {}
+    for spec, count in zip(specs[1:], counts[1:], strict=True):
+        group = spec.name.rpartition(".")[0]
+        largest[group] = max(largest.get(group, 0), count)
+    starts, end = {}, 0
+    for group, count in largest.items():
+        starts[group] = end
+        end += count
+    strided, common = [_Strided(0, 0, 1)] if specs else [], []
+    for index, spec in enumerate(specs[1:], start=1):
+        group = spec.name.rpartition(".")[0]
+        if spec.name.endswith(BLOCK_SUFFIX):
+            strided.append(_Strided(index, starts[group], BLOCK_VALUES))
+        elif counts[index] == largest[group] and counts[index] > 1:
+            strided.append(_Strided(index, starts[group], 1))
+        else:
+            common.append(index)
+    return strided, common
+
+
+def _runs(sizes: Sequence[tuple[int, int]]) -> list[list[tuple[int, int, int]]]:
+    """Whole tensors (index, bytes) one after the other, cut into chunks of `CHUNK_BYTES`."""
+    chunks: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for tensor, num_bytes in sizes:
+        at = 0
+        while at < num_bytes:
+            if not room:
+                chunks.append([])
+                room = CHUNK_BYTES
+            stop = min(num_bytes, at + room)
+            chunks[-1].append((tensor, at, stop))
+            room -= stop - at
+            at = stop
+    return chunks
+
+
 class ChunkedBytes:
-    """The bytes of a sequence of tensors as one string in chunks; refers to their memory, copies nothing.
+    """The bytes of a sequence of tensors in chunks; refers to their memory, copies nothing.
 
     Attributes:
         specs: What the tensors are.
-        num_bytes: Length of the string.
-        num_chunks: How many chunks it has; all but the last have `CHUNK_BYTES`.
+        cut: Where they are cut.
     """
 
     def __init__(self, tensors: NamedTensors) -> None:
         self.specs = tuple(spec_of(name, tensor) for name, tensor in tensors)
+        self.cut = cut_of(self.specs)
         self._views = [byte_view(tensor) for _, tensor in tensors]
-        self._ends: list[int] = []
-        end = 0
-        for view in self._views:
-            end += len(view)
-            self._ends.append(end)
-        self.num_bytes = end
-        self.num_chunks = num_chunks(end)
 
-    def chunk_bytes(self, index: int) -> int:
-        """Size of one chunk."""
-        return chunk_size(index, self.num_bytes)
+    @property
+    def num_chunks(self) -> int:
+        """How many chunks there are."""
+        return self.cut.num_chunks
 
     def pieces(self, index: int) -> list[memoryview]:
         """The memory of one chunk, in order: one piece for each tensor that it touches."""
-        start = index * CHUNK_BYTES
-        end = start + self.chunk_bytes(index)
-        pieces = []
-        at = bisect.bisect_right(self._ends, start)
-        while start < end:
-            base = self._ends[at] - len(self._views[at])
-            stop = min(end, self._ends[at])
-            if stop > start:
-                pieces.append(self._views[at][start - base : stop - base])
-            start = max(start, stop)
-            at += 1
-        return pieces
+        return [self._views[tensor][start:stop] for tensor, start, stop in self.cut.pieces(index)]
 
     def read(self, index: int, out: memoryview) -> int:
         """Copy one chunk to the start of ``out``; returns its size in bytes."""
@@ -195,6 +314,21 @@ class ChunkedBytes:
         return _leaf(self.pieces(index))
 
 
+def is_finite(specs: tuple[TensorSpec, ...], index: int, data: memoryview) -> bool:
+    """Whether no floating-point value in the bytes of a chunk is NaN or infinite."""
+    at = 0
+    for tensor, start, stop in cut_of(specs).pieces(index):
+        dtype, piece = DTYPES[specs[tensor].dtype], data[at : at + stop - start]
+        at += stop - start
+        if dtype == torch.bfloat16:  # Which NumPy does not know: all ones in the exponent.
+            bits = np.frombuffer(piece, dtype=np.uint16) & 0x7F80
+            if bool((bits == 0x7F80).any()):
+                return False
+        elif dtype.is_floating_point and not bool(np.isfinite(np.frombuffer(piece, dtype=_FLOATS[dtype])).all()):
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class MerkleTree:
     """The digest of named tensors, and the hashes of their chunks that it vouches for.
@@ -206,18 +340,16 @@ class MerkleTree:
 
     leaves: tuple[bytes, ...]
     root: bytes
+    _levels: list[list[bytes]] = field(default_factory=list, repr=False, compare=False)
 
-
-def num_chunks(num_bytes: int) -> int:
-    """How many chunks a string of ``num_bytes`` has."""
-    return -(-num_bytes // CHUNK_BYTES)
-
-
-def chunk_size(index: int, num_bytes: int) -> int:
-    """Bytes of chunk ``index`` of a string of ``num_bytes``; raises `ValueError` when there is no such chunk."""
-    if not 0 <= index < num_chunks(num_bytes):
-        raise ValueError(f"there is no chunk {index} in {num_bytes} bytes")
-    return min(CHUNK_BYTES, num_bytes - index * CHUNK_BYTES)
+    def proof(self, index: int) -> bytes:
+        """Hashes that lead from one chunk's leaf to the root: 32 bytes a level, zeros where there is no sibling."""
+        found = []
+        for level in self._levels[:-1]:
+            sibling = index ^ 1
+            found.append(level[sibling] if sibling < len(level) else bytes(HASH_BYTES))
+            index //= 2
+        return b"".join(found)
 
 
 def merkle_tree(tensors: NamedTensors) -> MerkleTree:
@@ -226,25 +358,67 @@ def merkle_tree(tensors: NamedTensors) -> MerkleTree:
     Raises:
         ValueError: A tensor is elsewhere or not contiguous.
     """
-    chunks = ChunkedBytes(tensors)
+    return tree_of(ChunkedBytes(tensors))
+
+
+def tree_of(chunks: ChunkedBytes) -> MerkleTree:
+    """Hash all chunks where they lie."""
     leaves = tuple(chunks.leaf(index) for index in range(chunks.num_chunks))
-    return MerkleTree(leaves, root_of(chunks.specs, leaves))
+    levels = _levels(leaves)
+    return MerkleTree(leaves, _root(description_hash(chunks.specs), levels[-1]), levels)
 
 
 def root_of(specs: Sequence[TensorSpec], leaves: Sequence[bytes]) -> bytes:
     """The digest, 32 bytes, of tensors with these specs whose chunks have these hashes."""
-    level = list(leaves)
-    while len(level) > 1:
-        pairs = range(0, len(level) - 1, 2)
-        above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in pairs]
-        level = above + level[len(above) * 2 :]
-    description = bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
-    return bulk_hash(b"p2ptrain state 1", description, *level)
+    return _root(description_hash(specs), _levels(leaves)[-1])
 
 
-def verify_chunk(index: int, data: bytes | bytearray | memoryview, leaves: Sequence[bytes]) -> bool:
-    """Whether ``data`` is the chunk ``index`` that ``leaves`` vouch for."""
-    return 0 <= index < len(leaves) and hmac.compare_digest(_leaf([data]), leaves[index])
+def description_hash(specs: Sequence[TensorSpec]) -> bytes:
+    """What the digest says of names, dtypes and shapes, 32 bytes."""
+    return bulk_hash(canonical_bytes([spec.to_list() for spec in specs]))
+
+
+def leaf_of(data: bytes | bytearray | memoryview) -> bytes:
+    """The hash of a chunk with these bytes, 32 bytes."""
+    return _leaf([data])
+
+
+def proves(
+    description: bytes, leaf: bytes, index: int, num_chunks: int, proof: bytes | memoryview, root: bytes
+) -> bool:
+    """Whether a proof leads from a chunk to a digest.
+
+    Args:
+        description: `description_hash` of the tensors.
+        leaf: Hash of the chunk.
+        index: Which chunk.
+        num_chunks: How many there are.
+        proof: What `MerkleTree.proof` gave; of the right length.
+        root: The digest.
+    """
+    node, size, at = leaf, num_chunks, 0
+    while size > 1:
+        if (index ^ 1) < size:
+            sibling = bytes(proof[at : at + HASH_BYTES])
+            node = bulk_hash(b"\x01", sibling, node) if index & 1 else bulk_hash(b"\x01", node, sibling)
+        at += HASH_BYTES
+        index //= 2
+        size = -(-size // 2)
+    return hmac.compare_digest(_root(description, [node]), root)
+
+
+def _levels(leaves: Sequence[bytes]) -> list[list[bytes]]:
+    """The nodes of the tree, level by level, from the leaves to its root."""
+    levels = [list(leaves)]
+    while len(levels[-1]) > 1:
+        level = levels[-1]
+        above = [bulk_hash(b"\x01", level[at], level[at + 1]) for at in range(0, len(level) - 1, 2)]
+        levels.append(above + level[len(above) * 2 :])
+    return levels
+
+
+def _root(description: bytes, top: Sequence[bytes]) -> bytes:
+    return bulk_hash(b"p2ptrain state 2", description, *top)
 
 
 def _leaf(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes:

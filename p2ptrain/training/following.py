@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.averaging.head import Head, genesis
-from p2ptrain.averaging.history import Result
+from p2ptrain.averaging.history import Means, Result
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import (
     IncompatibleError,
@@ -35,10 +35,12 @@ from p2ptrain.jobs import Advance, Jobs
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks, to_its_end
 from p2ptrain.training.catching_up import between, choose_way
 from p2ptrain.training.digest import spec_of
+from p2ptrain.training.downloading import StateDownload
 from p2ptrain.training.state import SharedState
-from p2ptrain.training.transfer import download_state, fetch_head
+from p2ptrain.training.transfer import fetch_head
 from p2ptrain.training.work import Work
 
 if TYPE_CHECKING:
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_SECONDS = 60.0
-DOWNLOAD_TIMEOUT_SECONDS = 600.0
 MAX_OTHERS_ASKED = 3
 """For rounds that the peer to be followed does not have."""
 STALL_SECONDS = 4.0
@@ -82,6 +82,7 @@ class Follower:
         averager: Averager,
         feedbacks: Sequence[ErrorFeedback],
         apply: Callable[[Result, Work | None, bool], Awaitable[None]],
+        step: Callable[[Body, Means], None],
         move: Callable[[Head], None],
         drop_stale: bool,
         late_decay: float,
@@ -98,6 +99,7 @@ class Follower:
             averager: Its history serves and fetches replays.
             feedbacks: By fragment; reset with its values.
             apply: Applies a certified result to state and work; its flag says whether the work is in it.
+            step: Applies a certified result to the shared state alone.
             move: Takes note of a new head.
             drop_stale: Whether work is dropped, not carried, when the state is replaced by one that no known
                 certificates lead to.
@@ -113,20 +115,24 @@ class Follower:
         self._averager = averager
         self._feedbacks = feedbacks
         self._apply = apply
+        self._step = step
         self._move = move
         self._drop_stale = drop_stale
         self._late_decay = late_decay
         self._jobs = jobs
+        self._downloaded = StateDownload(
+            rpc, runtime, signer, swarm, membership, averager.history, state, self._num_values, self._check_head, jobs
+        )
         self._failed_healings = 0
+        self._tasks = Tasks()
         self._asked: dict[str, asyncio.Task[None]] = {}
         self.resyncs = 0
         self.incompatible: dict[str, str] = {}
 
     async def close(self) -> None:
         """End what was started here."""
-        for task in self._asked.values():
-            task.cancel()
-        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        await self._tasks.close()
+        self._downloaded.close()
 
     async def follow_swarm(self, work: Work | None) -> bool:
         """Catch up with the best lineage that any known peer announces, if it outranks this peer's.
@@ -190,13 +196,13 @@ class Follower:
         self._asked = {peer: task for peer, task in self._asked.items() if not task.done()}
         if peer in self._asked or len(self._asked) >= MAX_DOUBTED_ASKED or self._membership.is_mistrusted(peer):
             return
-        self._asked[peer] = asyncio.create_task(self._ask(peer), name=f"ask {peer[-8:]}")
+        self._asked[peer] = self._tasks.start(self._ask(peer), f"ask-{peer[-8:]}")
 
     async def _ask(self, peer: str) -> None:
         started = asyncio.get_running_loop().time()
         try:
             if not await self._averager.history.certificates_after(peer, self._state.head.lineage):
-                head = await fetch_head(self._rpc, peer, self._state.head.round)
+                head = await fetch_head(self._rpc, peer)
                 self._check_head(head)
                 if not head.outranks(self._state.head):
                     raise AttemptFailedError(f"peer {peer[-8:]} is not ahead of this one")
@@ -227,6 +233,7 @@ class Follower:
         try:
             with self._jobs("replaying missed rounds", "rounds") as advance:
                 await self._replay(holder, chain, work, advance)
+            self._downloaded.discard()
         except FAILURES_TO_FOLLOW as error:
             if holder == source and not isinstance(error, PeerRefusedError):
                 raise
@@ -247,14 +254,17 @@ class Follower:
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
-            means = await self._averager.history.fetch_means(
-                holder, body, self._num_values(body), REPLAY_TIMEOUT_SECONDS
-            )
-            contributed = self._averager.own_work.is_in(body)
-            if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
-                await self._runtime.compute(self._feedbacks[self._fragment(body).index].reset)
-            await self._apply(Result(certificate, means), work, contributed)
+            means = await self._averager.history.fetch_means(holder, body, self._num_values(body))
+            await self._apply_missed(Result(certificate, means), work)
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
+
+    async def _apply_missed(self, result: Result, work: Work | None) -> None:
+        """Apply the next round's result, in which this peer's work may be."""
+        body = result.certificate.body
+        contributed = self._averager.own_work.is_in(body)
+        if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
+            await self._runtime.compute(self._feedbacks[self._fragment(body).index].reset)
+        await self._apply(result, work, contributed)
 
     def _fragment(self, body: Body) -> Fragment:
         return self._state.fragments.of_round(body.round)
@@ -329,33 +339,43 @@ class Follower:
     async def _download(
         self, source: str, work: Work | None, keep_work: bool, chain: Sequence[Certificate] = ()
     ) -> None:
-        """Fetch the whole state of ``source``'s lineage, from it and others that announce the same digest.
+        """Fetch the whole state of the swarm, however long that takes, and the rounds since.
 
         Args:
-            source: Whom to ask for its head.
+            source: Whom to ask first.
             work: The live model.
             keep_work: Whether work may be carried to the new state.
             chain: Certificates from this peer's lineage on, as far as they are known.
         """
-        oldest = chain[-1].body.round + 1 if chain else self._state.head.round + int(keep_work)
-        head = await fetch_head(self._rpc, source, oldest)
+        head = await fetch_head(self._rpc, source)
         self._check_head(head)
         heals = not keep_work and head.lineage == self._state.head.lineage
         if not heals and not head.outranks(self._state.head):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
-        others = [r.peer for r in self._membership.records() if r.digest == head.digest and r.peer != source]
-        with self._jobs("downloading the state") as advance:
-            downloaded = await download_state(
-                self._rpc, self._runtime, [source, *others[:3]], head, self._state.layout.fingerprint,
-                DOWNLOAD_TIMEOUT_SECONDS, advance=advance,
-            )  # fmt: skip
-        missed = between(chain, self._state.head.lineage, head.lineage)
-        if missed is None and chain:  # The source has moved on since.
-            later = await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)
-            missed = between([*chain, *later], self._state.head.lineage, head.lineage)
+        if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source has moved on since.
+            chain = [*chain, *await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)]
+        async with self._downloaded.fetched(source, head) as rounds:
+            count = await to_its_end(self._take_over(work, keep_work, chain))
+            logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
+            while count < len(rounds.certificates):  # More of them may come meanwhile.
+                await self._apply_missed(rounds.result(count), work)
+                count += 1
+        self._downloaded.discard()
+
+    async def _take_over(self, work: Work | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
+        """Replace the shared state by what was downloaded; how many of the rounds since are in it."""
+        count, lineage = self._downloaded.newest()
+        missed = between([*chain, *self._downloaded.certificates], self._state.head.lineage, lineage)
         kept = self._kept(missed) if keep_work else [None] * len(self._state.fragments)
-        await whole(self._replace_and_move(downloaded.tensors, head, work, kept, missed is not None))
-        logger.info("downloaded the state of round %d from peer %s", head.round, source[-8:])
+        carries = await self._runtime.compute(self._carries, work, kept)
+        head = await self._downloaded.assemble(self._step)
+        self._state.head = head
+        await self._runtime.compute(self._adopt, work, kept, carries, missed is not None)
+        self._averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
+        self._averager.history.clear()
+        self.resyncs += 1
+        self._move(head)
+        return count
 
     def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
         """By fragment: the part of local work that is carried when a later state replaces this one; None to drop it.
@@ -375,20 +395,6 @@ class Follower:
             kept[index] = None if before is None or is_counted else before * self._late_decay
         return kept
 
-    async def _replace_and_move(
-        self,
-        tensors: list[tuple[str, torch.Tensor]],
-        head: Head,
-        work: Work | None,
-        kept: Sequence[float | None],
-        follows: bool,
-    ) -> None:
-        await self._runtime.compute(self._replace, tensors, head, work, kept, follows)
-        self._averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
-        self._averager.history.clear()
-        self.resyncs += 1
-        self._move(head)
-
     def _check_head(self, head: Head) -> None:
         """Refuse a head that its certificate does not prove, or whose digest most of those who hold it do not share."""
         votes = Counter(r.digest for r in self._membership.records() if r.lineage == head.lineage)
@@ -402,49 +408,41 @@ class Follower:
         if body.next_head(head.digest, head.certificate) != head:
             raise IntegrityError("a head does not follow from its certificate")
 
-    def _replace(
-        self,
-        tensors: list[tuple[str, torch.Tensor]],
-        head: Head,
-        work: Work | None,
-        kept: Sequence[float | None],
-        follows: bool,
-    ) -> None:
-        """Take over a downloaded state.
+    def _carries(self, work: Work | None, kept: Sequence[float | None]) -> list[torch.Tensor | None]:
+        """By fragment: what is put on top of the state that comes next; None for nothing.
 
         Args:
-            tensors: The state, as `SharedState.replace` takes it.
-            head: Its head.
             work: The live model.
-            kept: By fragment: the part of its work that is put on top; None for nothing.
-            follows: Whether the state is known to follow from this peer's, so that its residual is still due.
+            kept: By fragment: the part of its work that is carried; None for nothing.
         """
         import torch
 
-        if not all(bool(torch.isfinite(tensor).all()) for _, tensor in tensors):
-            raise IntegrityError("the downloaded state has values that are not finite")
         carries: list[torch.Tensor | None] = [None] * len(kept)
         for fragment, part in zip(self._state.fragments, kept, strict=True):
             if work is not None and part is not None and work.tokens_of(fragment) > 0:
                 carry = carries[fragment.index] = torch.empty(fragment.num_values, dtype=torch.float32)
                 work.collect(carry, fragment)
                 carry.mul_(part)
-        self._state.replace(tensors, head)
-        if self._state.tree().root != head.digest:
-            raise IntegrityError("the downloaded state does not have its digest: a defect, please report it")
+        return carries
+
+    def _adopt(
+        self,
+        work: Work | None,
+        kept: Sequence[float | None],
+        carries: Sequence[torch.Tensor | None],
+        follows: bool,
+    ) -> None:
+        """Set the live model from a downloaded state.
+
+        Args:
+            work: The live model.
+            kept: By fragment: the part of its work that is carried; None for nothing.
+            carries: By fragment: what is put on top of it.
+            follows: Whether the state is known to follow from this peer's, so that its residual is still due.
+        """
         for feedback, part in zip(self._feedbacks, kept, strict=True):
             if part is None or not follows:
                 feedback.reset()
         for fragment in self._state.fragments:
             if work is not None:
                 work.adopt(False, carries[fragment.index], fragment)
-
-
-async def whole(change: Coroutine[Any, Any, None]) -> None:
-    """Run a change of the state to its end even if the caller is cancelled meanwhile; then pass the cancellation on."""
-    task = asyncio.ensure_future(change)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise

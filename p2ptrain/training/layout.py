@@ -67,19 +67,26 @@ class Layout:
         entries: All tensors: parameters, then buffers.
         num_values: Length of the vector.
         num_parameters: Length of its first part, the parameters; the rest are buffers.
-        fingerprint: SHA-256 of kinds, names, shapes and dtypes, 32 bytes; equal on all peers that can average together.
+        rule: How all peers step on the mean of this vector, as far as it is not the manifest's; empty if it is.
+        fingerprint: SHA-256 of kinds, names, shapes, dtypes and rule, 32 bytes; equal on all peers that can average
+            together.
     """
 
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, entries: tuple[Entry, ...], rule: str = "") -> None:
         self.entries = entries
+        self.rule = rule
         self.num_values = sum(entry.num_values for entry in entries)
         self.num_parameters = sum(entry.num_values for entry in entries if entry.kind == "param")
         described = [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in entries]
-        self.fingerprint = hashlib.sha256(b"p2ptrain layout 1" + json.dumps(described).encode()).digest()
+        self.fingerprint = hashlib.sha256(b"p2ptrain layout 2" + json.dumps([described, rule]).encode()).digest()
 
     @classmethod
-    def from_module(cls, module: nn.Module) -> Layout:
+    def from_module(cls, module: nn.Module, rule: str = "") -> Layout:
         """The layout of ``module``: trainable parameters and persistent buffers, in order of registration.
+
+        Args:
+            module: The live module.
+            rule: See the class.
 
         Raises:
             ValueError: A tensor is complex, sparse or quantized, an integer buffer is too large for fp32, or nothing
@@ -95,7 +102,7 @@ class Layout:
                 offset = entry.end
             if kind == "param" and not entries:
                 raise ValueError("the module has no trainable parameter: set requires_grad on what is to be trained")
-        return cls(tuple(entries))
+        return cls(tuple(entries), rule)
 
     @property
     def parameter_entries(self) -> tuple[Entry, ...]:

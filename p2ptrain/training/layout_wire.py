@@ -24,6 +24,7 @@ CALL_SECONDS = 10.0
 MAX_REPLY_BYTES = 4 << 20
 MAX_ENTRIES = 1 << 16
 MAX_NAME_CHARS = 512
+MAX_RULE_CHARS = 1 << 20
 MAX_DIMENSIONS = 16
 MAX_VALUES = 1 << 42
 
@@ -32,7 +33,7 @@ def serve_layout(rpc: Rpc, layout: Layout) -> None:
     """Tell whoever asks what the model's vector looks like."""
 
     async def describe(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"entries": layout_to_wire(layout)}
+        return {"entries": layout_to_wire(layout), "rule": layout.rule}
 
     rpc.serve(CALL, describe)
 
@@ -45,7 +46,7 @@ async def fetch_plan(rpc: Rpc, peer: str, manifest: Manifest) -> Plan:
         IntegrityError: It sent no layout, or none that fits the manifest.
     """
     reply = await rpc.call(peer, CALL, {}, CALL_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
-    layout = layout_from_wire(reply.get("entries"))
+    layout = layout_from_wire(reply.get("entries"), reply.get("rule"))
     try:
         fragments = Fragments(layout, manifest.training.fragments)
     except ValueError as error:
@@ -59,7 +60,7 @@ def layout_to_wire(layout: Layout) -> list[Any]:
     return [[e.kind, e.name, list(e.shape), str(e.dtype).removeprefix("torch.")] for e in layout.entries]
 
 
-def layout_from_wire(values: Any) -> Layout:
+def layout_from_wire(values: Any, rule: Any = "") -> Layout:
     """Check and rebuild what `layout_to_wire` made.
 
     Raises:
@@ -67,6 +68,8 @@ def layout_from_wire(values: Any) -> Layout:
     """
     if not (isinstance(values, list) and 0 < len(values) <= MAX_ENTRIES):
         raise IntegrityError("a layout has an impossible number of tensors")
+    if not (type(rule) is str and len(rule) <= MAX_RULE_CHARS):
+        raise IntegrityError("a layout has no rule, or one that is too long")
     entries: list[Entry] = []
     for value in values:
         entries.append(_entry(value, entries[-1].end if entries else 0))
@@ -76,7 +79,7 @@ def layout_from_wire(values: Any) -> Layout:
     named = {(entry.kind, entry.name) for entry in entries}
     if kinds != sorted(kinds, key=lambda kind: kind != "param") or kinds[0] != "param" or len(named) < len(entries):
         raise IntegrityError("a layout does not have parameters first, each tensor once")
-    return Layout(tuple(entries))
+    return Layout(tuple(entries), rule)
 
 
 def _entry(value: Any, offset: int) -> Entry:

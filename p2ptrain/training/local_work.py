@@ -11,13 +11,19 @@ applied to the shared state, the live values become ``mixing * live + (1 - mixin
 
 from __future__ import annotations
 
+import copy
+import logging
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import torch
 
 from p2ptrain.training.fragments import Fragment
+from p2ptrain.training.gradients import is_sparse
 from p2ptrain.training.rest import Rest
 from p2ptrain.training.state import SharedState
+
+logger = logging.getLogger(__name__)
 
 
 class LocalWork:
@@ -31,7 +37,12 @@ class LocalWork:
     """
 
     def __init__(
-        self, module: torch.nn.Module, state: SharedState, accumulate: bool, mixing: float | None = None
+        self,
+        module: torch.nn.Module,
+        state: SharedState,
+        accumulate: bool,
+        mixing: float | None = None,
+        inner: torch.optim.Optimizer | None = None,
     ) -> None:
         """
         Args:
@@ -39,6 +50,7 @@ class LocalWork:
             state: What it shares with the swarm.
             accumulate: Whether gradients are contributed (``every = 1``) rather than pseudo-gradients.
             mixing: With overlap: how much of the live values stays when a result is applied; None without overlap.
+            inner: The optimizer of local steps, whose state is this peer's own; None if there is none.
         """
         self.module = module
         self.state = state
@@ -47,6 +59,9 @@ class LocalWork:
         self.steps = 0
         self.rest = Rest()
         self._mixing = mixing
+        self._inner = inner
+        # Most optimizers have no state before their first step; some could not make it again.
+        self._first_state = {key: copy.deepcopy(value) for key, value in inner.state.items()} if inner else {}
         size = state.layout.num_parameters
         self.accumulated = torch.zeros(size, dtype=torch.float32) if accumulate else None
 
@@ -70,12 +85,14 @@ class LocalWork:
         self.pending = [pending + tokens for pending in self.pending]
 
     def add_gradients(self, tokens: int) -> None:
-        """Add the live gradients, weighted by tokens; refused as a whole when they are not finite."""
+        """Add the live gradients, which are finite, weighted by tokens."""
         assert self.accumulated is not None
         for entry, parameter in self.state.layout.parameters_of(self.module):
             if parameter.grad is not None:
                 part = self.accumulated[entry.offset : entry.offset + parameter.numel()]
-                part.add_(parameter.grad.detach().to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
+                gradient = parameter.grad.detach()
+                gradient = gradient.to_dense() if is_sparse(gradient) else gradient
+                part.add_(gradient.to("cpu", torch.float32).reshape(-1).mul(float(tokens)))
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """Start minus now; for accumulated gradients, their token-weighted mean (and start minus now for buffers)."""
@@ -101,6 +118,8 @@ class LocalWork:
         elif carry is not None and self.accumulated is None:
             target = target - carry
         fragment.layout.write(target, self.module)
+        if carry is not None and self.accumulated is not None and not contributed:
+            torch.mul(carry[: len(self.accumulated)], float(max(self.tokens, 1)), out=self.accumulated)
         if contributed and self._mixing is not None:
             tokens, samples = counted
             left = max(0, self.pending[fragment.index] - len(self.pending) * tokens)
@@ -115,6 +134,42 @@ class LocalWork:
                 self.accumulated.zero_()
         if self._mixing is None and (contributed or carry is None or len(self.pending) > 1):
             self.steps = 0  # A carried fragment's turn comes again when its turn comes.
+
+    def begin_anew(self) -> None:
+        """See `Work.begin_anew`."""
+        self.adopt(False, None)
+        if self._inner is not None:
+            self._inner.state.clear()
+            self._inner.state.update({key: copy.deepcopy(value) for key, value in self._first_state.items()})
+
+    def mend_buffers(self) -> None:
+        """Set the live buffers from the shared state if a value of theirs is not finite, as a bad batch leaves them."""
+        if not all(bool(buffer.isfinite().all()) for buffer in self.module.buffers()):
+            self.state.layout.write(self.state.vector, self.module, kind="buffer")
+
+    def to_save(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return the counts and tensors of the work that waits; empty if nothing waits."""
+        if not any(self.pending) and not self._mixing:
+            return {}, {}
+        live = self.state.layout.new_vector()
+        self.state.layout.read(self.module, live)
+        tensors = {"live": live} | ({} if self.accumulated is None else {"accumulated": self.accumulated})
+        return {"pending": list(self.pending), "samples": self.samples, "steps": self.steps}, tensors
+
+    def restore(self, counts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bool:
+        """Take up what `to_save` gave, at the same shared state; False, and nothing changed, if it does not fit."""
+        live, accumulated = tensors["live"], tensors.get("accumulated")
+        fits = live.shape == self.state.vector.shape and len(counts["pending"]) == len(self.pending)
+        if self.accumulated is not None:
+            fits = fits and accumulated is not None and accumulated.shape == self.accumulated.shape
+        if not fits:
+            logger.warning("the work in the checkpoint does not fit this model, and is dropped")
+            return False
+        self.pending, self.samples, self.steps = list(counts["pending"]), counts["samples"], counts["steps"]
+        if self.accumulated is not None and accumulated is not None:
+            self.accumulated.copy_(accumulated)
+        self.state.layout.write(live, self.module)
+        return True
 
     def _mixed(self, shared: torch.Tensor, fragment: Fragment) -> torch.Tensor:
         """The live values, moved towards the shared ones."""

@@ -84,7 +84,7 @@ class _Codes(Moment):
         self._exponents = torch.zeros(-(-num // BLOCK), dtype=torch.uint8)
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        return [("", self._codes), (".exponents", self._exponents)]
+        return [("", self._codes), ("_exponents/256", self._exponents)]
 
     def is_sound(self, tensors: Sequence[Tensor]) -> bool:
         return bool((tensors[1] <= _LARGEST).all())

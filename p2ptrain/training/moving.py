@@ -24,6 +24,7 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import service
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 from p2ptrain.training.hosted_stage import HostedStage
 from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
 
@@ -114,6 +115,7 @@ class Mover:
         self._bound_until = loop.time() + LEAST_STAY_SECONDS
         self._said: int | None = None
         self._has_news = asyncio.Event()
+        self._tasks = Tasks()
         self._looked = loop.time()
         rpc.serve("pipeline.stay", self._serve_stay)
 
@@ -137,8 +139,8 @@ class Mover:
 
     async def run(self) -> None:
         """Host until stopped, or the last round."""
-        hosting = asyncio.create_task(self.hosted.run(), name=f"stage-{self.hosted.number}")
-        try:
+        async with self._tasks:
+            hosting = self._tasks.call(self.hosted.run(), f"stage-{self.hosted.number}")
             while True:
                 await self._wait(hosting)
                 if hosting.done() or self._is_stopping:
@@ -156,20 +158,14 @@ class Mover:
             await hosting
             if self._is_stopping:
                 await self._hand_over(self.hosted)
-        finally:
-            hosting.cancel()
-            await asyncio.gather(hosting, return_exceptions=True)
 
     async def _wait(self, hosting: asyncio.Task[None]) -> None:
         """Until there is news, or nothing binds this host any more, or hosting ends."""
         bound_seconds = self._bound_until - asyncio.get_running_loop().time()
         seconds = bound_seconds if bound_seconds > 0 else None
-        news = asyncio.create_task(self._has_news.wait(), name="news")
-        try:
+        async with Tasks() as tasks:
+            news = tasks.call(self._has_news.wait(), "news")
             await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-            await asyncio.gather(news, return_exceptions=True)
 
     def _say(self) -> None:
         """Have the record published if it says something else now; `Records` bounds how often."""
@@ -232,7 +228,7 @@ class Mover:
             before: The others when the move was found, who have to agree; None: it was told to.
         """
         self._target = move.target
-        taking = asyncio.create_task(self._stages.take_on(move.target), name=f"take-on-{move.target}")
+        taking = self._tasks.call(self._stages.take_on(move.target), f"take-on-{move.target}")
         try:
             if before is None:
                 self._say()
@@ -260,10 +256,10 @@ class Mover:
     async def _change(self, after: HostedStage, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
         """Leave the stage for the one that was taken on."""
         before = self.hosted
-        following = asyncio.create_task(after.run(), name=f"stage-{after.number}")
+        following = self._tasks.call(after.run(), f"stage-{after.number}")
         try:
             before.rounds.stop()
-            await asyncio.gather(hosting, return_exceptions=True)
+            await asyncio.wait({hosting})
             await self._hand_over(before)
         except BaseException:  # This peer ends meanwhile.
             following.cancel()
@@ -318,18 +314,17 @@ class Mover:
             return type(now) is int and now >= round
 
         others = self._others_of(leaving.number)
-        asking = [asyncio.create_task(ask(other), name=f"hand-over-{other[-8:]}") for other in others]
-        try:
-            async with asyncio.timeout(HAND_OVER_SECONDS):
-                for answer in asyncio.as_completed(asking):
-                    if await answer:
-                        return
-        except TimeoutError:
-            logger.warning("stage %d: no other host took over what this one ended round %d with", leaving.number, round)
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+        async with Tasks() as tasks:
+            asking = [tasks.call(ask(other), f"hand-over-{other[-8:]}") for other in others]
+            try:
+                async with asyncio.timeout(HAND_OVER_SECONDS):
+                    for answer in asyncio.as_completed(asking):
+                        if await answer:
+                            return
+            except TimeoutError:
+                logger.warning(
+                    "stage %d: no other host took over what this one ended round %d with", leaving.number, round
+                )
 
     async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         stage, round = request.get("stage"), request.get("round")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -23,9 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from p2ptrain.errors import TemporaryError
+from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.dropped_batches import DROPS_TO_BEGIN_ANEW, DroppedBatches
+from p2ptrain.training.gradients import clip_gradients
+from p2ptrain.training.learning_rate import LearningRates, SwarmScheduler
 from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.loss_watch import LossWatch
+from p2ptrain.training.optimizer_checks import check_layout_is_kept
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,10 @@ PAUSE_SECONDS = 1.0
 MARK_SECONDS = 1.0
 PACE_SECONDS = 15.0
 """The time over which tokens per second are counted."""
+USE_SCHEDULE = (
+    "give Swarm.optimizer a schedule=lambda round: factor in place of a scheduler of this peer; opt.scheduler() is for"
+    " training loops that want to step one"
+)
 
 T = TypeVar("T")
 
@@ -106,12 +116,16 @@ class Bridge:
 class SwarmOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer so that its steps are shared; made by `Swarm.optimizer`.
 
-    Learning-rate schedulers act on the wrapped optimizer's parameter groups, which are shared with this object.
+    Its parameter groups are those of the wrapped optimizer. Their learning rates follow the swarm's schedule.
 
     Attributes:
         inner: The wrapped optimizer.
         last_result: The last synchronisation; None before the first.
-        loss: Of the last batch, for whoever watches the swarm: the closure's, or set by the caller; None if unknown.
+        total_steps: Local batches of this peer, those before a restart included.
+        loss: Of a recent batch, for whoever watches the swarm: the closure's, or what the caller sets, or what the
+            model's outputs tell as their ``loss`` (transformers' models do); None if unknown.
+        samples_per_step: Samples in one local batch, unless `count` says otherwise.
+        on_step: Called at the end of each `step`, on its thread; the model and the shared state stand still meanwhile.
         on_pause: Called by `step` with the result of each synchronisation that found the swarm below its minimum of
             peers, where the manifest says that it pauses then. It waits a little, and says whether to go on waiting.
     """
@@ -125,6 +139,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         spec: TrainingSpec,
         tokens_per_step: int,
         clip_norm: float = 0.0,
+        rates: LearningRates | None = None,
     ) -> None:
         """
         Args:
@@ -136,8 +151,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
             tokens_per_step: Tokens in one local batch, unless `count` says otherwise.
             clip_norm: Gradient norm limit of every inner step (``every = H``); 0 for none.
                 With ``every = 1`` the shared state's stepper clips.
+            rates: Learning rates of ``inner`` by the swarm's step; None for constant ones.
         """
         super().__init__(inner.param_groups, inner.defaults)
+        self._are_groups_final = True
         self.inner = inner
         self.state = inner.state
         self.last_result: RoundResult | None = None
@@ -147,16 +164,25 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._every = spec.every
         self._steps_per_round = spec.steps_per_round
         self._clip_norm = clip_norm
+        self._rates = rates or LearningRates(inner)
+        self._warned_of_rates = False
+        self._dropped = DroppedBatches()
         self._overlap_steps = spec.overlap_steps
         mixing = spec.mixing if spec.overlap_steps else None
-        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing)
+        own = None if spec.every == 1 else inner
+        self._work = LocalWork(module, synchronizer.state, accumulate=spec.every == 1, mixing=mixing, inner=own)
         self._flight: Future[RoundResult] | None = None
-        self._default_samples = spec.local_batch
+        self.samples_per_step = spec.local_batch
+        self.on_step: Callable[[], None] = lambda: None
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
         self._next_attempt = spec.steps_per_round
         self._total_tokens = 0
-        self.loss: float | None = None
+        self.total_steps = 0
+        self._loss: float | None = None
+        self._is_loss_set = False
+        self._loss_seen_at = -MARK_SECONDS
+        self._loss_watch = LossWatch(module)
         self._batch_began = time.monotonic()
         self._marks = deque([(self._batch_began, 0)])
         self.on_pause: Callable[[RoundResult], bool] = self._rest
@@ -170,6 +196,21 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def committed(self) -> bool:
         """Whether the last synchronisation applied a certified round."""
         return self.last_result is not None and self.last_result.committed
+
+    @property
+    def work(self) -> LocalWork:
+        """What this peer did and has not contributed yet."""
+        return self._work
+
+    @property
+    def is_inner_shared(self) -> bool:
+        """True if the wrapped optimizer's state is part of the shared state (``every = 1``)."""
+        return self._every == 1
+
+    @property
+    def dropped_batches(self) -> int:
+        """Batches that do not count, because their gradient was not finite."""
+        return self._dropped.total
 
     @property
     def is_under_way(self) -> bool:
@@ -204,6 +245,36 @@ class SwarmOptimizer(torch.optim.Optimizer):
             while len(self._marks) > 2 and now - self._marks[1][0] > PACE_SECONDS:
                 self._marks.popleft()
 
+    @property
+    def loss(self) -> float | None:
+        """See the class."""
+        return self._loss
+
+    @loss.setter
+    def loss(self, value: float | None) -> None:
+        self._loss, self._is_loss_set = value, value is not None
+
+    def _see_loss(self, told: Any, now: float) -> None:
+        """Take note of a batch's loss. Reading it from a GPU waits for the GPU: at most every `MARK_SECONDS`."""
+        observed = self._loss_watch.take()
+        loss = observed if told is None and not self._is_loss_set else told
+        is_near = not isinstance(loss, torch.Tensor) or loss.device.type == "cpu"
+        if loss is not None and (is_near or now - self._loss_seen_at >= MARK_SECONDS):
+            self._loss = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
+            self._loss_seen_at = now
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: peers share what was there when the swarm's optimizer was made.
+
+        Raises:
+            UsageError: Always.
+        """
+        if getattr(self, "_are_groups_final", False):
+            raise UsageError(
+                "a swarm's optimizer takes no more parameters: add the group to the torch optimizer before"
+            )
+        super().add_param_group(param_group)
+
     def count(self, samples: int, tokens: int) -> None:
         """Say how large the next local batch is, where it differs from the manifest's."""
         if samples < 1 or tokens < 1:
@@ -217,26 +288,26 @@ class SwarmOptimizer(torch.optim.Optimizer):
         ``overlap_steps`` a round is begun here and goes on while the caller computes; its result is applied in a later
         call.
 
+        A batch whose gradient is not finite is dropped: it takes no step and does not count.
+
         Raises:
             TemporaryError: The swarm was closed, or its network ended.
+            DivergedError: Too many batches in a row were dropped, or contributions of this peer.
+            UsageError: With ``every = 1``: something else than the swarm's schedule changed a learning rate.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            if loss is not None:
-                self.loss = loss.item() if isinstance(loss, torch.Tensor) else float(loss)
-        samples, tokens = self._counted or (self._default_samples, self._default_tokens)
+        self._see_loss(loss, time.monotonic())
+        samples, tokens = self._counted or (self.samples_per_step, self._default_tokens)
         self._counted = None
-        if self._every == 1:
-            self._work.add_gradients(tokens)
+        self._follow_schedule()
+        limit = self._clip_norm if self._every > 1 and self._clip_norm else math.inf
+        if math.isfinite(clip_gradients(self._trained(), limit)):
+            self._take_step(samples, tokens)
         else:
-            if self._clip_norm:
-                parameters = [p for group in self.param_groups for p in group["params"]]
-                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
-            self.inner.step()
-        self._work.add_step(samples, tokens)
-        self._total_tokens += tokens
+            self._drop_batch()
         self._look_after_flight()
         if self._flight is None and self._is_due(samples, time.monotonic() - self._batch_began):
             if self._overlap_steps:
@@ -245,7 +316,59 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 self._synchronize_when_enough()
         self._batch_began = time.monotonic()
         self._mark(self._batch_began)
+        self.on_step()
         return loss
+
+    def _trained(self) -> list[torch.Tensor]:
+        """The parameters whose gradients a step uses."""
+        if self._every == 1:
+            return [parameter for _, parameter in self._synchronizer.state.layout.parameters_of(self._module)]
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _take_step(self, samples: int, tokens: int) -> None:
+        self._dropped.in_a_row = 0
+        if self._every == 1:
+            self._work.add_gradients(tokens)
+        else:
+            self.inner.step()
+        self._work.add_step(samples, tokens)
+        self._total_tokens += tokens
+        self.total_steps += 1
+
+    def _drop_batch(self) -> None:
+        """Leave out a batch whose gradient is not finite; after several in a row begin anew from the shared state."""
+        self._dropped.note(self.round)
+        self._work.mend_buffers()
+        if self._dropped.in_a_row == DROPS_TO_BEGIN_ANEW:
+            if self._flight is not None:
+                self.synchronize()
+            self._bridge.wait(self._synchronizer.begin_anew(self._work))
+            logger.warning("round %d: this peer begins anew from the state of the swarm", self.round)
+
+    @property
+    def _swarm_step(self) -> int:
+        """The step that the learning rate follows; see `p2ptrain.training.learning_rate`.
+
+        A peer that does more steps in a round than the manifest's stays at the last one of the round.
+        """
+        round_ = self.round + int(self.is_under_way)
+        return round_ * self._steps_per_round + min(self._work.steps, self._steps_per_round - 1)
+
+    def _follow_schedule(self) -> None:
+        """Set the learning rates of the swarm's step; refuse or report rates that something else has set."""
+        if change := self._rates.change():
+            if self._every == 1:
+                raise UsageError(f"{change}, and with every = 1 all peers need the rate of the round: {USE_SCHEDULE}")
+            if not self._warned_of_rates:
+                self._warned_of_rates = True
+                effect = "the swarm's schedule" if self._rates.are_scheduled else "a peer that joins later"
+                logger.warning("%s; %s sets another one: %s", change, effect, USE_SCHEDULE)
+        if self._every == 1 or self._rates.are_scheduled:
+            self._rates.set(self._swarm_step)
+
+    def scheduler(self) -> SwarmScheduler:
+        """Return the swarm's schedule as a torch scheduler, for training loops that want to step one."""
+        return SwarmScheduler(self, self._rates, lambda: self._swarm_step)
 
     def _synchronize_when_enough(self) -> None:
         result = self.synchronize()
@@ -256,6 +379,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _take_off(self) -> None:
         """Begin a round that goes on under compute; returns once the contribution has been read."""
+        self._check_layout()
         self._work.steps = 0
         self._work.rest.reserve()
         try:
@@ -288,7 +412,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._bridge.wait(self._synchronizer.report(self._work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
-        """Contribute what there is to the round in progress now, or has been already, and wait for its result."""
+        """Contribute what there is to the round in progress now, or has been already, and wait for its result.
+
+        Raises:
+            TemporaryError: The swarm was closed, or its network ended.
+            UsageError: Parameters were frozen or unfrozen since this optimizer was made.
+        """
+        self._check_layout()
         self._work.rest.park()
         flight, self._flight = self._flight, None
         if flight is not None:
@@ -303,9 +433,17 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self._next_attempt = self._work.steps + max(1, self._steps_per_round // 4)
         return self.last_result
 
+    def _check_layout(self) -> None:
+        entries = self._synchronizer.state.layout.parameter_entries
+        check_layout_is_kept(self._module, (entry.name for entry in entries))
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the live gradients; what is accumulated for the global batch stays."""
         self.inner.zero_grad(set_to_none)
+
+    def load_inner_state(self, state: dict[Any, Any]) -> None:
+        """Load the ``state`` of the wrapped optimizer's `state_dict`; its hyperparameters stay as they are."""
+        self.load_state_dict({**self.inner.state_dict(), "state": state})
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and what is not contributed yet."""
@@ -321,6 +459,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict(values)
         self.param_groups = self.inner.param_groups
         self.state = self.inner.state
+        self._rates.change()  # The saved rates are no change that somebody made.
         if own is not None:
             self._work.pending, self._work.samples, self._work.steps = own["pending"], own["samples"], own["steps"]
             if self._work.accumulated is not None and own["accumulated"] is not None:

@@ -4,6 +4,7 @@
 use single IEEE operations only, each rounded to fp32 by itself: torch's fused forms (``alpha=``, ``lerp``, ``addcmul``)
 may or may not become fused multiply-adds, depending on the CPU. `GradientStep` (``every = 1``) lets a torch optimizer
 step on the mean gradient; its bits are as reproducible as that optimizer's kernels: equal on machines of one kind.
+`p2ptrain.training.adamw.AdamWStep` does the same for the manifest's own model, with equal bits on all machines.
 
 The buffers' part of the mean is a difference from the vector too, and is subtracted as it is. A step may move one
 fragment of the vector alone (`p2ptrain.training.fragments`); then ``mean`` holds the values of that fragment.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,7 +23,9 @@ from torch import Tensor, nn
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.training.digest import NamedTensors
 from p2ptrain.training.fragments import Fragment
+from p2ptrain.training.gradients import is_sparse
 from p2ptrain.training.layout import Layout
+from p2ptrain.training.learning_rate import LearningRates
 
 BLOCK_VALUES = 1 << 18
 """Values that are worked on at a time: temporaries stay within 1 MiB."""
@@ -49,15 +52,20 @@ class Stepper(ABC):
         """
 
     @abstractmethod
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """Move ``vector`` by ``mean`` in place.
 
         Args:
             vector: The master copy; fp32, ``[num_values]``, CPU.
             mean: The averaged contribution: pseudo-gradients or gradients, then buffer differences; fp32,
                 ``[fragment.num_values]``; not changed.
+            round_: The round that ``mean`` is of. A learning rate that changes is a function of it, so that a peer that
+                replays the round later takes the same step.
             fragment: Whose values it holds; None for the whole vector.
         """
+
+    def adopt(self, vector: Tensor) -> None:  # noqa: B027 - most steppers keep nothing of it
+        """Take note that ``vector`` was changed by something else than `step`; fp32, ``[num_values]``, CPU."""
 
 
 class NesterovStep(Stepper):
@@ -86,7 +94,7 @@ class NesterovStep(Stepper):
         self._velocity.copy_(tensors[0][1])
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
@@ -99,7 +107,7 @@ class NesterovStep(Stepper):
             part.add_(gradient)
             part.mul_(self._learning_rate)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean, fragment)
+        step_buffers(self._layout, vector, mean, fragment)
 
 
 class AdamStep(Stepper):
@@ -148,7 +156,7 @@ class AdamStep(Stepper):
             mine.copy_(theirs)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         self._steps[fragment.index].add_(1.0)
@@ -169,7 +177,7 @@ class AdamStep(Stepper):
             divisor.div_(correction).add_(self._epsilon)
             torch.mul(self._first[block], rate, out=part)
             vector[block].sub_(part.div_(divisor))
-        _step_buffers(self._layout, vector, mean, fragment)
+        step_buffers(self._layout, vector, mean, fragment)
 
 
 def power(base: float, exponent: int) -> float:
@@ -200,7 +208,7 @@ class AverageStep(Stepper):
             raise IncompatibleError("the outer optimizer has no state: all peers need the same outer optimizer")
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`."""
         fragment = fragment or whole(self._layout)
         update = torch.empty(min(BLOCK_VALUES, self._layout.num_parameters), dtype=torch.float32)
@@ -208,15 +216,15 @@ class AverageStep(Stepper):
             part = update[: block.stop - block.start]
             torch.mul(mean[source], self._learning_rate, out=part)
             vector[block].sub_(part)
-        _step_buffers(self._layout, vector, mean, fragment)
+        step_buffers(self._layout, vector, mean, fragment)
 
 
 class GradientStep(Stepper):
     """One step of a torch optimizer on the mean gradient: the same as one step on one large batch (``every = 1``).
 
     The live parameters must hold the vector's values; afterwards they, and the vector, hold the new ones, and their
-    ``.grad`` is the clipped mean. Learning rates and other settings are no shared state: all
-    peers follow the same schedule.
+    ``.grad`` is the clipped mean. Learning rates and other settings are no shared state: all peers give the same ones,
+    and the same schedule by round.
     """
 
     def __init__(
@@ -225,7 +233,7 @@ class GradientStep(Stepper):
         module: nn.Module,
         layout: Layout,
         clip_norm: float = 0.0,
-        after_step: Callable[[], None] | None = None,
+        rates: LearningRates | None = None,
     ) -> None:
         """Wrap ``optimizer``, which steps the parameters of ``module``.
 
@@ -234,19 +242,19 @@ class GradientStep(Stepper):
             module: The live module.
             layout: Its layout.
             clip_norm: Limit of the mean gradient's norm over all parameters; 0 for none.
-            after_step: Called after each step; for a learning-rate schedule.
+            rates: The optimizer's learning rates by round; None for constant ones.
 
         Raises:
-            ValueError: The optimizer steps a parameter that is no trainable parameter of the module.
+            ValueError: The optimizer holds a parameter that is not the module's.
         """
         self._optimizer = optimizer
         self._module = module
         self._layout = layout
         self._clip_norm = clip_norm
-        self._after_step = after_step
-        owned = {id(parameter) for _, parameter in layout.parameters_of(module)}
+        self._rates = rates or LearningRates(optimizer)
+        owned = {id(parameter) for parameter in module.parameters()}
         if any(id(p) not in owned for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("the optimizer has parameters that are not among the module's trainable parameters")
+            raise ValueError("the optimizer has parameters that are not the module's")
 
     def state_tensors(self) -> list[tuple[str, Tensor]]:
         """The optimizer's state as ``optim.<parameter>.<key>``, by order of the layout and then by key."""
@@ -293,30 +301,33 @@ class GradientStep(Stepper):
             state.setdefault(places[id(parameter)], {})[key] = (
                 tensor.clone() if number is None else number(float(tensor))
             )
-        self._adopt(state)
+        self._load(state)
 
     @torch.no_grad()
-    def step(self, vector: Tensor, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def step(self, vector: Tensor, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """See `Stepper.step`; ``fragment`` is the whole vector."""
         parameters = self._layout.parameters_of(self._module)
         scale = clip_scale(mean, self._layout.num_parameters, self._clip_norm)
         for entry, parameter in parameters:
             gradient = mean[entry.offset : entry.end].view(entry.shape)
-            if parameter.grad is None:
+            if parameter.grad is None or is_sparse(parameter.grad):
                 parameter.grad = torch.empty_like(parameter)
             parameter.grad.copy_(gradient)
             if scale != 1.0:
                 parameter.grad.mul_(scale)
+        self._rates.set(round_)
         with torch.enable_grad():
             self._optimizer.step()
-        if self._after_step is not None:
-            self._after_step()
         for entry, parameter in parameters:
             vector[entry.offset : entry.end].view(entry.shape).copy_(parameter)
-        _step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
+        step_buffers(self._layout, vector, mean, fragment or whole(self._layout))
         self._layout.write(vector, self._module, kind="buffer")
 
-    def _adopt(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
+    def adopt(self, vector: Tensor) -> None:
+        """See `Stepper.adopt`: the torch optimizer steps the live parameters."""
+        self._layout.write(vector, self._module, kind="param")
+
+    def _load(self, state: dict[int, dict[str, Tensor | bool | int | float]]) -> None:
         """Let torch place ``state`` on the right devices, but keep the containers: wrappers refer to them."""
         optimizer = self._optimizer
         groups, container = optimizer.param_groups, optimizer.state
@@ -366,7 +377,8 @@ def _blocks(fragment: Fragment) -> Iterator[tuple[slice, slice]]:
             yield slice(start + done, start + done + size), slice(offset + done, offset + done + size)
 
 
-def _step_buffers(layout: Layout, vector: Tensor, mean: Tensor, fragment: Fragment) -> None:
+def step_buffers(layout: Layout, vector: Tensor, mean: Tensor, fragment: Fragment) -> None:
+    """Subtract the buffers' part of ``mean`` from ``vector``, and round integer buffers."""
     for start, offset, count in fragment.buffer_spans:
         vector[start : start + count].sub_(mean[offset : offset + count])
     layout.round_integers(vector)

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,15 @@ from p2ptrain.errors import DeadlineError, P2PTrainError, TemporaryError
 from p2ptrain.manifest import Manifest
 from p2ptrain.pipeline.feeder import Accepted, Feeder, LostError
 from p2ptrain.pipeline.messages import pack
-from p2ptrain.training.data import Sampler
+from p2ptrain.tasks import Tasks
+from p2ptrain.training.data import ReadingPosition, Sampler
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.text import Corpus, Tokens
 from p2ptrain.training.trainer import Progress
 
 logger = logging.getLogger(__name__)
 
+POSITION_FILE = "reading.json"
 MAX_FAILURES = 4
 """Microbatches in a row that do not come through, each sent many times, until training ends with an error."""
 HELD_OUT_WINDOWS, GLANCE_WINDOWS = 64, 16
@@ -48,6 +51,7 @@ class PipelineTrainer:
         peer: This peer's id: decides in which order it reads.
         credits: Microbatches under way at a time.
         metrics: Gets a line per round.
+        run_dir: Where it keeps how far it has read; None begins at the first window each time.
         last_round: Given the round in which this trainer comes, the one at which it leaves; 0 for never.
         evaluate: Whether to measure the held-out loss.
 
@@ -64,6 +68,7 @@ class PipelineTrainer:
         peer: str,
         credits: int,
         metrics: MetricsWriter,
+        run_dir: Path | None = None,
         last_round: Callable[[int], int] = lambda now: 0,
         evaluate: bool = True,
     ) -> None:
@@ -77,7 +82,8 @@ class PipelineTrainer:
         self._corpus = corpus
         seed = int.from_bytes(hashlib.sha256(f"{manifest.data.seed} {peer}".encode()).digest()[:7], "big")
         self._sampler = Sampler(corpus.train, manifest.model.context, seed)
-        self._position = 0
+        order = f"{seed} {self._sampler.num_windows}"
+        self._position = ReadingPosition(run_dir / POSITION_FILE if run_dir is not None else None, order)
         self._credits = credits
         self._metrics = metrics
         self._choose_last_round = last_round
@@ -101,13 +107,21 @@ class PipelineTrainer:
         """
         if self._evaluate:
             self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
-        stopping = asyncio.create_task(self._stop.wait(), name="stop")
-        glancing = asyncio.create_task(self._glance(), name="held-out")
-        pending: set[asyncio.Task[None]] = set()
         try:
+            await self._send_until_done()
+        finally:
+            self._position.save()
+        if self._evaluate:
+            self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
+
+    async def _send_until_done(self) -> None:
+        pending: set[asyncio.Task[None]] = set()
+        async with Tasks() as tasks:
+            stopping = tasks.call(self._stop.wait(), "stop")
+            tasks.keep(self._glance, "held-out")
             while not self._stop.is_set() and not self._is_done():
                 while len(pending) < self._credits:
-                    pending.add(asyncio.create_task(self._one(), name="microbatch"))
+                    pending.add(tasks.call(self._one(), "microbatch"))
                 waiting: set[asyncio.Future[Any]] = {*pending, stopping}
                 await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 for sent in [task for task in pending if task.done()]:
@@ -115,13 +129,6 @@ class PipelineTrainer:
                     sent.result()
             if pending and not self._is_done():
                 await asyncio.wait(pending, timeout=DRAIN_SECONDS)
-        finally:
-            ends: list[asyncio.Future[Any]] = [stopping, glancing, *pending]
-            for task in ends:
-                task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
-        if self._evaluate:
-            self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
 
     def _is_done(self) -> bool:
         if self._last_round is None and self._feeder.round >= 0:
@@ -130,8 +137,8 @@ class PipelineTrainer:
 
     async def _one(self) -> None:
         size = self._spec.local_batch
-        windows = [self._sampler.window_at(self._position + row) for row in range(size)]
-        self._position += size
+        first = self._position.take(size)
+        windows = [self._sampler.shares.at(first + row) for row in range(size)]
         try:
             accepted = await self._send(windows)
         except LostError as error:

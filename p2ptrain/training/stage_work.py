@@ -75,6 +75,7 @@ class StageWork:
         self.samples = 0
         self._part = part
         self._state = state
+        self._lock = compute.lock
         self._scale = scale
         places = compute.places()
         names = dict(part.named_parameters())
@@ -91,14 +92,15 @@ class StageWork:
         return self.tokens
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Work.at_rest`: nothing but passes touches the stage, and they run in the same thread."""
+        """See `Work.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
         return nullcontext()
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
         """The mean gradient of what waits."""
         out.zero_()
-        for offset, part in self._sums:
-            torch.mul(part, self._scale / max(self.tokens, 1), out=out[offset : offset + len(part)])
+        with self._lock:
+            for offset, part in self._sums:
+                torch.mul(part, self._scale / max(self.tokens, 1), out=out[offset : offset + len(part)])
 
     def adopt(
         self,
@@ -108,8 +110,16 @@ class StageWork:
         counted: tuple[int, int] = (0, 0),
     ) -> None:
         """See `Work.adopt`."""
-        self._state.layout.write(self._state.vector, self._part)
-        if contributed or carry is None:
-            self.tokens = self.samples = 0
-            for _, part in self._sums:
-                part.zero_()
+        with self._lock:
+            self._state.layout.write(self._state.vector, self._part)
+            if contributed or carry is None:
+                self.tokens = self.samples = 0
+                for _, part in self._sums:
+                    part.zero_()
+            else:
+                for offset, part in self._sums:
+                    torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
+
+    def begin_anew(self) -> None:
+        """See `Work.begin_anew`."""
+        self.adopt(False, None)

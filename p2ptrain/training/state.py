@@ -1,84 +1,73 @@
-"""The state that all holders of one certificate share, bit for bit, and snapshots of it for those who download it.
+"""The state that all holders of one certificate share, bit for bit.
 
-`SharedState` owns the master vector and the shared optimizer. Only a certified round changes it: `SharedState.apply`,
-or `SharedState.replace` with a whole other state. Who serves or saves a state takes a `Snapshot`: it refers to the live
-bytes, which costs nothing, until a round is about to change them; then they are copied, once. A second such change
-evicts the copy, whose readers are told that this peer moved on.
+`SharedState` owns the master vector and the shared optimizer. Only a certified round changes it (`SharedState.apply`),
+or a download, which writes chunks of it (`SharedState.patch`), or a checkpoint (`SharedState.replace`). Newcomers read
+the live bytes a chunk at a time, each with a proof of the digest that it belongs to (`SharedState.read`): no copy is
+made for them, however many there are and however long they take (`p2ptrain.training.transfer`).
 
-Threads: `apply`, `replace` and `tree` are called by one thread at a time (the compute thread); leases are taken, read
-and released from any. One lock keeps a reader from seeing half a step.
+Threads: one at a time (that of `Runtime.compute`) calls `apply`, `patch`, `replace` and `tree`; any calls `read`. One
+lock keeps a reader from seeing half a step.
 """
 
 from __future__ import annotations
 
-import logging
+import struct
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from p2ptrain.averaging.head import Head
 from p2ptrain.errors import IncompatibleError, TemporaryError
-from p2ptrain.training.digest import ChunkedBytes, MerkleTree, NamedTensors, merkle_tree
+from p2ptrain.hashing import HASH_BYTES
+from p2ptrain.training.digest import ChunkedBytes, MerkleTree, NamedTensors, TensorSpec, new_tensors, tree_of
 from p2ptrain.training.fragments import Fragment, Fragments
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.outer import Stepper
 
-__all__ = ["MOVED_ON", "Head", "SharedState", "Snapshot"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Head", "SharedState", "Stamp"]
 
 VECTOR_NAME = "vector"
 
-MOVED_ON = "moved on to round "
-"""How the refusal starts that a reader of an older round gets; the round's number follows."""
+_STAMP = struct.Struct(f">Q{HASH_BYTES}s{HASH_BYTES}s")
 
 
-class Snapshot:
-    """The bytes of one round's state; made by `SharedState.lease`, to be released by whoever took it.
+@dataclass(frozen=True)
+class Stamp:
+    """Which state a chunk is of; follows the chunk on the wire, and is followed by its proof.
 
     Attributes:
-        head: Where the lineage stood.
-        tree: The digest of these bytes, with the hashes of their chunks.
+        round: Of the head.
+        lineage: Of the head, 32 bytes.
+        digest: Of the head, 32 bytes.
     """
 
-    def __init__(self, state: SharedState, head: Head, tree: MerkleTree, chunks: ChunkedBytes) -> None:
-        self.head = head
-        self.tree = tree
-        self.specs = chunks.specs
-        self.num_bytes = chunks.num_bytes
-        self.num_chunks = chunks.num_chunks
-        self._state = state
-        self._chunks: ChunkedBytes | None = chunks
-        self._leases = 0
+    round: int
+    lineage: bytes
+    digest: bytes
 
-    def read(self, index: int, out: memoryview, *, wait: bool = True) -> int:
-        """Copy one chunk of at most 1 MiB to the start of ``out``.
+    NUM_BYTES = _STAMP.size
 
-        Args:
-            index: Which chunk, as in `p2ptrain.training.digest.ChunkedBytes`.
-            out: Writable, with room for it.
-            wait: Whether to wait while a step is applied.
+    @classmethod
+    def of(cls, head: Head) -> Stamp:
+        """The stamp of chunks of this head's state."""
+        return cls(head.round, head.lineage, head.digest)
 
-        Returns:
-            Its size in bytes; -1 when a step is being applied and ``wait`` is false.
+    def to_bytes(self) -> bytes:
+        """`NUM_BYTES` bytes."""
+        return _STAMP.pack(self.round, self.lineage, self.digest)
 
-        Raises:
-            TemporaryError: The snapshot was evicted; the message starts with `MOVED_ON`.
-        """
-        lock = self._state._lock
-        if not lock.acquire(blocking=wait):
-            return -1
-        try:
-            if self._chunks is None:
-                raise self._state._moved_on()
-            return self._chunks.read(index, out)
-        finally:
-            lock.release()
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Stamp:
+        """What `to_bytes` made."""
+        return cls(*_STAMP.unpack(data))
 
-    def release(self) -> None:
-        """Give up one lease; the bytes may change or be freed once all are given up."""
-        self._state._release(self)
+
+def stamped_bytes(chunk_bytes: int, depth: int) -> int:
+    """Size of a chunk with its stamp and proof, in a tree of this depth."""
+    return chunk_bytes + Stamp.NUM_BYTES + depth * HASH_BYTES
 
 
 class SharedState:
@@ -114,10 +103,8 @@ class SharedState:
         self._head = head
         self._settled = head is not None
         self._tree: MerkleTree | None = None
+        self._chunks: ChunkedBytes | None = None
         self._lock = threading.RLock()
-        self._live: Snapshot | None = None
-        self._copied: Snapshot | None = None
-        self._offered: Snapshot | None = None
 
     @classmethod
     def from_module(
@@ -130,7 +117,7 @@ class SharedState:
 
     @property
     def head(self) -> Head:
-        """Where the lineage stands. Set it after `apply`: until then the state has no name, and cannot be leased."""
+        """Where the lineage stands. Set it after `apply`: until then the state has no name, and cannot be read."""
         if self._head is None:
             raise ValueError("the shared state has no head yet: set it before use")
         return self._head
@@ -138,8 +125,6 @@ class SharedState:
     @head.setter
     def head(self, head: Head) -> None:
         with self._lock:
-            if self._live is not None and self._live.head != head:
-                self._detach(same_lineage=True)
             self._head = head
             self._settled = True
 
@@ -149,22 +134,22 @@ class SharedState:
 
     def tree(self) -> MerkleTree:
         """Hash all of it anew, so that a change in memory that no round made is found."""
-        tree = merkle_tree(self.tensors())
-        self._tree = tree
+        chunks = ChunkedBytes(self.tensors())
+        tree = tree_of(chunks)
+        self._chunks, self._tree = chunks, tree
         return tree
 
-    def apply(self, mean: Tensor, fragment: Fragment | None = None) -> None:
+    def apply(self, mean: Tensor, round_: int, fragment: Fragment | None = None) -> None:
         """Take the shared step on a certified mean. Set ``head`` afterwards.
 
         Args:
             mean: fp32, ``[fragment.num_values]``, CPU.
+            round_: The round that it is of.
             fragment: Whose values it holds; None for the whole vector.
         """
         with self._lock:
-            self._detach(same_lineage=True)
-            self._settled = False
-            self._tree = None
-            self.stepper.step(self.vector, mean, fragment)
+            self._unsettle()
+            self.stepper.step(self.vector, mean, round_, fragment)
 
     def replace(self, tensors: NamedTensors, head: Head) -> None:
         """Take over another state as a whole.
@@ -176,97 +161,114 @@ class SharedState:
         Raises:
             IncompatibleError: They do not fit this model and optimizer; nothing was changed.
         """
-        fits = bool(tensors) and tensors[0][0] == VECTOR_NAME
-        if not fits or tensors[0][1].shape != self.vector.shape or tensors[0][1].dtype != torch.float32:
-            raise IncompatibleError("the state is that of another model: check that all peers build the same one")
+        self._check_vector(tensors)
         with self._lock:
-            self._detach(same_lineage=False)
+            self._unsettle()
             self.stepper.load_state_tensors(tensors[1:])
             self.vector.copy_(tensors[0][1])
-            self._tree = None
+            self.stepper.adopt(self.vector)
             self._head = head
             self._settled = True
 
-    def lease(self, lineage: bytes | None = None) -> Snapshot:
-        """Pin the bytes of the current round, or of one that others still read.
+    def patch(self, specs: tuple[TensorSpec, ...], chunks: Iterable[tuple[int, memoryview]]) -> None:
+        """Overwrite chunks of it, in place. Set ``head`` once all of it is of one round.
 
         Args:
-            lineage: Which one, by the lineage of its head; the current one when None.
+            specs: What the chunks were cut from.
+            chunks: Index and bytes of each.
 
         Raises:
-            TemporaryError: It is gone (the message starts with `MOVED_ON`), or a round is being applied just now.
+            IncompatibleError: The specs do not fit this model and optimizer.
         """
-        if not self._lock.acquire(blocking=False):
-            raise TemporaryError("between two rounds: ask again in a moment")
+        with self._lock:
+            self._unsettle()
+            tensors = self.tensors()
+            live = ChunkedBytes(tensors)
+            if live.specs != specs:  # A torch optimizer has no state before its first step.
+                tensors = new_tensors(specs)
+                live = ChunkedBytes(tensors)
+                self._check_vector(tensors)
+                tensors[0][1].copy_(self.vector)
+            for index, data in chunks:
+                live.write(index, data)
+            self.stepper.load_state_tensors(tensors[1:])
+            self.vector.copy_(tensors[0][1])
+            self.stepper.adopt(self.vector)
+
+    def read(self, index: int, out: memoryview, specs: tuple[TensorSpec, ...], *, wait: bool = True) -> int:
+        """Copy one chunk, its `Stamp` and its proof to the start of ``out``.
+
+        Args:
+            index: Which chunk, as in `p2ptrain.training.digest.Cut`.
+            out: Writable, with room for it.
+            specs: What the reader takes the state to consist of.
+            wait: Whether to wait while a step is applied.
+
+        Returns:
+            The size in bytes; -1 while a round changes the state, unless ``wait`` says to wait for a step's end.
+
+        Raises:
+            TemporaryError: This peer's state is damaged, or it consists of other tensors.
+        """
+        if not self._lock.acquire(blocking=wait):
+            return -1
         try:
-            snapshot = self._find(lineage)
-            snapshot._leases += 1
-            return snapshot
+            readable = self._readable()
+            if readable is None:
+                return -1
+            chunks, tree = readable
+            if chunks.specs != specs:
+                raise TemporaryError("the optimizer's state has other tensors now: ask again")
+            size = chunks.read(index, out)
+            for part in (Stamp.of(self.head).to_bytes(), tree.proof(index)):
+                out[size : size + len(part)] = part
+                size += len(part)
+            return size
         finally:
             self._lock.release()
 
-    def offer(self, oldest_round: int) -> Snapshot:
-        """Pin what a newcomer should read: what others read already, unless it is too old, so that all share one copy.
-
-        Args:
-            oldest_round: The oldest round that is of use.
+    def describe(self) -> tuple[Head, tuple[TensorSpec, ...]] | None:
+        """What is to be read now: its head, and what it consists of; None while a round changes it.
 
         Raises:
-            TemporaryError: As `lease`.
+            TemporaryError: This peer's state is damaged.
         """
-        offered = self._offered  # `lease` refuses, without waiting, while a round changes it.
-        return self.lease(offered.head.lineage if offered and offered.head.round >= oldest_round else None)
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            readable = self._readable()
+            return (self.head, readable[0].specs) if readable is not None else None
+        finally:
+            self._lock.release()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``head`` names this state: not between a step and its head."""
+        return self._settled
+
+    def is_being_changed(self) -> bool:
+        """Whether another thread holds the lock: it changes the state, or reads a chunk of it."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            return False
+        return True
 
     def needs_tree(self) -> bool:
-        """Whether `tree` has to be called before the next `lease`."""
-        return self._tree is None
+        """Whether `tree` has to be called before the next `read`."""
+        return self._tree is None and self._settled
 
-    def _find(self, lineage: bytes | None) -> Snapshot:
-        current = self._settled and lineage in (None, self.head.lineage)
-        if not current:
-            if self._copied is not None and self._copied.head.lineage == lineage:
-                return self._copied
-            if not self._settled:
-                raise TemporaryError("between two rounds: ask again in a moment")
-            raise self._moved_on()
-        if self._live is None:
-            if self._tree is None:
-                raise TemporaryError("the state has no digest yet: ask again in a moment")
-            if self._tree.root != self.head.digest:
-                raise TemporaryError("this peer's state is damaged and being repaired: ask another peer")
-            self._live = Snapshot(self, self.head, self._tree, ChunkedBytes(self.tensors()))
-        return self._live
+    def _readable(self) -> tuple[ChunkedBytes, MerkleTree] | None:
+        if not self._settled or self._tree is None or self._chunks is None:
+            return None
+        if self._tree.root != self.head.digest:
+            raise TemporaryError("this peer's state is damaged and being repaired: ask another peer")
+        return self._chunks, self._tree
 
-    def _detach(self, same_lineage: bool) -> None:
-        """Before live bytes change: give those who read them a copy of their own.
+    def _unsettle(self) -> None:
+        self._settled = False
+        self._tree = self._chunks = None
 
-        Args:
-            same_lineage: Whether who reads the copy can replay the rounds that follow.
-        """
-        live, self._live = self._live, None
-        self._offered = self._offered if same_lineage else None
-        if live is None or not live._leases:
-            return
-        if self._copied is not None:
-            self._copied._chunks = None
-            self._copied = self._offered = None
-        try:
-            live._chunks = ChunkedBytes([(name, tensor.clone()) for name, tensor in self.tensors()])
-            self._copied = live
-            self._offered = live if same_lineage else None
-        except RuntimeError as error:  # torch's way of saying that memory is short; the round matters more.
-            logger.warning("round %d: no memory to let readers finish: %s", live.head.round, error)
-            live._chunks = None
-
-    def _release(self, snapshot: Snapshot) -> None:
-        with self._lock:
-            snapshot._leases -= 1
-            if snapshot._leases == 0:
-                snapshot._chunks = None
-                if snapshot is self._copied:
-                    self._copied = self._offered = None
-                elif snapshot is self._live:
-                    self._live = None
-
-    def _moved_on(self) -> TemporaryError:
-        return TemporaryError(f"{MOVED_ON}{self.head.round}")
+    def _check_vector(self, tensors: NamedTensors) -> None:
+        fits = bool(tensors) and tensors[0][0] == VECTOR_NAME
+        if not fits or tensors[0][1].shape != self.vector.shape or tensors[0][1].dtype != torch.float32:
+            raise IncompatibleError("the state is that of another model: check that all peers build the same one")

@@ -1,8 +1,8 @@
 """Serving this peer's shared state to newcomers and laggards; `p2ptrain.training.transfer` is the other side.
 
-A download holds a lease on the round that it began with, so it gets consistent bytes while training goes on; when that
-round's bytes are gone, it is refused with the number of the round that this peer moved on to. Chunks are copied out
-under the state's lock, 1 MiB at a time, because the network may still be reading a buffer when a step is applied.
+Chunks are copied out of the live state under its lock, 1 MiB at a time, because the network may still be reading a
+buffer when a step is applied. Each one says which round it is of, so the state may move on in the middle of a download:
+nothing is kept for the newcomer, which brings chunks of earlier rounds up to date itself.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from p2ptrain.averaging.head import Head
 from p2ptrain.errors import DeadlineError, PeerLostError, ProtocolError, TemporaryError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
-from p2ptrain.training.digest import CHUNK_BYTES
-from p2ptrain.training.state import SharedState, Snapshot
+from p2ptrain.training.digest import CHUNK_BYTES, TensorSpec, cut_of
+from p2ptrain.training.state import SharedState, stamped_bytes
 
-RESERVATION_SECONDS = 10.0
-"""How long what was offered is kept for the download to begin."""
+MAX_WAITS_FOR_A_ROUND = 1200
+WAIT_SECONDS = 0.05
+"""Between two looks at a state that a round is just changing."""
 
-OFFERED_ROUNDS = 4
-"""How old what others download already may be and still be offered."""
-
-MAX_WAITS_FOR_A_ROUND = 5
+BUSY = "busy with a round: ask again in a moment"
 
 MAX_RANGE_CHUNKS = 16
 """Chunks that may be asked for at once."""
@@ -36,132 +35,101 @@ MAX_RANGE_CHUNKS = 16
 class ServeLimits:
     """What downloads may cost the peer that serves them."""
 
-    downloads: int = 4
-    """Served at once; more are refused."""
+    downloads: int = 8
+    """Served at once, each from a buffer of one chunk; more are refused."""
     downloads_per_peer: int = 2
     """Of which for one peer."""
-    idle_seconds: float = 30.0
+    idle_seconds: float = 120.0
     """How long a download may ask for nothing."""
-    total_seconds: float = 1800.0
-    """How long one may take."""
     bytes_per_second: float = 0.0
     """Upload of all downloads together; 0 for no limit."""
 
 
 class StateServer:
-    """Serves this peer's shared state: ``state.info`` (the head that it offers) and ``state.chunks`` (the bytes).
+    """Serves this peer's shared state: ``state.info`` (its head) and ``state.chunks`` (the bytes)."""
 
-    What is offered is reserved for a moment, and offered again to others for some rounds: newcomers share one copy, and
-    none is too slow for a peer whose rounds are short.
-    """
-
-    def __init__(
-        self,
-        rpc: Rpc,
-        state: SharedState,
-        runtime: Runtime,
-        limits: ServeLimits | None = None,
-        offered_rounds: int = OFFERED_ROUNDS,
-    ) -> None:
+    def __init__(self, rpc: Rpc, state: SharedState, runtime: Runtime, limits: ServeLimits | None = None) -> None:
         self._state = state
         self._runtime = runtime
         self._limits = limits or ServeLimits()
         self._active: Counter[PeerId] = Counter()
         self._free_at = 0.0
-        self._offered_rounds = offered_rounds
-        self._reserved: Snapshot | None = None
-        self._expiry: asyncio.TimerHandle | None = None
         rpc.serve("state.info", self._on_info, max_request_bytes=1024)
         rpc.serve_channel("state.chunks", self._on_chunks, max_request_bytes=1024)
 
-    def close(self) -> None:
-        """Keep nothing for anybody any more."""
-        if self._expiry is not None:
-            self._expiry.cancel()
-        if self._reserved is not None:
-            self._reserved.release()
-        self._reserved = self._expiry = None
+    def is_serving(self) -> bool:
+        """Whether a download is under way."""
+        return self._active.total() > 0
 
     async def _on_info(self, peer: PeerId, request: dict[str, Any]) -> dict[str, Any]:
-        oldest = request.get("oldest_round", 0)
-        if type(oldest) is not int:
-            raise ProtocolError(peer, "asked for a state of a round that is no number")
-        snapshot = await self._offer(oldest)
-        self.close()
-        self._reserved = snapshot
-        self._expiry = asyncio.get_running_loop().call_later(RESERVATION_SECONDS, self.close)
-        return {"head": snapshot.head.to_dict(), "layout": self._state.layout.fingerprint}
+        head, _ = await self._describe()
+        return {"head": head.to_dict(), "layout": self._state.layout.fingerprint}
 
-    async def _offer(self, oldest_round: int) -> Snapshot:
+    async def _describe(self) -> tuple[Head, tuple[TensorSpec, ...]]:
         for _ in range(MAX_WAITS_FOR_A_ROUND):
-            if self._state.needs_tree():
-                await self._runtime.compute(self._state.tree)
-            try:
-                return self._state.offer(max(oldest_round, self._state.head.round - self._offered_rounds))
-            except TemporaryError:  # A round is being applied, in the compute thread: queue behind it.
-                await self._runtime.compute(int)
-        raise TemporaryError("busy with a round: ask again in a moment")
+            await self._make_readable()
+            if (described := self._state.describe()) is not None:
+                return described
+        raise TemporaryError(BUSY)
+
+    async def _make_readable(self) -> None:
+        """Wait a moment where a round changes the state, and see that it has a digest."""
+        if not self._state.is_settled:
+            await asyncio.sleep(WAIT_SECONDS)
+        elif self._state.needs_tree():
+            await self._runtime.compute(self._state.tree)
+        elif self._state.is_being_changed():  # A step is being applied, in the state thread: queue behind it.
+            await self._runtime.compute(int)
 
     async def _on_chunks(self, channel: Channel, request: dict[str, Any]) -> None:
-        peer, lineage = channel.remote, request.get("lineage")
-        if not isinstance(lineage, bytes):
-            raise ProtocolError(peer, "asked for a state without naming its lineage")
+        peer = channel.remote
         if self._active.total() >= self._limits.downloads or self._active[peer] >= self._limits.downloads_per_peer:
             raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
         self._active[peer] += 1
         try:
-            if self._state.needs_tree():
-                await self._runtime.compute(self._state.tree)
-            snapshot = self._state.lease(lineage)
-            try:
-                async with asyncio.timeout(self._limits.total_seconds):
-                    await self._serve(channel, snapshot, bool(request.get("describe")))
-            except TimeoutError:
-                raise TemporaryError(f"the download took more than {self._limits.total_seconds:g} s") from None
-            finally:
-                snapshot.release()
+            await self._serve(channel, request.get("describe") is True)
         finally:
             self._active[peer] -= 1
             if not self._active[peer]:
                 del self._active[peer]
 
-    async def _serve(self, channel: Channel, snapshot: Snapshot, describe: bool) -> None:
-        tensors = [spec.to_list() for spec in snapshot.specs] if describe else []
-        await channel.send(
-            {"layout": self._state.layout.fingerprint, "tensors": tensors, "num_chunks": snapshot.num_chunks}
-        )
-        buffer = memoryview(bytearray(CHUNK_BYTES))
-        # Every chunk twice and the hashes once: more than any honest download needs.
-        chunks_left, leaves_left = 2 * snapshot.num_chunks, 1
+    async def _serve(self, channel: Channel, describe: bool) -> None:
+        _, specs = await self._describe()
+        cut = cut_of(specs)
+        tensors = [spec.to_list() for spec in specs] if describe else []
+        await channel.send({"layout": self._state.layout.fingerprint, "tensors": tensors, "num_chunks": cut.num_chunks})
+        buffer = memoryview(bytearray(stamped_bytes(CHUNK_BYTES, cut.depth)))
+        chunks_left = 4 * cut.num_chunks + MAX_RANGE_CHUNKS  # More than any honest download needs.
         while True:
             try:
                 request = await channel.receive(self._limits.idle_seconds, 1024)
             except (PeerLostError, DeadlineError):
                 return  # The newcomer has what it wants, or is gone.
-            if request.get("leaves") is True and leaves_left:
-                leaves_left -= 1
-                await channel.send_bytes(b"".join(snapshot.tree.leaves))
-                continue
-            chunks = _asked_chunks(request, snapshot.num_chunks)
+            chunks = _asked_chunks(request, cut.num_chunks)
             if not 0 < len(chunks) <= min(MAX_RANGE_CHUNKS, chunks_left):
                 raise ProtocolError(channel.remote, "asked for chunks that there are not, or too often")
             chunks_left -= len(chunks)
             for index in chunks:
-                size = await self._read(snapshot, index, buffer)
-                await self._pace(size)
-                await channel.send_bytes(buffer[:size])
+                await self._send(channel, buffer[: await self._read(index, buffer, specs)])
 
-    async def _read(self, snapshot: Snapshot, index: int, buffer: memoryview) -> int:
-        size = snapshot.read(index, buffer, wait=False)
-        if size < 0:  # A step is being applied, in the compute thread: queue behind it.
-            size = await self._runtime.compute(snapshot.read, index, buffer)
-        return size
+    async def _read(self, index: int, buffer: memoryview, specs: tuple[TensorSpec, ...]) -> int:
+        for _ in range(MAX_WAITS_FOR_A_ROUND):
+            if (size := self._state.read(index, buffer, specs, wait=False)) >= 0:
+                return size
+            await self._make_readable()
+        raise TemporaryError(BUSY)
 
-    async def _pace(self, num_bytes: int) -> None:
-        if self._limits.bytes_per_second:
-            now = asyncio.get_running_loop().time()
-            self._free_at = max(self._free_at, now) + num_bytes / self._limits.bytes_per_second
-            await asyncio.sleep(self._free_at - now)
+    async def _send(self, channel: Channel, data: memoryview) -> None:
+        """Send a chunk, in pieces of a second each where there is a limit, so that the newcomer sees it coming."""
+        rate = self._limits.bytes_per_second
+        piece = max(1, int(rate)) if rate else len(data)
+        for start in range(0, len(data), piece):
+            part = data[start : start + piece]
+            if rate:
+                now = asyncio.get_running_loop().time()
+                self._free_at = max(self._free_at, now) + len(part) / rate
+                await asyncio.sleep(self._free_at - now)
+            await channel.send_bytes(part, more=start + len(part) < len(data))
 
 
 def _asked_chunks(request: dict[str, Any], num_chunks: int) -> range:

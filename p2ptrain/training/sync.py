@@ -25,16 +25,18 @@ from p2ptrain.averaging.history import Means, Result
 from p2ptrain.averaging.matchmaking import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.codecs import Codec
-from p2ptrain.errors import TemporaryError
+from p2ptrain.errors import DivergedError, TemporaryError
 from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.records import RoundReport
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import to_its_end
+from p2ptrain.training.agreement import check_agreement, serve_agreement
 from p2ptrain.training.data import Place, place_among
 from p2ptrain.training.encoding import vector_codec
-from p2ptrain.training.following import Follower, whole
+from p2ptrain.training.following import Follower
 from p2ptrain.training.layout_wire import serve_layout
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import StateServer
@@ -51,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS = 12
 MAX_REPORTS = 8
+MAX_DROPS = 5
+"""Contributions of this peer in a row that are dropped before its training ends."""
 
 
 class Synchronizer:
@@ -118,13 +122,14 @@ class Synchronizer:
         self._buffer: torch.Tensor | None = None
         self._place: tuple[bytes, Place] | None = None
         self._follower = Follower(
-            rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._move,
-            drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
+            rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._step,
+            self._move, drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
             jobs=jobs,
         )  # fmt: skip
+        serve_agreement(rpc, state.layout)
         if self._spec.auxiliaries:
             serve_layout(rpc, state.layout)
-        self._server = StateServer(rpc, state, runtime, offered_rounds=self.averager.history.max_rounds // 2)
+        self.averager.history.is_followed = StateServer(rpc, state, runtime).is_serving
         self.rounds_committed = 0
         self.rounds_aborted = 0
         self.trained_tokens = 0
@@ -132,6 +137,7 @@ class Synchronizer:
         self.rested_since: float | None = None
         self.last_round = 0
         self.is_paused = False
+        self._drops_in_a_row = 0
         self.reports: deque[RoundReport] = deque(maxlen=MAX_REPORTS)
         self.on_change: Callable[[], None] = lambda: None
 
@@ -179,9 +185,9 @@ class Synchronizer:
             batch_seconds: How long that took.
 
         Returns:
-            Whether the swarm's global batch is full.
+            True if the swarm's global batch is full, or others are ahead of this peer already.
         """
-        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds)
+        return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.is_behind)
 
     async def announce(self) -> None:
         """Tell the peers that train, or will soon, that this one takes part from now on."""
@@ -189,9 +195,33 @@ class Synchronizer:
 
     async def close(self) -> None:
         """End everything this synchronizer started."""
-        self._server.close()
         await self._follower.close()
         await self.averager.close()
+
+    def restore_residual(self, residual: torch.Tensor) -> None:
+        """Take up the error-feedback residual of a checkpoint, before this peer catches up from that checkpoint's head.
+
+        Catching up drops what the rounds since then already hold.
+
+        Args:
+            residual: fp32, ``[num_values]``; one of another size, or with values that are not finite, is dropped.
+        """
+        own = self.feedback.residual
+        if own is None:
+            return
+        if residual.shape != own.shape or not bool(residual.isfinite().all()):
+            logger.warning("the checkpoint's error-feedback residual does not fit, or is not finite: dropped")
+            return
+        own.copy_(residual)
+        self.averager.own_work.forget()
+
+    async def check_agreement(self) -> None:
+        """Compare model and rule with some of the peers that train; before this peer follows them.
+
+        Raises:
+            IncompatibleError: They differ.
+        """
+        await check_agreement(self._rpc, self.state.layout, self._membership.alive_trainers())
 
     async def follow_swarm(self, work: Work | None) -> bool:
         """Catch up with the best lineage that any known peer announces; whether this peer's head moved."""
@@ -299,10 +329,26 @@ class Synchronizer:
         await self._follower.heal(work, own_digest_is_right=False)
         return None
 
-    async def _drop(self, work: Work, reason: str) -> RoundResult:
-        await self._runtime.compute(work.adopt, False, None)
+    async def begin_anew(self, work: Work) -> None:
+        """Drop all local work, the local optimizer's state and the residual; while ``work`` is at rest."""
+        await self._runtime.compute(work.begin_anew)
         self.averager.own_work.consumed(range(len(self._codecs)))
         self.feedback.reset()
+
+    async def _drop(self, work: Work, reason: str) -> RoundResult:
+        """Drop a contribution that cannot count.
+
+        Raises:
+            DivergedError: It is the last of `MAX_DROPS` in a row.
+        """
+        await self.begin_anew(work)
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row >= MAX_DROPS:
+            raise DivergedError(
+                f"{MAX_DROPS} contributions of this peer in a row had to be dropped, the last to round"
+                f" {self.head.round} because {reason}: look for bad samples, lower the rate, or check its memory"
+            )
+        logger.warning("round %d: %s: it was dropped, and this peer begins anew", self.head.round, reason)
         return RoundResult(False, self.head.round, f"{reason}: it was dropped")
 
     def _room_for(self, fragment: Fragment) -> torch.Tensor:
@@ -338,7 +384,6 @@ class Synchronizer:
         if outcome.refusal and not outcome.contributed:
             # It would be refused again and again, and longer each time.
             reason = (await self._drop(work, f"this peer {outcome.refusal}")).reason
-            logger.warning("round %d: %s", self.head.round, reason)
         await self._apply(outcome.result, work, outcome.contributed)
         self._place = (self.head.lineage, outcome.place)
         return RoundResult(
@@ -354,12 +399,13 @@ class Synchronizer:
 
     async def _apply(self, result: Result, work: Work | None, contributed: bool) -> None:
         """Apply one certified result to the shared state and the live model, as a whole."""
-        await whole(self._apply_and_move(result, work, contributed))
+        await to_its_end(self._apply_and_move(result, work, contributed))
 
     async def _apply_and_move(self, result: Result, work: Work | None, contributed: bool) -> None:
         body = result.certificate.body
         tree_root = await self._runtime.compute(self._apply_means, body, result.means, work, contributed)
         if contributed:
+            self._drops_in_a_row = 0
             tokens, _ = self.averager.own_work.counts_in(body) or (0, 0)
             self.trained_tokens += tokens
             self.trained_rounds += 1
@@ -376,15 +422,20 @@ class Synchronizer:
             carry = torch.empty(fragment.num_values, dtype=torch.float32)
             work.collect(carry, fragment)
             carry.mul_(self._spec.late_decay)
-        mean = self._room_for(fragment)
-        decode_means(self._spec, self._codecs[fragment.index], body, means, mean)
-        self.state.apply(mean, fragment)
+        self._step(body, means)
         if work is not None:
             counted = (0, 0)
             if contributed:  # All that waits is given up where it cannot be told how much of it is in the result.
                 counted = self.averager.own_work.counts_in(body) or (work.tokens_of(fragment), work.samples)
             work.adopt(contributed, carry, fragment, counted)
         return self.state.tree().root
+
+    def _step(self, body: Body, means: Means) -> None:
+        """Take the shared step on a certified result, and nothing else."""
+        fragment = self.state.fragments.of_round(body.round)
+        mean = self._room_for(fragment)
+        decode_means(self._spec, self._codecs[fragment.index], body, means, mean)
+        self.state.apply(mean, body.round, fragment)
 
     def _move(self, head: Head) -> None:
         self.state.head = head

@@ -8,20 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError
+from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
-from p2ptrain.training.checkpoint import LoadedCheckpoint, save_checkpoint
 from p2ptrain.training.data import Sampler
 from p2ptrain.training.evaluate import Evaluation, held_out_loss, language_model_loss
-from p2ptrain.training.learning_rate import learning_rate_factor
 from p2ptrain.training.metrics import MetricsWriter
 from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
+from p2ptrain.training.saving import Saver
 from p2ptrain.training.sync import RoundResult, Synchronizer
 from p2ptrain.training.text import Corpus
 
@@ -31,21 +28,6 @@ EVALUATION_SECONDS = 20.0
 GLANCE_SECONDS = 10.0
 """Between two short looks at the held-out loss; they take less than a fiftieth of the time, or are further apart."""
 GLANCE_WINDOWS = 16
-
-
-@dataclass(frozen=True)
-class CheckpointPolicy:
-    """Where and how often to save.
-
-    Attributes:
-        directory: Holds one folder per checkpoint.
-        every_rounds: Save when so many rounds were committed since the last; 0 saves at the end only.
-        keep_last: Checkpoints to keep.
-    """
-
-    directory: Path
-    every_rounds: int
-    keep_last: int
 
 
 @dataclass
@@ -61,7 +43,16 @@ class Progress:
 
 
 class Trainer:
-    """Trains until it is stopped, the manifest's rounds are done, or an error ends it."""
+    """Trains until it is stopped, the manifest's rounds are done, or an error ends it.
+
+    Attributes:
+        progress: What it did so far.
+        optimizer: Shared with the swarm.
+        saver: Writes checkpoints.
+        is_saving: True while one is being written; from any thread.
+        is_saved: True once the last one is written.
+        unsaved: Why the last checkpoint was not written; None if it was.
+    """
 
     def __init__(
         self,
@@ -71,9 +62,8 @@ class Trainer:
         manifest: Manifest,
         corpus: Corpus,
         peer: str,
-        swarm: bytes,
         metrics: MetricsWriter,
-        checkpoints: CheckpointPolicy,
+        saver: Saver,
         max_rounds: int = 0,
         evaluate: bool = True,
         jobs: Jobs = untold,
@@ -86,9 +76,8 @@ class Trainer:
             manifest: Batch sizes and schedule.
             corpus: The text.
             peer: This peer's id: decides which samples it reads.
-            swarm: The manifest's digest, for checkpoints.
             metrics: Gets a line per round and every few seconds.
-            checkpoints: Where and how often to save.
+            saver: Writes checkpoints; it has restored the optimizer.
             max_rounds: Stop when the swarm has reached this round; 0 for never.
             evaluate: Whether to measure held-out loss at the beginning and the end.
             jobs: Told how far that is.
@@ -102,36 +91,31 @@ class Trainer:
         self._corpus = corpus
         self._sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
         self._peer = peer
-        self._swarm = swarm
         self._metrics = metrics
-        self._checkpoints = checkpoints
+        self.saver = saver
+        self.is_saving = self.is_saved = False
+        self.unsaved: ResourceError | CheckpointError | None = None
         synchronizer.last_round = max_rounds
         self._evaluate = evaluate
         self._jobs = jobs
         self._device = next(module.parameters()).device
         self._stop = threading.Event()
-        self._steps = 0
+        self._deadline: float | None = None
         self._round = -1
         self._index = 0
-        self._saved_round = synchronizer.head.round
         self._next_glance = 0.0
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self.on_progress: Callable[[], None] = lambda: None
         optimizer.on_pause = self._on_pause
 
-    def stop(self) -> None:
-        """Ask the loop to end after its current step; from any thread."""
-        self._stop.set()
+    def stop(self, seconds: float | None = None) -> None:
+        """Ask the loop to end after its current step; from any thread.
 
-    def restore(self, checkpoint: LoadedCheckpoint) -> None:
-        """Take up the local side of a checkpoint: inner optimizer, step count and residual; before `run`."""
-        extra = checkpoint.extra
-        self._steps = int(extra.get("steps", 0))
-        if self._spec.every > 1 and "optimizer_layout" in extra:
-            self.optimizer.inner.load_state_dict(_unflatten(extra["optimizer_layout"], checkpoint.local))
-        residual = checkpoint.local.get("residual")
-        if residual is not None and self._synchronizer.feedback.residual is not None:
-            self._synchronizer.feedback.residual.copy_(residual)
+        Args:
+            seconds: The time that is left for that, to contribute, to save and to measure; None for any.
+        """
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds
+        self._stop.set()
 
     def run(self) -> Progress:
         """The loop; runs on the training thread.
@@ -143,7 +127,13 @@ class Trainer:
             self.progress.held_out_loss_before = self._held_out()
         started, last_report, tokens_before = time.monotonic(), time.monotonic(), 0
         while not self._stop.is_set() and not self._is_done():
-            loss = self._train_step()
+            try:
+                loss = self._train_step()
+            except TemporaryError as error:
+                if not self._stop.is_set():
+                    raise
+                logger.info("the round in progress is given up: %s", error)
+                break
             result = self._new_result()
             if result is not None:
                 self._after_round(result, loss)
@@ -153,7 +143,7 @@ class Trainer:
                 last_report, tokens_before = now, self.optimizer.total_tokens
                 self.progress.loss, self.progress.tokens_per_second = float(loss), rate
                 self.progress.tokens = self.optimizer.total_tokens
-                self._metrics.write("step", loss=float(loss), tokens_per_second=rate, step=self._steps)
+                self._metrics.write("step", loss=float(loss), tokens_per_second=rate, step=self.optimizer.total_steps)
                 self.on_progress()
         self._finish()
         elapsed = max(time.monotonic() - started, 1e-9)
@@ -172,18 +162,12 @@ class Trainer:
         batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
         self._index += size
         tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
-        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
-            group["lr"] = base * learning_rate_factor(self._rate_step(), warmup_steps=self._spec.warmup_steps)
         with torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else contextlib.nullcontext():
             loss = language_model_loss(self._module, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._steps += 1
         return loss.detach()
-
-    def _rate_step(self) -> int:
-        return self._synchronizer.head.round if self._spec.every == 1 else self._steps
 
     def _new_result(self) -> RoundResult | None:
         result = self.optimizer.last_result
@@ -204,8 +188,7 @@ class Trainer:
             logger.warning("round %d was not committed: %s", result.round, result.reason)
         self._write_round(result)
         self.on_progress()
-        due = self._checkpoints.every_rounds
-        if result.committed and result.contributed and due and result.round - self._saved_round >= due:
+        if result.committed and result.contributed and self.saver.is_due():
             self._save()
         if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
             self._glance()
@@ -238,20 +221,28 @@ class Trainer:
                     break
         except P2PTrainError as error:
             logger.info("the last local steps were not contributed: %s", error)
-        self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
         with self._jobs("saving a checkpoint", ""):
             self._save()
-        if self._evaluate:
-            self.progress.held_out_loss_after = self._held_out()
+        self.is_saved = self.unsaved is None
+        seconds = self._seconds_to_measure()
+        if self._evaluate and seconds > 0:
+            self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
+            self.progress.held_out_loss_after = self._held_out(seconds)
+
+    def _seconds_to_measure(self) -> float:
+        """The seconds for the last held-out loss: at most half of what a drain leaves."""
+        if self._deadline is None:
+            return EVALUATION_SECONDS
+        return min(EVALUATION_SECONDS, (self._deadline - time.monotonic()) / 2)
 
     def _is_left_alone(self) -> bool:
         """Whether the others of the last round are gone: a round without them, right before the end, is only a fork."""
         return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
 
-    def _held_out(self) -> float:
+    def _held_out(self, seconds: float = EVALUATION_SECONDS) -> float:
         with self._jobs("measuring the held-out loss", "windows") as advance:
             evaluation = held_out_loss(
-                self._module, self._corpus.held_out, self._context, max_seconds=EVALUATION_SECONDS, advance=advance
+                self._module, self._corpus.held_out, self._context, max_seconds=seconds, advance=advance
             )
         self._write_held_out(evaluation)
         return evaluation.loss
@@ -275,43 +266,12 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        state = self._synchronizer.state
-        local: dict[str, torch.Tensor] = {}
-        extra: dict[str, Any] = {"steps": self._steps}
-        if self._spec.every > 1:
-            extra["optimizer_layout"] = _flatten(self.optimizer.inner.state_dict(), local)
-        if self._synchronizer.feedback.residual is not None:
-            local["residual"] = self._synchronizer.feedback.residual
+        self.is_saving, self.unsaved = True, None
         try:
-            save_checkpoint(
-                self._checkpoints.directory, head=state.head, tensors=state.tensors(), local=local, extra=extra,
-                swarm=self._swarm, keep_last=self._checkpoints.keep_last,
-            )  # fmt: skip
-            self._saved_round = state.head.round
+            self.saver.save()
         except (ResourceError, CheckpointError) as error:
             # A damaged state is found again, and healed, at the next synchronisation: training goes on.
-            self.progress.note = str(error)
+            self.progress.note, self.unsaved = str(error), error
             logger.error("%s", error)
-
-
-def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str = "optimizer") -> Any:
-    """Replace the tensors of a state dict by references into ``tensors``, so that the rest is JSON."""
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value.detach().cpu().contiguous()
-        return {"tensor": path}
-    if isinstance(value, dict):
-        return {"dict": [[key, _flatten(item, tensors, f"{path}.{key}")] for key, item in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {"list": [_flatten(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]}
-    return {"value": value}
-
-
-def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The inverse of `_flatten`."""
-    if "tensor" in value:
-        return tensors[value["tensor"]]
-    if "dict" in value:
-        return {key: _unflatten(item, tensors) for key, item in value["dict"]}
-    if "list" in value:
-        return [_unflatten(item, tensors) for item in value["list"]]
-    return value["value"]
+        finally:
+            self.is_saving = False

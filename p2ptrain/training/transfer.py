@@ -1,17 +1,19 @@
-"""Download of a whole state from several peers at once, each chunk verified against the digest.
+"""Download of a whole state from several peers at once, each chunk verified against a digest.
 
-One channel a source, ``state.chunks``. The digest that a certificate vouches for covers the description and the hashes
-of all chunks, so after these are checked any peer may send any chunk, and a lie is found within 1 MiB::
+One channel a source, ``state.chunks``. Each chunk comes with its `Stamp`, which says of which round's state it is, and
+with the hashes that lead to that state's digest. So any peer may send any chunk, and a lie is found within 1 MiB::
 
     newcomer                                             source
-      | {lineage, layout, describe}                        |  takes a lease; or refuses: "moved on to round N"
+      | {describe}                                         |
       |                     {layout, tensors, num_chunks}  |
-      | {leaves}  -> 32 bytes a chunk                      |
-      | {first, count}, {first, count} (asked ahead) ->    |  each chunk as one bulk buffer
+      | {first, count}, {first, count} (asked ahead) ->    |  each chunk as one bulk buffer: bytes, stamp, proof
       | END                                                |
 
-What is asked of whom is decided by `p2ptrain.training.chunk_pool`. What has arrived is in a `PartialDownload`, which
-outlives a download that fails. Chunks go through buffers of their own, so that only verified bytes touch the result.
+The swarm moves on meanwhile, and sources keep nothing: they send what they hold now. Whether a round's digest is to be
+believed, `Admission` says; `p2ptrain.training.downloading` brings all chunks to one round in the end. There is no
+deadline: a download goes on while bytes arrive at a least rate. What is asked of whom is decided by
+`p2ptrain.training.chunk_pool`. What has arrived is in a `PartialDownload`, which outlives a download that fails. Chunks
+go through buffers of their own, so that only verified bytes touch the result.
 """
 
 from __future__ import annotations
@@ -19,10 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
+from typing import Any, Protocol
 
 from p2ptrain.averaging.head import Head
 from p2ptrain.errors import (
@@ -33,22 +34,25 @@ from p2ptrain.errors import (
     PeerLostError,
     PeerRefusedError,
     ProtocolError,
+    ResourceError,
     TemporaryError,
 )
-from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.jobs import Advance
 from p2ptrain.network.channel import Channel
+from p2ptrain.network.pace import LEAST_RATE, LeastRate, receive_steadily
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 from p2ptrain.training.chunk_pool import ChunkPool
-from p2ptrain.training.digest import CHUNK_BYTES, num_chunks, root_of, specs_from_wire
-from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state import MOVED_ON
+from p2ptrain.training.digest import CHUNK_BYTES, TensorSpec, cut_of, description_hash, leaf_of, proves, specs_from_wire
+from p2ptrain.training.partial_download import NotFiniteError, PartialDownload
+from p2ptrain.training.state import Stamp, stamped_bytes
 from p2ptrain.training.state_server import ServeLimits, StateServer
 
 __all__ = [
-    "DownloadedState",
+    "Admission",
+    "DownloadReport",
     "PartialDownload",
     "ServeLimits",
     "StateServer",
@@ -65,45 +69,52 @@ EXPECTED_BYTES = 64 << 20
 RANGES_ASKED_AHEAD = 2
 CHECKS_BEHIND = 3
 """Chunks that may wait for their verification while the next one arrives."""
+MAX_SOURCES = 4
+"""Asked at the same time."""
 MAX_ATTEMPTS = 3
 FIRST_RETRY_SECONDS = 0.25
+REPLACE_SECONDS = 60.0
+"""Between two times that the slowest source gives its place to one that was not asked yet."""
+LOOK_SECONDS = 2.0
+"""How often it is looked for sources that have come since."""
 
 
-async def fetch_head(rpc: Rpc, source: PeerId, oldest_round: int = 0, timeout_seconds: float = 10.0) -> Head:
-    """Ask a peer which state it offers; the caller checks the certificate.
-
-    The peer keeps that state for a moment, so that a download can begin however fast its rounds are.
-
-    Args:
-        rpc: To reach the peer.
-        source: The peer.
-        oldest_round: What others download already may be offered, but nothing older than this round.
-        timeout_seconds: Deadline.
+async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) -> Head:
+    """Ask a peer for the head of its state; the caller checks the certificate.
 
     Raises:
         PeerError: The peer cannot be reached, refuses, or answers nonsense.
         IntegrityError: The head is malformed.
         DeadlineError: No answer in time.
     """
-    reply = await rpc.call(
-        source, "state.info", {"oldest_round": oldest_round}, timeout_seconds, max_reply_bytes=4 << 20
-    )
+    reply = await rpc.call(source, "state.info", {}, timeout_seconds, max_reply_bytes=4 << 20)
     return Head.from_dict(reply.get("head"))
 
 
+class Admission(Protocol):
+    """Which states' chunks a download takes."""
+
+    async def admit(self, source: PeerId, stamp: Stamp) -> None:
+        """Return once chunks of this state are of use; called when a source's chunks are of another than before.
+
+        Raises:
+            IntegrityError: Its digest is not that of its lineage: the source is not asked again.
+            TemporaryError: They are of no use now.
+        """
+
+    async def wait_for_turn(self) -> None:
+        """Return once nothing more urgent needs the link; called before chunks are asked for."""
+
+
 @dataclass(frozen=True)
-class DownloadedState:
-    """A state whose every byte is verified.
+class DownloadReport:
+    """How a download went.
 
     Attributes:
-        head: The head it belongs to, as it was asked for.
-        tensors: What `SharedState.replace` takes.
         bytes_from: Verified bytes by source.
         faults: Why sources were given up.
     """
 
-    head: Head
-    tensors: list[tuple[str, Tensor]]
     bytes_from: dict[PeerId, int]
     faults: dict[PeerId, str]
 
@@ -113,52 +124,47 @@ class TransferTimes:
     """Deadlines within a download."""
 
     open_seconds: float = 10.0
-    """Dialling a source and hearing its description; and again for the hashes."""
-    chunk_seconds: float = 30.0
-    """The next chunk of 1 MiB: what is slower counts as stalled."""
+    """Dialling a source; and hearing its description."""
+    least: LeastRate = LEAST_RATE
+    """What a source has to send; slower ones count as stalled."""
 
 
 async def download_state(
     rpc: Rpc,
     runtime: Runtime,
-    sources: list[PeerId],
-    expect: Head,
+    find_sources: Callable[[], Sequence[PeerId]],
     layout_fingerprint: bytes,
-    timeout_seconds: float,
-    resume: PartialDownload | None = None,
+    partial: PartialDownload,
+    admission: Admission,
     times: TransferTimes | None = None,
     advance: Advance = lambda done, total: None,
-) -> DownloadedState:
-    """Download the state that ``expect`` names from ``sources``, in parallel.
+) -> DownloadReport:
+    """Download the chunks that ``partial`` lacks, in parallel, until it has all.
 
     Args:
-        rpc: To reach them; lies are counted in its ``refusals``.
+        rpc: To reach sources; lies are counted in its ``refusals``.
         runtime: Hashes off the event loop.
-        sources: Peers that hold it; this peer itself is left out.
-        expect: Whose ``lineage`` and ``digest`` are trusted already.
+        find_sources: The peers to be asked, in order of preference; called again and again, since peers come and go.
         layout_fingerprint: This model's; a state of another shape is refused.
-        timeout_seconds: Deadline of it all.
-        resume: Filled as chunks arrive, also when this raises; a state begun earlier is completed, not begun anew.
+        partial: Filled as chunks arrive, also when this raises.
+        admission: Says which chunks are to be taken.
         times: Deadlines within.
-        advance: Told how many bytes of it are verified, and of how many.
+        advance: Told how many bytes are verified, and of how many.
 
     Raises:
         IncompatibleError: No source is left, and one holds the state of another model.
-        IntegrityError: No source is left, and one sent what the digest does not vouch for.
-        PeerRefusedError: No source is left; all moved on to later rounds, or refuse.
+        IntegrityError: No source is left, and one sent what its digest does not vouch for; or the state itself has
+            values that are not finite.
+        PeerRefusedError: No source is left; all refuse.
         PeerLostError: No source is left.
-        DeadlineError: It took too long, or every source stalls.
-        ResourceError: There is no memory for it.
+        DeadlineError: No source is left, and one sent too little.
+        ResourceError: There is no memory or no disk for it.
     """
-    partial = resume if resume is not None else PartialDownload()
-    if partial.digest != expect.digest:
-        partial.digest = b""
-    peers = [peer for peer in dict.fromkeys(sources) if peer != rpc.peer_id]
-    if not peers:
-        raise PeerLostError("?", "no other peer holds the state: wait for one, or start from a checkpoint")
-    download = _Download(rpc, runtime, expect, layout_fingerprint, partial, times or TransferTimes(), peers, advance)
-    await download.run(timeout_seconds)
-    return DownloadedState(expect, partial.tensors, dict(download.bytes_from), download.fault_texts())
+    download = _Download(
+        rpc, runtime, find_sources, layout_fingerprint, partial, admission, times or TransferTimes(), advance
+    )
+    await download.run()
+    return DownloadReport(dict(download.bytes_from), download.fault_texts())
 
 
 class _Download:
@@ -168,63 +174,94 @@ class _Download:
         self,
         rpc: Rpc,
         runtime: Runtime,
-        expect: Head,
+        find_sources: Callable[[], Sequence[PeerId]],
         layout: bytes,
         partial: PartialDownload,
+        admission: Admission,
         times: TransferTimes,
-        sources: list[PeerId],
         advance: Advance,
     ) -> None:
         self._rpc = rpc
         self._runtime = runtime
-        self._expect = expect
+        self._find_sources = find_sources
         self._layout = layout
         self._partial = partial
+        self._admission = admission
         self._times = times
         self._advance = advance
-        self._pool = ChunkPool(sources)
-        self._faults: dict[PeerId, P2PTrainError | None] = dict.fromkeys(sources)
+        self._pool = ChunkPool()
+        self._faults: dict[PeerId, P2PTrainError | None] = {}
+        self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
+        self._rested: set[PeerId] = set()
+        self._admitted: dict[PeerId, Stamp] = {}
+        self._replace_at = asyncio.get_running_loop().time() + REPLACE_SECONDS
+        self._before: Counter[PeerId] = Counter()
         self.bytes_from: Counter[PeerId] = Counter()
-        if partial.digest:
+        if partial.specs:
             self._pool.fill(partial.done)
 
     def fault_texts(self) -> dict[PeerId, str]:
         """Why sources were given up."""
         return {source: str(fault) for source, fault in self._faults.items() if fault is not None}
 
-    async def run(self, timeout_seconds: float) -> None:
+    async def run(self) -> None:
         """Return when all is there; see `download_state` for what is raised."""
         try:
-            async with asyncio.timeout(timeout_seconds), asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._use(source)) for source in self._faults]
-                while not self._is_complete() and not all(task.done() for task in tasks):
-                    await self._changed.wait()
-                for task in tasks:
+            async with asyncio.TaskGroup() as group:
+                while not self._partial.is_complete and self._start_sources(group):
+                    try:
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await self._changed.wait()
+                    except TimeoutError:
+                        continue
+                for task in self._tasks.values():
                     task.cancel()
-        except TimeoutError:
-            raise DeadlineError(
-                f"the state did not arrive within {timeout_seconds:g} s"
-                f" ({self._partial.num_done} of {len(self._partial.done)} chunks did): try again"
-            ) from None
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
-        if not self._is_complete():
+        if not self._partial.is_complete:
             raise self._verdict()
 
-    def _is_complete(self) -> bool:
-        return bool(self._partial.digest) and self._partial.num_done == len(self._partial.done)
+    def _start_sources(self, group: asyncio.TaskGroup) -> bool:
+        """Ask further peers where there is room for them; whether any is being asked."""
+        found = [source for source in self._find_sources() if source != self._rpc.peer_id]
+        fresh = [source for source in found if source not in self._tasks]
+        running = [source for source, task in self._tasks.items() if not task.done()]
+        if fresh and len(running) >= MAX_SOURCES:
+            self._rest_slowest(running)
+        rested = [source for source in found if source in self._rested and self._tasks[source].done()]
+        for source in [*fresh, *rested][: max(0, MAX_SOURCES - len(running))]:
+            self._rested.discard(source)
+            self._faults[source] = None
+            self._pool.join(source)
+            self._tasks[source] = group.create_task(self._use(source))
+            running.append(source)
+        return bool(running)
+
+    def _rest_slowest(self, running: list[PeerId]) -> None:
+        """Have the source that sent least of late give its place to one that was not asked yet, now and then."""
+        now = asyncio.get_running_loop().time()
+        if now < self._replace_at:
+            return
+        slowest = min(running, key=lambda source: self.bytes_from[source] - self._before[source])
+        logger.info("state download: peer %s gives its place to another source", slowest[-8:])
+        self._tasks[slowest].cancel()
+        self._rested.add(slowest)
+        running.remove(slowest)
+        self._replace_at, self._before = now + REPLACE_SECONDS, Counter(self.bytes_from)
 
     def _verdict(self) -> P2PTrainError:
         """The most telling of the sources' faults, with all of them in its message."""
         faults = [fault for fault in self._faults.values() if fault is not None]
+        if not faults:
+            return PeerLostError("?", "no other peer holds the state: wait for one, or start from a checkpoint")
         text = "no source of the state is left: " + "; ".join(str(fault) for fault in faults)[:800]
         for kind in (IncompatibleError, IntegrityError, DeadlineError):
             if any(isinstance(fault, kind) for fault in faults):
                 return kind(text)
         if any(isinstance(fault, ProtocolError) for fault in faults):
             return IntegrityError(text)
-        if faults and all(isinstance(fault, PeerRefusedError) for fault in faults):
+        if all(isinstance(fault, PeerRefusedError) for fault in faults):
             return PeerRefusedError("?", text)
         return PeerLostError("?", text)
 
@@ -238,11 +275,13 @@ class _Download:
         """Take chunks from one source until all is there or it is given up; then its fault says why."""
         attempts = 0
         try:
-            while not self._is_complete():
+            while not self._partial.is_complete:
                 before = self.bytes_from[source]
                 try:
                     await self._converse(source)
                     continue
+                except (NotFiniteError, ResourceError):
+                    raise  # It is not the source's fault.
                 except (ProtocolError, IntegrityError, IncompatibleError) as error:
                     self._rpc.count_refusal(source, "bad state")
                     logger.warning("state download: gave up peer %s: %s", source[-8:], error)
@@ -250,8 +289,6 @@ class _Download:
                     return
                 except TemporaryError as error:
                     self._faults[source] = error
-                    if isinstance(error, PeerRefusedError) and MOVED_ON in error.reason:
-                        return
                 finally:
                     if self._pool.give_back(source):
                         self._notify()
@@ -261,45 +298,63 @@ class _Download:
                     return
                 await asyncio.sleep(FIRST_RETRY_SECONDS * 2**attempts * (1 + self._runtime.random.random()))
         finally:
+            self._pool.leave(source)
             # When this was the last source, the waiting main task has to see that it is done.
             asyncio.get_running_loop().call_soon(self._notify)
 
     async def _converse(self, source: PeerId) -> None:
-        request = {"lineage": self._expect.lineage, "describe": not self._partial.digest}
+        request = {"describe": not self._partial.specs}
         async with self._rpc.open(
             source, "state.chunks", request, self._times.open_seconds, expected_bytes=EXPECTED_BYTES
         ) as channel:
-            await self._agree(channel, bool(request["describe"]))
+            await self._agree(source, channel, bool(request["describe"]))
             self._faults[source] = None
             await self._pull(source, channel)
 
-    async def _agree(self, channel: Channel, describe: bool) -> None:
-        """Check that the source holds the state, and take over description and hashes if they are not known yet."""
+    async def _agree(self, source: PeerId, channel: Channel, describe: bool) -> None:
+        """Check that the source holds such a state, and take over its description if none is known yet.
+
+        A description is proved by the proof of any chunk; no memory is given to the state before that.
+        """
         hello = await channel.receive(self._times.open_seconds, MAX_DESCRIPTION_BYTES)
         if hello.get("layout") != self._layout:
             raise IncompatibleError(f"peer {channel.remote[-8:]} trains a model of another shape")
-        if not describe or self._partial.digest:
-            return
-        specs = specs_from_wire(hello.get("tensors"))
-        num_leaves = num_chunks(sum(spec.num_bytes for spec in specs))
-        await channel.send({"leaves": True})
-        data = bytes(await channel.receive_bytes(num_leaves * HASH_BYTES, self._times.open_seconds))
-        leaves = [data[at : at + HASH_BYTES] for at in range(0, len(data), HASH_BYTES)]
-        if await self._runtime.compute(root_of, specs, leaves) != self._expect.digest:
-            raise IntegrityError(f"peer {channel.remote[-8:]} described a state that has not the digest asked for")
-        if not self._partial.digest:
-            self._partial.begin(self._expect.digest, specs, leaves)
-            self._pool.fill(self._partial.done)
-            self._notify()
+        if describe:
+            specs = specs_from_wire(hello.get("tensors"))
+            cut = cut_of(specs)
+            if not cut.num_chunks or cut.num_chunks != hello.get("num_chunks"):
+                raise IntegrityError(f"peer {channel.remote[-8:]} described a state that is not cut as it says")
+            buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
+            await channel.send({"first": 0, "count": 1})
+            await receive_steadily(channel, len(buffer), buffer, self._times.least)
+            data, stamp, proof = _parts(buffer, cut.chunk_bytes(0))
+            leaf = await self._runtime.compute(leaf_of, data)
+            if not proves(description_hash(specs), leaf, 0, cut.num_chunks, proof, stamp.digest):
+                raise IntegrityError(f"peer {channel.remote[-8:]} described a state that has not the digest asked for")
+            await self._admission.admit(source, stamp)
+            if not self._partial.specs:
+                self._begin(specs)
+                await self._keep(source, 0, data, stamp, proof)
+        if hello.get("num_chunks") != self._partial.cut.num_chunks:
+            raise TemporaryError(f"peer {channel.remote[-8:]} holds a state of other tensors")
+
+    def _begin(self, specs: tuple[TensorSpec, ...]) -> None:
+        self._partial.begin(specs)
+        self._pool.fill(self._partial.done)
+        self._notify()
 
     async def _pull(self, source: PeerId, channel: Channel) -> None:
         """Ask ahead, receive into one buffer while others are verified."""
         loop = asyncio.get_running_loop()
-        buffers = deque(memoryview(bytearray(CHUNK_BYTES)) for _ in range(CHECKS_BEHIND + 1))
+        cut = self._partial.cut
+        size = stamped_bytes(CHUNK_BYTES, cut.depth)
+        buffers = deque(memoryview(bytearray(size)) for _ in range(CHECKS_BEHIND + 1))
         asked: deque[list[int]] = deque()
         checks: deque[asyncio.Task[None]] = deque()
-        try:
+        async with Tasks() as tasks:
             while True:
+                if len(asked) < RANGES_ASKED_AHEAD:
+                    await self._admission.wait_for_turn()
                 while len(asked) < RANGES_ASKED_AHEAD and (span := self._pool.take(source)):
                     await channel.send({"first": span[0], "count": len(span)})
                     asked.append(span)
@@ -307,7 +362,7 @@ class _Download:
                     if checks:
                         await checks.popleft()
                         continue
-                    if self._is_complete():
+                    if self._partial.is_complete:
                         return
                     await self._wait_for_work(channel)
                     continue
@@ -316,32 +371,41 @@ class _Download:
                 for index in span:
                     if len(checks) == CHECKS_BEHIND:
                         await checks.popleft()
-                    view = buffers[0][: self._partial.chunk_bytes(index)]
+                    view = buffers[0][: stamped_bytes(cut.chunk_bytes(index), cut.depth)]
                     buffers.rotate()
-                    await channel.receive_bytes(len(view), self._times.chunk_seconds, into=view)
-                    checks.append(asyncio.create_task(self._check(source, index, view)))
+                    await receive_steadily(channel, len(view), view, self._times.least)
+                    checks.append(tasks.call(self._check(source, index, view), "check"))
                 self._pool.adapt(source, loop.time() - started)
-        finally:
-            for check in checks:
-                check.cancel()
-            await asyncio.gather(*checks, return_exceptions=True)
 
     async def _wait_for_work(self, channel: Channel) -> None:
         """Until the pool changes; a source that leaves meanwhile ends the conversation."""
-        changed = asyncio.create_task(self._changed.wait())
-        waited: list[asyncio.Future[Any]] = [changed, channel.lost]
-        try:
+        async with Tasks() as tasks:
+            changed = tasks.call(self._changed.wait(), "changed")
+            waited: list[asyncio.Future[Any]] = [changed, channel.lost]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
         if channel.lost.done() and not changed.done():
             await channel.receive(0.0)  # Raises what ended it.
 
-    async def _check(self, source: PeerId, index: int, data: memoryview) -> None:
-        if not await self._runtime.compute(self._partial.put, index, data):
+    async def _check(self, source: PeerId, index: int, received: memoryview) -> None:
+        data, stamp, proof = _parts(received, self._partial.cut.chunk_bytes(index))
+        if stamp != self._admitted.get(source):  # Before anybody waits for a round that may be made up.
+            if not await self._runtime.compute(self._partial.verifies, index, data, stamp, proof):
+                raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
+            await self._admission.admit(source, stamp)
+            self._admitted[source] = stamp
+        await self._keep(source, index, data, stamp, proof)
+
+    async def _keep(self, source: PeerId, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> None:
+        if not await self._runtime.compute(self._partial.put, index, data, stamp, proof):
             raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
         self.bytes_from[source] += len(data)
         self._pool.settle(source, index)
         self._advance(self._partial.bytes_done, self._partial.num_bytes)
-        if self._is_complete():
+        if self._partial.is_complete:
             self._notify()
+
+
+def _parts(received: memoryview, chunk_bytes: int) -> tuple[memoryview, Stamp, memoryview]:
+    """What arrives for one chunk: its bytes, stamp and proof."""
+    end = chunk_bytes + Stamp.NUM_BYTES
+    return received[:chunk_bytes], Stamp.from_bytes(received[chunk_bytes:end]), received[end:]

@@ -55,6 +55,9 @@ class Work(Protocol):
             counted: With ``contributed``: the tokens and samples that are in the state.
         """
 
+    def begin_anew(self) -> None:
+        """Set the live model from the shared state, and forget all local work and the local optimizer's state."""
+
     def at_rest(self) -> AbstractAsyncContextManager[None]:
         """While it is held, no other thread touches the live model; for whoever calls the methods above."""
 

@@ -40,8 +40,8 @@ def values(size: int, seed: int) -> torch.Tensor:
 
 def run(size: int, steps: int, moments: Moments = "fp32") -> tuple[torch.Tensor, AdamWStep]:
     stepper, vector = AdamWStep(layout_of(size), SPEC, moments), values(size, 1)
-    for seed in range(2, 2 + steps):
-        stepper.step(vector, values(size, seed))
+    for round_ in range(steps):
+        stepper.step(vector, values(size, round_ + 2), round_)
     return vector, stepper
 
 
@@ -72,7 +72,7 @@ def test_every_operation_is_rounded_to_fp32(rate: float, decay: float, size: int
     power1 = power2 = 1.0
     for step in range(3):  # Up to the third power, one order of multiplication gives the same bits as any other.
         mean = values(size, seed + step + 1)
-        stepper.step(vector, mean)
+        stepper.step(vector, mean, step)
         gradient = mean.numpy()
         expected = expected - expected * np.float32(rate * decay)
         first = first * b1 + gradient * c1
@@ -114,7 +114,7 @@ def test_blocks_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, moments: Mom
 
 def test_the_mean_is_not_changed() -> None:
     mean = values(100, 2)
-    AdamWStep(layout_of(100), SPEC).step(values(100, 1), mean)
+    AdamWStep(layout_of(100), SPEC).step(values(100, 1), mean, 0)
     assert torch.equal(mean, values(100, 2))
 
 
@@ -125,7 +125,7 @@ def test_state_moves_to_another_host_and_misfits_are_refused(moments: Moments) -
     two.load_state_tensors(one.state_tensors())
     vectors = [vector.clone(), vector.clone()]
     for stepper, each in zip((one, two), vectors, strict=True):
-        stepper.step(each, values(300, 9))
+        stepper.step(each, values(300, 9), 3)
     assert torch.equal(*vectors)
     good = one.state_tensors()
     steps = ("adamw.steps", torch.tensor([-1.0]))
@@ -134,7 +134,7 @@ def test_state_moves_to_another_host_and_misfits_are_refused(moments: Moments) -
         with pytest.raises(IncompatibleError):
             two.load_state_tensors(bad)
     impossible = (
-        {"adamw.second": -1.0, "adamw.first": math.nan} if moments == "fp32" else {"adamw.first.exponents": 254}
+        {"adamw.second": -1.0, "adamw.first": math.nan} if moments == "fp32" else {"adamw.first_exponents/256": 254}
     )
     for name, value in impossible.items():
         bad = [(each, torch.full_like(tensor, value) if each == name else tensor) for each, tensor in good]
@@ -182,3 +182,12 @@ def test_what_gets_nothing_new_decays_whatever_its_code_is(
         moment.close(block, before * kept)
         after = moment.open(block)
         assert bool((after < before)[before > before.view(-1, BLOCK).amax(1).repeat_interleave(BLOCK) * 2.0**-14].all())
+
+
+def test_the_step_follows_the_manifests_schedule() -> None:
+    spec = TrainingSpec(every=1, warmup_steps=0, schedule="cosine", rounds=10, final_rate=0.0)
+    stepper, vector = AdamWStep(layout_of(64), spec), values(64, 1)
+    for round_, moves in ((0, True), (9, True), (10, False), (50, False)):
+        before = vector.clone()
+        stepper.step(vector, values(64, 2), round_)
+        assert torch.equal(vector, before) is not moves

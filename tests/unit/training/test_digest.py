@@ -15,10 +15,13 @@ from p2ptrain.training.digest import (
     CHUNK_BYTES,
     ChunkedBytes,
     byte_view,
+    description_hash,
+    is_finite,
+    leaf_of,
     merkle_tree,
+    proves,
     root_of,
     specs_from_wire,
-    verify_chunk,
 )
 
 
@@ -33,17 +36,51 @@ def _sample(num_values: int = 700_000) -> list[tuple[str, torch.Tensor]]:
 
 
 def test_golden_digest() -> None:
-    tensors = [("a", torch.arange(600_000, dtype=torch.float32)), ("b", torch.tensor(1.5))]
-    data = b"".join(bytes(byte_view(tensor)) for _, tensor in tensors)
-    chunks = [data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES)]
-    one, two, three = (blake3(b"\x00" + chunk).digest() for chunk in chunks)
-    pair = blake3(b"\x01" + one + two).digest()
+    """Common tensors first; then each run of the vector with what belongs to its values."""
+    tensors = [
+        ("vector", torch.arange(300_000, dtype=torch.float32)),
+        ("outer.first", torch.arange(300_000, dtype=torch.float32)),
+        ("outer.steps", torch.tensor([1.5])),
+    ]
+    vector, first, steps = (bytes(byte_view(tensor)) for _, tensor in tensors)
+    runs = [slice(at, at + (1 << 19)) for at in range(0, len(vector), 1 << 19)]
+    one, two, three, four = (blake3(b"\x00" + data).digest() for data in [steps, *(vector[r] + first[r] for r in runs)])
+    left, right = (blake3(b"\x01" + a + b).digest() for a, b in ((one, two), (three, four)))
+    inner = blake3(b"\x01" + left + right).digest()
     tree = merkle_tree(tensors)
-    assert tree.leaves == (one, two, three)
-    assert tree.root.hex() == "b0704426e222e7264eee966ee2b1d75161f9ffa764f7e325b08204f4700e1a6e"
-    description = b"\x92\x94\xa1a\xa7float32\x91\xce\x00\x09\x27\xc0\xce\x00\x24\x9f\x00\x94\xa1b\xa7float32\x90\x04"
-    inner = blake3(b"\x01" + pair + three).digest()
-    assert tree.root == blake3(b"p2ptrain state 1" + blake3(description).digest() + inner).digest()
+    assert tree.leaves == (one, two, three, four)
+    description = description_hash(ChunkedBytes(tensors).specs)
+    assert tree.root == blake3(b"p2ptrain state 2" + description + inner).digest()
+    assert tree.root.hex() == "f1a6103d00b2829af8396e413eb6e81a437bf26381e44d12eda0633d4d02b32b"
+
+
+def test_the_state_of_a_value_is_in_its_chunk() -> None:
+    """Also in 8 bits, with an exponent for 256 values, and where each parameter has tensors of its own."""
+    num = 500_000
+    eight = [
+        ("vector", torch.zeros(num)),
+        ("adamw.first", torch.zeros(num, dtype=torch.uint8)),
+        ("adamw.first_exponents/256", torch.zeros(-(-num // 256), dtype=torch.uint8)),
+        ("adamw.steps", torch.zeros(1)),
+    ]
+    own = [
+        ("vector", torch.zeros(num)),
+        ("optim.a.exp_avg", torch.zeros(300_000)),
+        ("optim.a.step", torch.tensor(1.0)),
+        ("optim.b.exp_avg", torch.zeros(20, 10_000)),
+        ("optim.b.step", torch.tensor(1.0)),
+    ]
+    for tensors, starts in ((eight, {1: 0, 2: 0}), (own, {1: 0, 3: 300_000})):
+        chunks = ChunkedBytes(tensors)
+        assert chunks.cut.num_common == 1
+        for index in range(1, chunks.num_chunks):
+            pieces = {tensor: (start, stop) for tensor, start, stop in chunks.cut.pieces(index)}
+            low, high = (at // 4 for at in pieces.pop(0))
+            for tensor, (start, stop) in pieces.items():
+                size = tensors[tensor][1].element_size()
+                stride = 256 if tensors[tensor][0].endswith("/256") else 1
+                assert low <= starts[tensor] + start // size * stride < high
+                assert starts[tensor] + (stop // size - 1) * stride < high
 
 
 @settings(max_examples=30)
@@ -103,26 +140,42 @@ def test_chunks_cover_all_bytes_in_order_and_write_what_they_read(sizes: list[in
     source = [(str(i), torch.full((size,), float(i + 1))) for i, size in enumerate(sizes)]
     target = [(name, torch.zeros_like(tensor)) for name, tensor in source]
     reading, writing = ChunkedBytes(source), ChunkedBytes(target)
-    tree = merkle_tree(source)
+    tree, description = merkle_tree(source), description_hash(reading.specs)
     buffer = memoryview(bytearray(CHUNK_BYTES))
+    assert sum(map(reading.cut.chunk_bytes, range(reading.num_chunks))) == sum(tensor.nbytes for _, tensor in source)
     for index in range(reading.num_chunks):
         size = reading.read(index, buffer)
-        assert size == reading.chunk_bytes(index)
-        assert verify_chunk(index, buffer[:size], tree.leaves)
+        assert size == reading.cut.chunk_bytes(index) <= CHUNK_BYTES
+        leaf, proof = leaf_of(buffer[:size]), tree.proof(index)
+        assert len(proof) == 32 * reading.cut.depth
+        assert proves(description, leaf, index, reading.num_chunks, proof, tree.root)
         writing.write(index, buffer[:size])
     assert merkle_tree(target) == tree
 
 
 def test_a_wrong_chunk_is_found() -> None:
     tensors = _sample()
-    tree = merkle_tree(tensors)
-    buffer = bytearray(CHUNK_BYTES)
-    ChunkedBytes(tensors).read(1, memoryview(buffer))
-    assert verify_chunk(1, buffer, tree.leaves)
-    assert not verify_chunk(0, buffer, tree.leaves)
-    assert not verify_chunk(1, buffer[:-1], tree.leaves)
-    assert not verify_chunk(-2, buffer, tree.leaves)
-    assert not verify_chunk(3, buffer, tree.leaves)
+    tree, chunks = merkle_tree(tensors), ChunkedBytes(tensors)
+    description, count = description_hash(chunks.specs), chunks.num_chunks
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    data = buffer[: chunks.read(1, buffer)]
+    assert proves(description, leaf_of(data), 1, count, tree.proof(1), tree.root)
+    assert not proves(description, leaf_of(data), 0, count, tree.proof(1), tree.root)
+    assert not proves(description, leaf_of(data), 1, count, tree.proof(0), tree.root)
+    assert not proves(description, leaf_of(data[:-1]), 1, count, tree.proof(1), tree.root)
+    assert not proves(bytes(32), leaf_of(data), 1, count, tree.proof(1), tree.root)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_found_in_any_tensor_of_a_chunk(value: float) -> None:
+    tensors = [("vector", torch.ones(1001)), ("a.codes", torch.ones(3, dtype=torch.uint8)), ("b.x", torch.ones(1001))]
+    chunks = ChunkedBytes(tensors)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for index in range(chunks.num_chunks):
+        assert is_finite(chunks.specs, index, buffer[: chunks.read(index, buffer)])
+    tensors[2][1][1000] = value
+    found = [is_finite(chunks.specs, index, buffer[: chunks.read(index, buffer)]) for index in range(chunks.num_chunks)]
+    assert found.count(False) == 1
 
 
 def test_descriptions_survive_the_wire() -> None:

@@ -87,11 +87,11 @@ def test_fragments_in_turn_give_the_bits_of_whole_steps(name: str) -> None:
     other = vector.clone()
     for _ in range(3):
         mean = torch.randn(layout.num_values, generator=generator)
-        at_once.step(vector, mean)
+        at_once.step(vector, mean, 0)
         for fragment in fragments:
             packed, before, elsewhere = torch.empty(fragment.num_values), other.clone(), torch.ones(layout.num_values)
             fragment.gather(mean, packed)
-            in_turn.step(other, packed, fragment)
+            in_turn.step(other, packed, 0, fragment)
             for start, _, count in fragment.parameter_spans + fragment.buffer_spans:
                 elsewhere[start : start + count] = 0
             assert torch.equal(other[elsewhere.bool()], before[elsewhere.bool()])
@@ -122,7 +122,7 @@ def test_a_contribution_to_one_fragment_leaves_the_work_on_the_others() -> None:
     contribution = torch.empty(first.num_values)
     work.collect(contribution, first)
     assert float((contribution[: first.layout.num_parameters] + 0.5).abs().max()) < 1e-6
-    state.apply(contribution, first)
+    state.apply(contribution, 0, first)
     work.adopt(True, None, first)
     assert [work.tokens_of(fragment) for fragment in state.fragments] == [0, 10, 10]
     assert (work.tokens, work.samples, work.steps) == (20, 0, 0)
@@ -142,7 +142,7 @@ def test_late_work_is_carried_on_its_fragment_alone() -> None:
     state.layout.read(module, live)
     mean = torch.full((fragment.num_values,), -0.25)
     mean[fragment.layout.num_parameters :] = 0
-    state.apply(mean, fragment)
+    state.apply(mean, 0, fragment)
     work.adopt(False, carry, fragment)
     moved = torch.empty(state.layout.num_values)
     state.layout.read(module, moved)
@@ -162,7 +162,13 @@ def test_residuals_of_fragments_share_one_memory() -> None:
     assert whole.residual.tolist() == [0.0] * 4 + [1.0] * 6
 
 
-@pytest.mark.parametrize("training", [{"every": 32, "fragments": 5}, {"every": 1, "fragments": 2}])
-def test_fragments_that_do_not_divide_the_steps_are_refused(training: dict[str, Any]) -> None:
-    with pytest.raises(ManifestError, match=r"must divide training\.every"):
+@pytest.mark.parametrize(
+    ("training", "reason"),
+    [
+        ({"every": 32, "fragments": 5}, r"must divide training\.every"),
+        ({"every": 1, "fragments": 2}, "every > 1 alone"),
+    ],
+)
+def test_fragments_that_do_not_divide_the_steps_are_refused(training: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ManifestError, match=reason):
         parse_manifest({"training": training}, "a")

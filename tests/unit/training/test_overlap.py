@@ -18,6 +18,7 @@ from p2ptrain.errors import ManifestError, TemporaryError
 from p2ptrain.manifest import TrainingSpec, parse_manifest
 from p2ptrain.training.fragments import Fragments
 from p2ptrain.training.layout import Layout
+from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
 from p2ptrain.training.outer import AverageStep
@@ -63,7 +64,7 @@ def test_a_result_is_mixed_in_and_later_work_is_still_to_be_contributed() -> Non
             parameter.add_(1.0)
     live, start = _read(module), state.vector.clone()
     mean = torch.full((fragment.num_values,), -0.5)
-    state.apply(mean, fragment)
+    state.apply(mean, 0, fragment)
     work.adopt(True, None, fragment, (handed_in, 8))
     assert handed_in == 40
     assert (work.pending, work.samples) == ([120, 40], 4)
@@ -162,7 +163,7 @@ class ScriptedSynchronizer:
         result = await asyncio.wrap_future(arrival)
         async with work.at_rest():
             if result.committed:
-                self.state.apply(contribution, fragment)
+                self.state.apply(contribution, self.head.round, fragment)
                 self.head.round += 1
                 work.adopt(True, None, fragment, counted)
         return result
@@ -240,6 +241,17 @@ def test_a_round_that_fails_under_compute_leaves_all_work_for_the_next(loop: asy
     optimizer.synchronize()
 
 
+def test_the_swarms_steps_go_on_under_a_round(loop: asyncio.AbstractEventLoop) -> None:
+    optimizer, synchronizer = _optimizer(loop, every=4, overlap_steps=2)
+    seen: list[float] = []
+    optimizer._rates = LearningRates(optimizer.inner, float)
+    optimizer.inner.register_step_pre_hook(lambda *_: seen.append(optimizer.inner.param_groups[0]["lr"]))
+    _step(optimizer, 5)
+    _arrive(synchronizer, _committed(1), loop)
+    _step(optimizer, 2)
+    assert seen == pytest.approx([0.1 * step for step in range(7)])
+
+
 def test_a_closed_swarm_ends_a_round_under_compute(loop: asyncio.AbstractEventLoop) -> None:
     optimizer, _ = _optimizer(loop, every=4, overlap_steps=2)
     _step(optimizer, 4)
@@ -251,5 +263,5 @@ def test_a_closed_swarm_ends_a_round_under_compute(loop: asyncio.AbstractEventLo
 def test_an_overlap_as_long_as_a_round_is_refused() -> None:
     with pytest.raises(ManifestError, match="must be less"):
         parse_manifest({"training": {"every": 8, "fragments": 2, "overlap_steps": 4}}, "a")
-    with pytest.raises(ManifestError, match="must be less"):
+    with pytest.raises(ManifestError, match="every > 1 alone"):
         parse_manifest({"training": {"every": 1, "overlap_steps": 1}}, "a")

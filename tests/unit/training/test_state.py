@@ -1,8 +1,9 @@
-"""Shared state changes whole, and a snapshot of it does not change at all."""
+"""Shared state changes whole, and each chunk that is read of it is of one round."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,12 @@ from torch import nn
 
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.errors import IncompatibleError, TemporaryError
-from p2ptrain.training.digest import CHUNK_BYTES, merkle_tree, verify_chunk
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.training.adamw import AdamWStep
+from p2ptrain.training.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import NesterovStep
-from p2ptrain.training.state import MOVED_ON, SharedState, Snapshot
+from p2ptrain.training.outer import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
+from p2ptrain.training.state import SharedState, Stamp, stamped_bytes
 
 NUM_VALUES = 400_000
 
@@ -31,107 +34,50 @@ def _state(seed: int = 1) -> SharedState:
 
 def _advance(state: SharedState) -> Head:
     """One round, as a synchronizer applies it."""
-    state.apply(torch.full((NUM_VALUES,), 0.5))
+    state.apply(torch.full((NUM_VALUES,), 0.5), 0)
     root = state.tree().root
     head = state.head
     state.head = replace(head, round=head.round + 1, lineage=bytes([head.round + 1] * 32), digest=root)
     return state.head
 
 
-def _is_intact(snapshot: Snapshot) -> bool:
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    return all(
-        verify_chunk(index, buffer[: snapshot.read(index, buffer)], snapshot.tree.leaves)
-        for index in range(snapshot.num_chunks)
-    )
+def _verified(state: SharedState, buffer: memoryview) -> set[Stamp]:
+    """The stamps of all chunks, each of which its proof leads to."""
+    described = state.describe()
+    assert described is not None
+    cut, description, stamps = cut_of(described[1]), description_hash(described[1]), set()
+    for index in range(cut.num_chunks):
+        end = cut.chunk_bytes(index)
+        size = state.read(index, buffer, described[1])
+        assert size == stamped_bytes(end, cut.depth)
+        stamp = Stamp.from_bytes(buffer[end : end + Stamp.NUM_BYTES])
+        proof = buffer[end + Stamp.NUM_BYTES : size]
+        assert proves(description, leaf_of(buffer[:end]), index, cut.num_chunks, proof, stamp.digest)
+        stamps.add(stamp)
+    return stamps
 
 
-def test_a_snapshot_costs_nothing_and_survives_one_round() -> None:
+def _buffer() -> memoryview:
+    return memoryview(bytearray(CHUNK_BYTES + 4096))
+
+
+def test_every_chunk_comes_with_a_proof_of_the_digest_of_its_round() -> None:
     state = _state()
-    snapshot = state.lease()
-    assert snapshot._chunks is not None
-    before = snapshot._chunks.pieces(0)[0].obj
-    assert merkle_tree(state.tensors()).root == snapshot.tree.root
-    assert _is_intact(snapshot)
+    assert _verified(state, _buffer()) == {Stamp.of(state.head)}
     head = _advance(state)
-    assert snapshot._chunks.pieces(0)[0].obj is not before
-    assert snapshot.head.round == 0
-    assert head.digest != snapshot.head.digest
-    assert _is_intact(snapshot)
+    assert _verified(state, _buffer()) == {Stamp.of(head)}
 
 
-def test_a_round_without_readers_copies_nothing() -> None:
+def test_nothing_is_read_between_a_step_and_its_head() -> None:
     state = _state()
-    state.lease().release()
-    _advance(state)
-    assert state._copied is None
-    assert state._live is None
-
-
-def test_at_most_one_copy_is_kept_and_readers_of_an_older_one_are_told() -> None:
-    state = _state()
-    first = state.lease()
-    _advance(state)
-    second = state.lease()
-    _advance(state)
-    with pytest.raises(TemporaryError, match=f"^{MOVED_ON}2$"):
-        first.read(0, memoryview(bytearray(CHUNK_BYTES)))
-    assert first._chunks is None
-    assert _is_intact(second)
-    first.release()
-    assert _is_intact(second)
-    second.release()
-    assert state._copied is None
-    assert second._chunks is None
-
-
-def test_a_copy_can_be_joined_by_its_lineage_while_it_lives() -> None:
-    state = _state()
-    lineage = state.head.lineage
-    first = state.lease(lineage)
-    _advance(state)
-    second = state.lease(lineage)
-    assert second is first
-    first.release()
-    assert _is_intact(second)
-    second.release()
-    with pytest.raises(TemporaryError, match=MOVED_ON):
-        state.lease(lineage)
-
-
-def test_newcomers_are_offered_what_others_read_unless_it_is_too_old() -> None:
-    state = _state()
-    first = state.offer(0)
-    _advance(state)
-    _advance(state)
-    second = state.offer(0)
-    assert second is first
-    assert _is_intact(second)
-    newer = state.offer(1)
-    assert newer.head.round == 2
-    for snapshot in (first, second, newer):
-        snapshot.release()
-    assert state.offer(0).head.round == 2
-
-
-def test_what_others_read_is_not_offered_once_the_lineage_is_another() -> None:
-    state, other = _state(1), _state(2)
-    _advance(other)
-    snapshot = state.offer(0)
-    state.replace(other.tensors(), other.head)
-    assert _is_intact(snapshot)
-    assert state.tree().root == other.head.digest
-    assert state.offer(0).head == other.head
-
-
-def test_no_lease_between_a_step_and_its_head() -> None:
-    state = _state()
-    state.apply(torch.ones(NUM_VALUES))
-    with pytest.raises(TemporaryError, match="between two rounds"):
-        state.lease()
+    described = state.describe()
+    assert described is not None
+    state.apply(torch.ones(NUM_VALUES), 1)
+    assert state.describe() is None
+    assert state.read(0, _buffer(), described[1]) == -1
     root = state.tree().root
     state.head = replace(state.head, round=1, digest=root)
-    assert _is_intact(state.lease())
+    assert _verified(state, _buffer()) == {Stamp.of(state.head)}
 
 
 def test_damaged_memory_is_found_and_not_served() -> None:
@@ -139,19 +85,64 @@ def test_damaged_memory_is_found_and_not_served() -> None:
     state.vector[5] += 1
     assert state.tree().root != state.head.digest
     with pytest.raises(TemporaryError, match="damaged"):
-        state.lease()
+        state.describe()
+
+
+def _stepped(kind: str, seed: int) -> SharedState:
+    """A state with a stepper of some kind, that is not at the beginning."""
+    module = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 200))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in module.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    layout = Layout.from_module(module)
+    spec = TrainingSpec()
+    steppers: dict[str, Callable[[], Stepper]] = {
+        "nesterov": lambda: NesterovStep(layout, 0.7, 0.9),
+        "adam": lambda: AdamStep(layout, 0.01, 0.9, 0.99, 1e-3),
+        "average": lambda: AverageStep(layout, 0.7),
+        "adamw": lambda: AdamWStep(layout, spec),
+        "adamw 8 bit": lambda: AdamWStep(layout, spec, "8bit"),
+        "torch": lambda: GradientStep(torch.optim.AdamW(module.parameters(), lr=0.01), module, layout, 1.0),
+    }
+    state = SharedState.from_module(module, layout, steppers[kind]())
+    state.head = genesis(b"s" * 32, state.tree().root)
+    for _ in range(seed):
+        _step(state, generator)
+    return state
+
+
+def _step(state: SharedState, generator: torch.Generator) -> None:
+    state.apply(torch.randn(state.layout.num_values, generator=generator), state.head.round)
+    head = state.head
+    state.head = replace(head, round=head.round + 1, digest=state.tree().root)
+
+
+@pytest.mark.parametrize("kind", ["nesterov", "adam", "average", "adamw", "adamw 8 bit", "torch"])
+def test_chunks_of_several_rounds_become_the_state_of_the_last(kind: str) -> None:
+    """Each chunk is put in place when the others have come to its round, whatever is beside it."""
+    source, target = _stepped(kind, 3), _stepped(kind, 2)
+    described = source.describe()
+    assert described is not None
+    specs, cut, buffer = described[1], cut_of(described[1]), _buffer()
+    assert cut.num_chunks >= 2
+    means, same = torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    for index in range(cut.num_chunks):
+        source.read(index, buffer, specs)
+        target.patch(specs, [(index, buffer[: cut.chunk_bytes(index)])])
+        _step(source, means)
+        target.apply(torch.randn(target.layout.num_values, generator=same), source.head.round - 1)
+    assert target.tree().root == source.head.digest
+    assert not target.is_settled
 
 
 def test_replace_takes_over_all_of_another_state() -> None:
     one, two = _state(1), _state(2)
     _advance(one)
     pointer = two.vector.data_ptr()
-    snapshot = two.lease()
     two.replace(one.tensors(), one.head)
     assert two.vector.data_ptr() == pointer
     assert two.head == one.head
     assert two.tree().root == one.head.digest
-    assert _is_intact(snapshot)
     assert _advance(one) == _advance(two)
 
 
@@ -174,25 +165,24 @@ def test_a_state_that_does_not_fit_changes_nothing(drop: str) -> None:
 
 def test_a_reader_never_sees_half_a_step() -> None:
     state = _state()
+    described = state.describe()
+    assert described is not None
+    specs = described[1]
+    cut, description = cut_of(specs), description_hash(specs)
     stop, torn, reads = threading.Event(), [], [0]
 
     def read() -> None:
-        buffer = memoryview(bytearray(CHUNK_BYTES))
+        buffer = _buffer()
         while not stop.is_set():
-            try:
-                snapshot = state.lease()
-            except TemporaryError:
-                continue
-            try:
-                for index in range(snapshot.num_chunks):
-                    size = snapshot.read(index, buffer)
-                    if not verify_chunk(index, buffer[:size], snapshot.tree.leaves):
-                        torn.append(index)
-                    reads[0] += 1
-            except TemporaryError:
-                pass
-            finally:
-                snapshot.release()
+            for index in range(cut.num_chunks):
+                size, end = state.read(index, buffer, specs), cut.chunk_bytes(index)
+                if size < 0:
+                    continue
+                stamp = Stamp.from_bytes(buffer[end : end + Stamp.NUM_BYTES])
+                proof = buffer[end + Stamp.NUM_BYTES : size]
+                if not proves(description, leaf_of(buffer[:end]), index, cut.num_chunks, proof, stamp.digest):
+                    torn.append(index)
+                reads[0] += 1
 
     threads = [threading.Thread(target=read) for _ in range(2)]
     for thread in threads:
@@ -208,13 +198,12 @@ def test_a_reader_never_sees_half_a_step() -> None:
             thread.join()
     assert not torn
     assert reads[0] >= 50
-    assert state._copied is None
 
 
 def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
     state = _state()
-    snapshot = state.lease()
-    buffer = memoryview(bytearray(CHUNK_BYTES))
+    described = state.describe()
+    assert described is not None
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -226,11 +215,12 @@ def test_reading_does_not_wait_for_a_step_unless_asked() -> None:
     thread.start()
     held.wait(10)
     try:
-        assert snapshot.read(0, buffer, wait=False) == -1
+        assert state.read(0, _buffer(), described[1], wait=False) == -1
+        assert state.is_being_changed()
     finally:
         release.set()
         thread.join()
-    assert snapshot.read(0, buffer, wait=False) == CHUNK_BYTES
+    assert state.read(0, _buffer(), described[1], wait=False) > 0
 
 
 def test_a_state_without_a_head_says_so() -> None:

@@ -1,0 +1,46 @@
+"""Gradients as torch leaves them: dense, or sparse where an embedding was made with ``sparse=True``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def is_sparse(gradient: Tensor) -> bool:
+    """True if a gradient is stored as some of its values."""
+    return gradient.layout != torch.strided
+
+
+def gradient_values(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the memory that holds the gradients' values, each value once; of sparse gradients, those that are stored.
+
+    Coalesces sparse gradients in place.
+    """
+    values = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if is_sparse(parameter.grad):
+            parameter.grad = parameter.grad.coalesce()
+        values.append(parameter.grad._values() if is_sparse(parameter.grad) else parameter.grad)
+    return values
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[Tensor], max_norm: float) -> float:
+    """Scale gradients in place to a norm of ``max_norm`` over all of them, if it is larger; return the norm before.
+
+    As `torch.nn.utils.clip_grad_norm_`, which does not take sparse gradients. Waits once for the device. Gradients of a
+    norm that is not finite are of no use afterwards.
+    """
+    values = gradient_values(parameters)
+    if not any(parameter.grad is not None and is_sparse(parameter.grad) for parameter in parameters):
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    norms = [torch.linalg.vector_norm(value).to(values[0].device) for value in values]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for value in values:
+        value.mul_(scale.to(value.device))
+    return float(norm)
