@@ -17,12 +17,13 @@ from typing import Any
 
 from p2ptrain._version import __version__
 
-__all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SignedManifest", "Swarm", "__version__"]
+__all__ = ["LoraSpec", "Manifest", "P2PTrainError", "SavePolicy", "SignedManifest", "Swarm", "__version__"]
 
 _HOMES = {
     "LoraSpec": "p2ptrain.manifest",
     "Manifest": "p2ptrain.manifest",
     "P2PTrainError": "p2ptrain.errors",
+    "SavePolicy": "p2ptrain.training.save_policy",
     "SignedManifest": "p2ptrain.manifest",
     "Swarm": "p2ptrain.node.swarm",
 }

@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.manifest import Section, explain, register_root
+from p2ptrain.manifest import explain, register_root
+from p2ptrain.sections import Section
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?(bytes|byte|bits|bit|b)?(?:/s|ps)?\s*$")
@@ -184,6 +185,9 @@ class PeerConfig(Section):
     """Where this machine has the pretrained model with which the swarm begins, if not where the manifest says."""
     summary: Path | None = None
     """Where else to write the summary, besides ``summary.json`` in ``run_dir``."""
+    drain_seconds: float = Field(45.0, ge=3, le=86400, allow_inf_nan=False)
+    """The time from SIGTERM to the end of the process: a third of it for the round in progress, the rest for saving.
+    ``TimeoutStopSec`` of systemd and ``stop_grace_period`` of compose should be longer."""
     network: NetworkSection = NetworkSection()
     resources: ResourcesSection = ResourcesSection()
     checkpoints: CheckpointsSection = CheckpointsSection()

@@ -13,11 +13,14 @@
     ├── ResourceError             7    memory, disk, port, file limit or daemon missing
     ├── IntegrityError            8    bytes do not match their hash or signature
     │   └── CheckpointError            a checkpoint is torn, tampered with or missing
+    ├── DivergedError             9    this peer's training gives values that cannot count
     └── TemporaryError            75   trying again later may work
         ├── DeadlineError              something did not happen in time
         ├── PeerError                  another peer failed
         │   ├── PeerUnreachableError   it cannot be dialled
-        │   ├── PeerLostError          its stream ended, or it went silent
+        │   │   └── WrongPeerError     another peer answers at its addresses
+        │   ├── PeerLostError          its stream ended
+        │   │   └── PeerSilentError    the stream stands, and nothing comes
         │   ├── PeerRefusedError       it answered no, with a reason
         │   └── ProtocolError          it sent something that no honest peer sends
         └── PausedError                the swarm is below its minimum of peers
@@ -88,6 +91,12 @@ class CheckpointError(IntegrityError):
     """A checkpoint is torn, tampered with, or not there."""
 
 
+class DivergedError(P2PTrainError):
+    """What this peer's training gives cannot count, again and again: it is not finite, or the others refuse it."""
+
+    exit_code = 9
+
+
 class TemporaryError(P2PTrainError):
     """Trying again later may work."""
 
@@ -116,8 +125,20 @@ class PeerUnreachableError(PeerError):
     """The peer cannot be dialled."""
 
 
+class WrongPeerError(PeerUnreachableError):
+    """Another peer answers at the peer's addresses; ``holder`` is its id."""
+
+    def __init__(self, peer: str, holder: str) -> None:
+        super().__init__(peer, f"its address is held by peer {holder}")
+        self.holder = holder
+
+
 class PeerLostError(PeerError):
     """The peer's stream ended before its end mark, or it went silent."""
+
+
+class PeerSilentError(PeerLostError):
+    """The peer's stream stands, and nothing came for longer than a live peer stays silent: it froze, or is cut off."""
 
 
 class PeerRefusedError(PeerError):

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
+from p2ptrain.node.draining import RESCUE, Drain
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from p2ptrain.averaging.lending import Lender
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 20.0
 MEGABYTE = 1e6
 
 
@@ -63,22 +64,19 @@ async def lend_bandwidth(peer: Peer, config: PeerConfig, signals: StopSignals) -
         peer.rpc.bytes_received / MEGABYTE,
     )  # fmt: skip
     peer.set_state("lending")
-    work = asyncio.create_task(lender.run(), name="lend")
-    wanted = asyncio.create_task(signals.requested.wait(), name="stop")
-    try:
+    async with Tasks() as tasks:
+        work = tasks.call(lender.run(), "lend")
+        wanted = tasks.call(signals.requested.wait(), "stop")
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
         await asyncio.wait({work, wanted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         lender.stop()
-        await asyncio.wait({work}, timeout=DRAIN_SECONDS)
-    finally:
-        for task in (work, wanted):
-            task.cancel()
-        results = await asyncio.gather(work, wanted, return_exceptions=True)
+        await asyncio.wait({work}, timeout=Drain(config.drain_seconds).left(RESCUE))
+    error = None if work.cancelled() else work.exception()
     reason = signals.reason or "minutes"
     await asyncio.to_thread(_write_summary, peer, lender, config, time.monotonic() - started, reason)
     peer.remember_peers()
-    if isinstance(results[0], Exception):
-        raise results[0]
+    if error is not None:
+        raise error
 
 
 class _Limit:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import TracebackType
 
 from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.history import fetch_certificates
+from p2ptrain.averaging.certificate_chain import fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
@@ -26,14 +25,12 @@ FIRST_LOOK_SECONDS = 10.0
 class Observer:
     """A light peer that reads the directory; use it as an asynchronous context manager."""
 
-    def __init__(self, link: SwarmLink, directory: Path) -> None:
+    def __init__(self, link: SwarmLink) -> None:
         """
         Args:
             link: Which swarm.
-            directory: Where its temporary identity lives while it looks.
         """
         self._link = link
-        self._directory = directory
         self._runtime: Runtime | None = None
         self._peer: Peer | None = None
         self._stack = AsyncExitStack()
@@ -47,9 +44,9 @@ class Observer:
         self._runtime = real_runtime("observer")
         self._stack.callback(self._runtime.close)
         try:
-            identity = self._stack.enter_context(Identity.ephemeral(self._directory))
+            identity = self._stack.enter_context(Identity.ephemeral())
             network = Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",), direct="off")
-            options = PeerOptions("client", "observer", "cpu", self._directory, network)
+            options = PeerOptions("client", "observer", "cpu", None, network)
             self._peer = await Peer.start(identity, options, self._runtime, link=self._link)
             self._stack.push_async_callback(self._peer.close)
         except BaseException:
@@ -127,16 +124,15 @@ class Observer:
             await asyncio.sleep(0.5)
 
 
-async def fetch_manifest(link: SwarmLink, directory: Path) -> SignedManifest:
+async def fetch_manifest(link: SwarmLink) -> SignedManifest:
     """Fetch and verify the manifest that a link names.
 
     Args:
         link: The swarm link.
-        directory: Where a temporary identity may live meanwhile.
 
     Raises:
         BootstrapError: Nobody that the link names answers.
         ManifestError: What peers sent is not the link's manifest.
     """
-    async with Observer(link, directory) as observer:
+    async with Observer(link) as observer:
         return observer.signed

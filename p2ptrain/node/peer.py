@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from p2ptrain.errors import (
     P2PTrainError,
     PeerError,
     PeerRefusedError,
+    WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, NO_AUXILIARIES, PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
@@ -38,6 +39,7 @@ from p2ptrain.node.progress import JobBook
 from p2ptrain.node.reach import Reach
 from p2ptrain.node.relaying import relay_settings
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from p2ptrain.averaging.lending import Lender
@@ -62,7 +64,7 @@ class PeerOptions:
         role: ``bootstrap``, ``trainer``, ``stage``, ``auxiliary``, or ``client`` (looks only).
         name: For people.
         device: What it computes on, for its record.
-        run_dir: Where it keeps the addresses of peers it has met.
+        run_dir: Where it keeps the addresses of peers that it has met; None keeps none.
         network: How its daemon listens.
         upload_bandwidth: Bytes per second that it may send, which also decides about share sizes; 0 sets no limit.
         download_bandwidth: Bytes per second that it may receive; 0 sets no limit.
@@ -71,7 +73,7 @@ class PeerOptions:
     role: str
     name: str
     device: str
-    run_dir: Path
+    run_dir: Path | None
     network: Libp2pSettings
     upload_bandwidth: int = 0
     download_bandwidth: int = 0
@@ -131,7 +133,7 @@ class Peer:
         self.presence: Presence
         self.membership = Membership(identity.peer_id, runtime)
         self.reach: Reach
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks = Tasks()
         self._network_lost: Callable[[str], None] = lambda reason: None
         self._clock_note = ""
         self._stack = AsyncExitStack()
@@ -184,7 +186,8 @@ class Peer:
         assert link is not None or signed is not None
         digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
         own = f"/p2p/{self.identity.peer_id}"
-        known = [*(link.addresses if link is not None else ()), *known_addresses(self.options.run_dir)]
+        met = known_addresses(self.options.run_dir) if self.options.run_dir is not None else []
+        known = [*(link.addresses if link is not None else ()), *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         settings = replace(relay_settings(self.options.network), bootstrap=addresses)
         self.transport = await Libp2pTransport.start(self.identity, settings)
@@ -207,7 +210,7 @@ class Peer:
         self.presence = Presence(self.directory, self.runtime, digest, self.identity, self.membership, self.describe)
         if self.options.role != "client":
             await self.presence.start()
-            self._watcher = asyncio.create_task(self._watch_reach(), name="reach")
+            self._tasks.keep(self._watch_reach, "reach")
         else:
             await self.presence.refresh()
 
@@ -283,7 +286,7 @@ class Peer:
         failure: Exception | None = None
         patience, is_first = FIRST_DIAL_SECONDS, True
         while loop.time() < deadline:
-            refusals: list[PeerRefusedError] = []
+            refusals: list[PeerRefusedError | WrongPeerError] = []
             for address in addresses:
                 try:
                     peer = await self.transport.connect(
@@ -297,8 +300,8 @@ class Peer:
                         raise ManifestError("a peer sent something else than a manifest: ask the organizer for a link")
                     return SignedManifest.from_bytes(data, digest, self.identity)
                 except (PeerError, DeadlineError) as error:
-                    failure = error
-                    refusals += [error] if isinstance(error, PeerRefusedError) else []
+                    failure = failure if isinstance(failure, WrongPeerError) else error
+                    refusals += [error] if isinstance(error, PeerRefusedError | WrongPeerError) else []
             if refusals and len(refusals) == len(addresses):
                 _raise_if_final(refusals)
             if is_first and failure is not None:
@@ -315,7 +318,8 @@ class Peer:
 
     def remember_peers(self) -> None:
         """Keep the addresses of the peers that are there now for the next start."""
-        remember_addresses(self.options.run_dir, self.membership.records())
+        if self.options.run_dir is not None:
+            remember_addresses(self.options.run_dir, self.membership.records())
 
     @property
     def link(self) -> SwarmLink:
@@ -398,8 +402,7 @@ class Peer:
             with self.jobs("preparing the codecs", ""):
                 warm_up()
 
-        warming = asyncio.create_task(asyncio.to_thread(warm), name="warm-up")
-        self._stack.callback(warming.cancel)
+        self._tasks.start(asyncio.to_thread(warm), "warm-up")  # Without it, codecs go on with torch.
 
     def set_state(self, state: str) -> None:
         """Change the state that the record shows; a peer in ``training`` is waited for by the others."""
@@ -441,14 +444,12 @@ class Peer:
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
             failovers=status.failovers(),
             serving=status.serving(),
-            note=status.note or self._clock_note or self.reach.standing.note,
+            note=status.note or self.jobs.note() or self._clock_note or self.reach.standing.note,
         )
 
     async def close(self, farewell: bool = True) -> None:
         """Say goodbye and end everything that this peer started; idempotent."""
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+        await self._tasks.close()
         if hasattr(self, "presence"):
             self.status.state = "draining"
             await self.presence.close(farewell and self.options.role != "client")
@@ -462,8 +463,23 @@ def _dialable(addresses: tuple[str, ...]) -> list[str]:
     return outside or list(addresses)
 
 
-def _raise_if_final(refusals: list[PeerRefusedError]) -> None:
-    """Raise what all peers of a swarm agree on when they refuse to tell the manifest, if asking again cannot help."""
+def _raise_if_final(failures: Sequence[PeerRefusedError | WrongPeerError]) -> None:
+    """Raise the error behind the failures at all known addresses, if asking again cannot help.
+
+    Raises:
+        BootstrapError: Other peers than the named ones hold all addresses.
+        ManifestError: All peers belong to other swarms.
+        IncompatibleError: All peers speak another protocol.
+    """
+    wrong = [failure for failure in failures if isinstance(failure, WrongPeerError)]
+    refusals = [failure for failure in failures if isinstance(failure, PeerRefusedError)]
+    if wrong and len(wrong) + sum(each.reason.startswith(OTHER_SWARM) for each in refusals) == len(failures):
+        raise BootstrapError(
+            f"the address of the link is held by peer {wrong[0].holder}, and the link names {wrong[0].peer}: "
+            "ask the organizer for a new link"
+        )
+    if not refusals:
+        return
     reason = refusals[0].reason
     if all(refusal.reason.startswith(OTHER_SWARM) for refusal in refusals):
         raise ManifestError(

@@ -6,19 +6,21 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.network.records import StageReport
+from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.node.stage_saving import save_and_tell
-from p2ptrain.node.stages import Stages, end_writing, last_round
+from p2ptrain.node.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.tasks import Tasks
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
 
 if TYPE_CHECKING:
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DRAIN_SECONDS = 20.0
 LINGER_SECONDS = 20.0
 """After the last round hosts go on answering trainers that measure the result."""
 MAX_CHOICES = 6
@@ -79,49 +80,51 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.on_records, peer.status.failovers = view.update, lambda: view.failovers
     await peer.presence.refresh()
-    mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
-    feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
+    parties = await unless_stopped(_start(peer, config, view), signals)
+    if parties is None:
+        return  # What it began with is on disk.
+    mover, feeding = parties
     peer.set_state("training")
     if mover is not None:
         await Stages(peer, config, view).step_in(mover.hosted)
     parts: list[Coroutine[Any, Any, None]] = []
     if mover is not None:
-        parts.append(_host(mover))
+        parts.append(_host(mover, lambda hosted: save_and_tell(peer, config, hosted, is_last=True)))
     if feeding is not None:
         parts.append(feeding.run())
-    working = asyncio.create_task(_all(parts), name="pipeline")
-    wanted = asyncio.create_task(signals.requested.wait(), name="stop")
-    try:
+    async with Tasks() as tasks:
+        working = tasks.call(_all(parts), "pipeline")
+        wanted = tasks.call(signals.requested.wait(), "stop")
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
         await asyncio.wait({working, wanted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        drain = Drain(config.drain_seconds)
         reason = signals.reason or ("rounds" if working.done() else "minutes")
         if feeding is not None:
             feeding.stop()
         if mover is not None:
             mover.stop()
-        await asyncio.wait({working}, timeout=DRAIN_SECONDS)
-    finally:
-        for task in (working, wanted):
-            task.cancel()
-        results = await asyncio.gather(working, wanted, return_exceptions=True)
+        await asyncio.wait({working}, timeout=drain.left(RESCUE))
+    error = None if working.cancelled() else working.exception()
     hosted = mover.hosted if mover is not None else None
     if hosted is not None:
-        await save_and_tell(peer, config, hosted)
+        unsaved = await save_and_tell(peer, config, hosted, is_last=True)
+        error = error or unsaved
     await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, time.monotonic() - started, reason)
     peer.remember_peers()
-    if isinstance(results[0], Exception):
-        raise results[0]
+    if error is not None:
+        raise error
 
 
 async def _all(parts: list[Coroutine[Any, Any, None]]) -> None:
     """Run them together; the first error ends all, and is raised as it is."""
-    tasks = [asyncio.create_task(part, name="part") for part in parts]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async with Tasks() as tasks:
+        await asyncio.gather(*(tasks.call(part, "part") for part in parts))
+
+
+async def _start(peer: Peer, config: PeerConfig, view: PipelineView) -> tuple[Mover | None, PipelineTrainer | None]:
+    mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
+    feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
+    return mover, feeding
 
 
 # Hosting
@@ -136,15 +139,14 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
     stages = Stages(peer, config, view)
     hosted = await stages.take_on(choice.stage)
-    completing: asyncio.Task[None] | None = None
+    completing = Tasks()
 
     def look() -> None:
-        nonlocal completing
-        if completing is None or completing.done():
-            completing = asyncio.create_task(mover.hosted.saves.complete(), name="complete")
+        if not completing:
+            completing.start(mover.hosted.saves.complete(), "complete")
         mover.look()
 
-    peer.on_close(lambda: end_writing(completing))
+    peer.on_close(lambda: completing.close(WRITING_SECONDS))
     may_move = config.pipeline.stage < 0
     mover = Mover(view, peer.presence, peer.rpc, peer.runtime, hosted, stages, memory, may_move=may_move)
 
@@ -205,15 +207,16 @@ async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
         return others
     with peer.jobs("measuring this machine", ""):
         device, bandwidth = choose_device(config), config.resources.up
-        speed = await peer.runtime.compute(measure_speed, view.plan, device, bandwidth)
+        speed = await peer.runtime.on_device(measure_speed, view.plan, device, bandwidth)
     if speed:
         logger.info("this machine is about %.2g times as fast as a host of medium speed", speed / others)
     return speed or others
 
 
-async def _host(mover: Mover) -> None:
+async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) -> None:
     await mover.run()
     hosted = mover.hosted
+    await save(hosted)
     if hosted.rounds.is_done:  # Trainers may measure what came of it.
         deadline = time.monotonic() + LINGER_SECONDS
         left = QUIET_SECONDS
@@ -259,7 +262,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     feeder = await start_feeder(peer, view)
     trainer = PipelineTrainer(
         feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
-        MetricsWriter(config.run_dir / "metrics.jsonl"), lambda now: last_round(peer, config, now),
+        MetricsWriter(config.run_dir / "metrics.jsonl"), config.run_dir, lambda now: last_round(peer, config, now),
     )  # fmt: skip
     progress = trainer.progress
     peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)

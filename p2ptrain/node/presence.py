@@ -13,6 +13,7 @@ from p2ptrain.network.directory import Directory
 from p2ptrain.network.records import PeerRecord, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Presence:
         self.reader = RecordReader(directory, swarm, signer)
         self._sequence = 0
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
         self.on_records: Callable[[list[tuple[PeerRecord, int, float]]], None] = lambda records: None
         """Called with what was read, each time: records, their sequences, and when they expire."""
         self.directory_answers = True
@@ -102,10 +103,8 @@ class Presence:
         """Read and publish once, then keep doing so."""
         await self.refresh()
         await self.publish()
-        self._tasks = [
-            asyncio.create_task(self._keep_publishing(), name="presence-publish"),
-            asyncio.create_task(self._keep_refreshing(), name="presence-refresh"),
-        ]
+        self._tasks.keep(self._keep_publishing, "presence-publish")
+        self._tasks.keep(self._keep_refreshing, "presence-refresh")
 
     def use(self, directory: Directory) -> None:
         """Go on with another directory, after this peer's network was started again."""
@@ -152,9 +151,7 @@ class Presence:
 
     async def close(self, farewell: bool = True) -> None:
         """Stop; with ``farewell``, first publish a last record that says so."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         if farewell:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FAREWELL_TIMEOUT_SECONDS):

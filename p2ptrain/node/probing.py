@@ -27,6 +27,7 @@ from p2ptrain.network.reachability import (
     tcp_ports,
 )
 from p2ptrain.network.rpc import Rpc
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +98,12 @@ async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str
         if (peer := check_peer_address(address)) != rpc.peer_id:
             by_peer.setdefault(peer, []).append(address)
     ports = tcp_ports(await transport.addresses())
-    asking = {asyncio.create_task(_ask_one(rpc, transport, by_peer[peer], ports)) for peer in list(by_peer)[:NUM_ASKED]}
     reports: list[ProbeReport] = []
-    try:
+    async with Tasks() as tasks:
+        asking = {
+            tasks.call(_ask_one(rpc, transport, by_peer[peer], ports), f"probe-{peer[-8:]}")
+            for peer in list(by_peer)[:NUM_ASKED]
+        }
         for attempt in asyncio.as_completed(asking):
             try:
                 reports.append(await attempt)
@@ -109,10 +113,6 @@ async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str
             last = reports[-1]
             if last.reachable and scope(as_multiaddr(last.observed)) is Scope.PUBLIC:
                 break
-    finally:
-        for task in asking:
-            task.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
     return reports
 
 

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 SILENT_SECONDS = 1.0
 """Jobs that take less are not worth a log line."""
+TOLD_SECONDS = 15.0
+"""Transfers that take longer are in the peer's record; > the usual pause between two of them."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,12 @@ class _Running:
         self.name, self.unit = name, unit
         self.began = time.monotonic()
         self.done = self.total = 0
+        self.first: int | None = None
         self.is_told = False
 
     def advance(self, done: int, total: int) -> None:
+        if self.first is None:
+            self.first = done  # A download may go on with what an earlier process left.
         self.done, self.total = done, total
 
 
@@ -95,6 +100,17 @@ class JobBook:
         now = time.monotonic()
         with self._lock:
             return tuple(Job(job.name, job.unit, job.done, job.total, now - job.began) for job in self._running)
+
+    def note(self) -> str:
+        """What others should know of: a transfer that lasts, such as a download of the state; empty for none."""
+        with self._lock:
+            running = list(self._running)
+        for job in running:
+            seconds = time.monotonic() - job.began
+            if job.unit == "bytes" and job.total and seconds >= TOLD_SECONDS:
+                rate = (job.done - (job.first or 0)) / seconds / 1e6
+                return f"{job.name}: {100 * job.done // job.total} % of {job.total / 1e9:.2f} GB, {rate:.2f} MB/s"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -49,19 +48,15 @@ def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
 @asynccontextmanager
 async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[tuple[Libp2pTransport, Rpc]]:
     """A daemon of this process with a key that nobody knows."""
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-stranger-") as folder:
-        identity = await asyncio.to_thread(Identity.ephemeral, folder)
+    with await asyncio.to_thread(Identity.ephemeral) as identity:
+        bare = {"listen": (), "direct": "off", "local_shortcut": False}
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
         try:
-            bare = {"listen": (), "direct": "off", "local_shortcut": False}
-            transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
-            try:
-                rpc = Rpc(transport, runtime, swarm)
-                yield transport, rpc
-                await rpc.close()
-            finally:
-                await transport.close()
+            rpc = Rpc(transport, runtime, swarm)
+            yield transport, rpc
+            await rpc.close()
         finally:
-            identity.close()
+            await transport.close()
 
 
 def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:

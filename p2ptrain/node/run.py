@@ -15,23 +15,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError, P2PTrainError, ResourceError, TemporaryError
+from p2ptrain.errors import CheckpointError, ConfigError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.auxiliary import lend_bandwidth
+from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from p2ptrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
-
-DRAIN_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ async def run_peer(
             raise ConfigError(
                 "a peer needs a link to join a swarm, or a manifest to start one: set `link` or `manifest`"
             )
-        runtime = real_runtime("sync")
+        runtime = real_runtime("sync", run_dir)
         stack.callback(runtime.close)
         options = _options(config, identity)
         peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
@@ -200,28 +200,27 @@ async def _train(peer: Peer, config: PeerConfig, run_dir: Path, signals: StopSig
 
     started = time.monotonic()
     bridge = Bridge(asyncio.get_running_loop())
-    trainer = await build_trainer(peer, config, run_dir, bridge)
+    trainer = await unless_stopped(build_trainer(peer, config, run_dir, bridge), signals)
+    if trainer is None:
+        return  # What it began with is on disk.
     gc.collect()
     gc.freeze()  # What is loaded now stays. Searching it for garbage stops the event loop for a tenth of a second.
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    thread = threading.Thread(target=_run_trainer, args=(trainer, asyncio.get_running_loop(), done), name="train")
-    thread.start()
+    loop, reason = asyncio.get_running_loop(), ""
+    threading.Thread(target=_run_trainer, args=(trainer, loop, done), name="train", daemon=True).start()
     try:
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
-        wanted = asyncio.create_task(signals.requested.wait())
-        waiting: set[asyncio.Future[Any]] = {done, wanted}
-        await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        wanted.cancel()
+        async with Tasks() as tasks:
+            waiting: set[asyncio.Future[Any]] = {done, tasks.call(signals.requested.wait(), "stop")}
+            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         reason = signals.reason or ("rounds" if done.done() else "minutes")
-        trainer.stop()
-        await asyncio.wait({done}, timeout=DRAIN_SECONDS)
     finally:
-        trainer.stop()
-        bridge.cancel()
-        await asyncio.wait({done}, timeout=DRAIN_SECONDS)
-        if not done.done():
-            raise ResourceError("the training thread does not stop: ending the process")
-    error = done.exception()
+        unsaved: P2PTrainError | None = None
+        try:
+            await end_training(trainer, bridge, done, runtime, config.drain_seconds)
+        except (ResourceError, CheckpointError) as caught:
+            unsaved = caught
+    error = done.exception() or unsaved if done.done() else unsaved
     paths = [run_dir / "summary.json", *([config.summary] if config.summary else [])]
     _write_summary(peer, trainer, paths, started, reason if error is None else str(error))
     if error is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ResourceError
+from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.node.peer import Peer
 from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
 
@@ -22,23 +22,31 @@ def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
     return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
 
 
-async def save_and_tell(peer: Peer, config: PeerConfig, hosted: HostedStage) -> None:
-    """Write what this peer hosts to disk, and say so in its record."""
-    saves, failed = await peer.runtime.compute(_save, config, hosted)
+async def save_and_tell(
+    peer: Peer, config: PeerConfig, hosted: HostedStage, *, is_last: bool = False
+) -> ResourceError | CheckpointError | None:
+    """Write what this peer hosts to disk, and say so in its record; return why something was not written.
+
+    After the last round nothing changes the state any more: then a pool thread writes it, since the thread that applies
+    rounds may wait for a stuck device.
+    """
+    run = peer.runtime.offload if is_last else peer.runtime.compute
+    saves, failed = await run(_save, config, hosted)
     for save in saves:
         hosted.saves.note(save)
     for unit in failed:
         hosted.saves.failed(unit)
     peer.presence.changed()
+    return next(iter(failed.values()), None)
 
 
-def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int]]:
+def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int, ResourceError | CheckpointError]]:
     """What was written, but what was there already; what cannot be written is said, and training goes on."""
-    from p2ptrain.errors import CheckpointError
     from p2ptrain.training.checkpoint import save_checkpoint
     from p2ptrain.training.stage_saves import Save
 
-    saves, failed = [], []
+    saves: list[Save] = []
+    failed: dict[int, ResourceError | CheckpointError] = {}
     for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
         state = unit.synchronizer.state
         last = hosted.saves.newest(number)
@@ -51,7 +59,7 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int
             )  # fmt: skip
         except (ResourceError, CheckpointError) as error:
             logger.error("%s", error)
-            failed.append(number)
+            failed[number] = error
         else:
             saves.append(Save(number, state.head.round, state.head.digest, path))
     return saves, failed
@@ -59,15 +67,15 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], list[int
 
 def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
     """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
-    from p2ptrain.node.trainer import restore
     from p2ptrain.training.checkpoint import load_newest_valid
+    from p2ptrain.training.saving import restore_shared
     from p2ptrain.training.stage_saves import Save
 
     saves = []
     for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
         checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
         if checkpoint is not None:
-            restore(unit.synchronizer.state, checkpoint)
+            restore_shared(unit.synchronizer.state, checkpoint)
             unit.synchronizer.averager.set_head(checkpoint.head)
             unit.work.adopt(False, None)
             logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)

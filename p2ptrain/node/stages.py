@@ -12,6 +12,7 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.node.stage_saving import restore_stage, save_and_tell
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.tasks import Tasks
 from p2ptrain.training.pipeline_view import PipelineView
 
 if TYPE_CHECKING:
@@ -37,11 +38,8 @@ class Stages:
         self._peer = peer
         self._config = config
         self._view = view
-        self._saves: set[asyncio.Task[None]] = set()
-        peer.on_close(self._end_saves)
-
-    async def _end_saves(self) -> None:
-        await asyncio.gather(*map(end_writing, self._saves))
+        self._saves = Tasks()
+        peer.on_close(lambda: self._saves.close(WRITING_SECONDS))
 
     async def take_on(self, number: int) -> HostedStage:
         """A stage with its state: the others', or this machine's last checkpoint of it."""
@@ -109,7 +107,7 @@ class _Rounds:
     It is gone with its stage: who owns the saves that are under way is `Stages`.
     """
 
-    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage, saves: set[asyncio.Task[None]]) -> None:
+    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage, saves: Tasks) -> None:
         from p2ptrain.training.metrics import MetricsWriter
 
         self._peer = peer
@@ -144,14 +142,4 @@ class _Rounds:
         is_due = every > 0 and round % every == 0
         if is_idle and (is_due or self._hosted.rounds.is_done):
             saving = save_and_tell(self._peer, self._config, self._hosted)
-            self._saving = asyncio.create_task(saving, name="save")
-            self._saves.add(self._saving)
-            self._saving.add_done_callback(self._saves.discard)
-
-
-async def end_writing(writing: asyncio.Task[None] | None) -> None:
-    """Let what is being written come to its end, if it does so soon."""
-    if writing is not None:
-        await asyncio.wait({writing}, timeout=WRITING_SECONDS)
-        writing.cancel()
-        await asyncio.gather(writing, return_exceptions=True)
+            self._saving = self._saves.start(saving, "save")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import tempfile
+from collections.abc import Callable, Sized
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.training.save_policy import SavePolicy
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.optimizer import SwarmOptimizer
     from p2ptrain.training.pipeline_module import PipelineModule
+    from p2ptrain.training.saving import Saver
+    from p2ptrain.training.script_sampler import SwarmSampler
+    from p2ptrain.training.state import SharedState
     from p2ptrain.training.sync import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -43,8 +47,17 @@ class Swarm:
                 opt.zero_grad()
     """
 
-    def __init__(self, peer: Peer, thread: LoopThread, runtime: Runtime, resources: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        peer: Peer,
+        thread: LoopThread,
+        runtime: Runtime,
+        resources: contextlib.ExitStack,
+        saving: SavePolicy,
+    ) -> None:
         """Not for callers: use `join` or `create`."""
+        self._saving = saving
+        self._saver: Saver | None = None
         self._peer = peer
         self._thread = thread
         self._runtime = runtime
@@ -60,14 +73,22 @@ class Swarm:
         run_dir: str | Path | None = None,
         name: str = "script",
         listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
+        saving: SavePolicy | None = None,
     ) -> Swarm:
         """Join the swarm that a link names.
 
+        With ``run_dir`` a script that ended in any way, SIGKILL included, goes on where the swarm is when it starts
+        again: `optimizer` restores the newest checkpoint. Checkpoints are written as ``saving`` says, by `save`, and by
+        `close`.
+
         Args:
             link: ``p2ptrain://…`` from the organizer.
-            run_dir: Where this peer's key is kept; None makes a peer that nobody will recognise next time.
+            run_dir: Where this peer's key and checkpoints are kept; None makes a peer that nobody will recognise next
+                time.
             name: Shown to other people.
             listen: Multiaddrs to listen on.
+            saving: How often to save in the background, and how many checkpoints to keep; None saves every ten minutes
+                and keeps three.
 
         Raises:
             LinkError: The link is malformed.
@@ -75,7 +96,7 @@ class Swarm:
             ManifestError: The manifest is not the one that the link names.
             IdentityError: The key is unusable or in use.
         """
-        return cls._start(run_dir, name, listen, SwarmLink.parse(link), None)
+        return cls._start(run_dir, name, listen, saving or SavePolicy(), SwarmLink.parse(link), None)
 
     @classmethod
     def create(
@@ -85,14 +106,17 @@ class Swarm:
         run_dir: str | Path | None = None,
         name: str = "organizer",
         listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
+        saving: SavePolicy | None = None,
     ) -> Swarm:
         """Start a swarm with this peer as its organizer and first member; `link` invites the others.
+
+        Arguments as for `join`.
 
         Raises:
             IdentityError: The key is unusable or in use.
             ResourceError: The network daemon does not start.
         """
-        return cls._start(run_dir, name, listen, None, manifest)
+        return cls._start(run_dir, name, listen, saving or SavePolicy(), None, manifest)
 
     @classmethod
     def _start(
@@ -100,19 +124,20 @@ class Swarm:
         run_dir: str | Path | None,
         name: str,
         listen: tuple[str, ...],
+        saving: SavePolicy,
         link: SwarmLink | None,
         manifest: Manifest | None,
     ) -> Swarm:
-        resources = contextlib.ExitStack()
+        resources, identity = contextlib.ExitStack(), None
         try:
-            if run_dir is None:
-                directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="p2ptrain-")))
+            directory = Path(run_dir) if run_dir is not None else None
+            if directory is None:
+                identity = Identity.ephemeral()
             else:
-                directory = Path(run_dir)
                 directory.mkdir(parents=True, exist_ok=True)
-            identity = resources.enter_context(contextlib.closing(Identity.create_or_load(directory / "identity.key")))
+                identity = Identity.create_or_load(directory / "identity.key")
             signed = SignedManifest.create(manifest, identity) if manifest is not None else None
-            runtime = real_runtime("sync")
+            runtime = real_runtime("sync", directory)
             resources.callback(runtime.close)
             thread = LoopThread()
             resources.callback(thread.stop)
@@ -120,9 +145,11 @@ class Swarm:
             peer = thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
         except BaseException:
             resources.close()
+            if identity is not None:
+                identity.close()
             raise
         resources.callback(lambda: thread.call(peer.close()))
-        return cls(peer, thread, runtime, resources)
+        return cls(peer, thread, runtime, resources, saving)
 
     @property
     def manifest(self) -> Manifest:
@@ -144,47 +171,125 @@ class Swarm:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        clip_norm: float | None = None,
+        clip_norm: float = 0.0,
+        samples_per_step: int | None = None,
         tokens_per_step: int | None = None,
+        schedule: Callable[[int], float] | None = None,
     ) -> SwarmOptimizer:
         """Wrap an optimizer so that its steps are shared with the swarm; the model takes on the swarm's state.
 
         Args:
             model: The model whose trainable parameters ``optimizer`` updates; all peers need the same shapes.
-            optimizer: Any torch optimizer.
-            clip_norm: Gradient norm limit of each step; None takes the manifest's.
-            tokens_per_step: Tokens in one local batch: the weight of a contribution. None takes the manifest's local
-                batch times its context; `SwarmOptimizer.count` overrides it batch by batch.
+            optimizer: Any torch optimizer that needs one gradient a step.
+            clip_norm: Norm limit of each step's gradient, or with ``every = 1`` of the averaged one, which has to be
+                the same on all peers; 0 for none. The manifest's applies to a script only if it is given here.
+            samples_per_step: Samples in one local batch; None takes the manifest's local batch.
+            tokens_per_step: Tokens in one local batch: the weight of a contribution. None takes ``samples_per_step``
+                times the manifest's context; `SwarmOptimizer.count` overrides both batch by batch.
+            schedule: From the round, counted from 0, to the factor of the optimizer's learning rates; the same on all
+                peers. None keeps the rates constant. It takes the place of a torch scheduler, which would count this
+                peer's steps alone; `SwarmOptimizer.scheduler` is for training loops that want to step one.
 
         Raises:
-            UsageError: This swarm has an optimizer already.
-            IncompatibleError: Other peers of the swarm train a model of another shape.
+            UsageError: This swarm has an optimizer already, or ``optimizer`` cannot train the model with a swarm.
+            IncompatibleError: Other peers of the swarm train a model of another shape, or with ``every = 1`` step by
+                another optimizer.
+            CheckpointError: No checkpoint in ``run_dir`` is whole.
         """
-        from p2ptrain.node.training import enter_training
         from p2ptrain.training.beginning import initial_state
+        from p2ptrain.training.learning_rate import LearningRates, by_round
         from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+        from p2ptrain.training.optimizer_checks import check_optimizer
 
         if self._optimizer is not None:
             raise UsageError("this swarm has an optimizer already: a peer trains one model")
+        if isinstance(optimizer, SwarmOptimizer):
+            raise UsageError("this is a swarm's optimizer already: give Swarm.optimizer the one that it wraps")
         spec = self.manifest.training
-        clip = spec.clip_norm if clip_norm is None else clip_norm
-        state = initial_state(model, optimizer, self.manifest, self._peer.swarm, clip)
-
-        async def start() -> Synchronizer:
-            synchronizer = self._peer.train(state)
-            await enter_training(self._peer)
-            return synchronizer
-
-        synchronizer = self._thread.call(start())
-        state.layout.write(state.vector, model)
-        tokens = tokens_per_step or spec.local_batch * self.manifest.model.context
+        for oddity in check_optimizer(model, optimizer, spec.every):
+            logger.warning("%s", oddity)
+        rates = LearningRates(optimizer, by_round(schedule, spec.steps_per_round) if schedule else None)
+        state = initial_state(model, optimizer, self.manifest, self._peer.swarm, clip_norm, rates)
+        samples = samples_per_step or spec.local_batch
+        tokens = tokens_per_step or samples * self.manifest.model.context
         bridge = Bridge(self._thread.loop)
+
+        def wrap(synchronizer: Synchronizer) -> SwarmOptimizer:
+            return SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm, rates)
+
+        wrapped = self._optimizer = self._enter(state, wrap)
+        wrapped.samples_per_step = samples
         # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
         self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
-        wrapped = SwarmOptimizer(model, optimizer, synchronizer, bridge, spec, tokens, clip_norm=clip)
         self._peer.status.pace = lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round)
-        self._optimizer = wrapped
         return wrapped
+
+    def _enter(self, state: SharedState, wrap: Callable[[Synchronizer], SwarmOptimizer]) -> SwarmOptimizer:
+        """Restore the newest checkpoint, take on the swarm's state, and begin to take part."""
+        from p2ptrain.node.training import enter_training
+        from p2ptrain.training.checkpoint import load_newest_valid
+        from p2ptrain.training.saving import Saver, restore_shared
+
+        swarm, run_dir = self._peer.swarm, self._peer.options.run_dir
+        directory = run_dir / "checkpoints" if run_dir is not None else None
+        checkpoint = load_newest_valid(directory, swarm) if directory is not None else None
+        if checkpoint is not None:
+            restore_shared(state, checkpoint)
+
+        async def train() -> Synchronizer:
+            return self._peer.train(state)
+
+        synchronizer = self._thread.call(train())
+        wrapped = wrap(synchronizer)
+        saver = Saver(directory, self._saving, synchronizer, wrapped, swarm) if directory is not None else None
+        if saver is not None and checkpoint is not None:
+            saver.restore(checkpoint)
+            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+        self._thread.call(enter_training(self._peer, wrapped.work))
+        if saver is not None:
+            self._saver, wrapped.on_step = saver, saver.save_if_due
+        return wrapped
+
+    def sampler(self, dataset: Sized, *, seed: int | None = None) -> SwarmSampler:
+        """Share a data set among the peers: a sampler for a `torch.utils.data.DataLoader` over it.
+
+        Args:
+            dataset: The data set, with the same samples in the same order on all peers.
+            seed: Of the order of samples, the same on all peers; None takes the manifest's.
+
+        Returns:
+            The sampler, which can be iterated once the swarm has its `optimizer`; `SwarmSampler` says what it promises.
+
+        Raises:
+            ValueError: The data set is empty.
+        """
+        from p2ptrain.training.script_sampler import DataPosition, SwarmSampler
+
+        def read() -> DataPosition:
+            optimizer, synchronizer = self._optimizer, self._peer.synchronizer
+            if optimizer is None or synchronizer is None:
+                raise UsageError("the swarm's data position is not known yet: call Swarm.optimizer first")
+            head = synchronizer.head
+            return DataPosition(head.round, head.samples, synchronizer.place, optimizer.samples_in_round)
+
+        return SwarmSampler(len(dataset), self.manifest.data.seed if seed is None else seed, self.peer_id, read)
+
+    def save(self) -> Path:
+        """Write a checkpoint now; call it on the thread that trains.
+
+        Returns:
+            Its folder, in ``checkpoints`` of ``run_dir``.
+
+        Raises:
+            UsageError: The swarm has no ``run_dir``, or no optimizer yet.
+            ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
+            CheckpointError: The shared state in memory is damaged; the next round mends it.
+        """
+        if self._peer.options.run_dir is None:
+            raise UsageError("there is nowhere to save: give Swarm.join or Swarm.create a run_dir")
+        if self._saver is None:
+            raise UsageError("there is nothing to save yet: call Swarm.optimizer first")
+        return self._saver.save()
 
     def pipeline(self, *, lora: LoraSpec | None = None) -> PipelineModule:
         """The swarm's model, which is cut into stages on its hosts, as a module whose forward and backward go there.
@@ -226,8 +331,14 @@ class Swarm:
         return feeder
 
     def close(self) -> None:
-        """Leave the swarm: say goodbye, stop the daemon; idempotent."""
-        self._resources.close()
+        """Leave the swarm: say goodbye, stop the daemon, and save if there is a ``run_dir``; idempotent."""
+        try:
+            self._resources.close()
+        finally:
+            saver, self._saver = self._saver, None
+            if saver is not None:  # After the network has ended: nothing changes the state any more.
+                saver.save_last()
+            self._peer.identity.close()
 
     def __enter__(self) -> Swarm:
         return self

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import IntegrityError, ResourceError
+from p2ptrain.errors import ResourceError
 from p2ptrain.node.peer import Pace, Peer
 from p2ptrain.node.training import enter_training
 
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.training.checkpoint import LoadedCheckpoint
-    from p2ptrain.training.optimizer import Bridge
+    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+    from p2ptrain.training.saving import Saver
     from p2ptrain.training.state import SharedState
     from p2ptrain.training.text import Corpus
     from p2ptrain.training.trainer import Trainer
@@ -33,30 +33,30 @@ async def build_trainer(peer: Peer, config: PeerConfig, run_dir: Path, bridge: B
         IncompatibleError: The others train a model of another shape.
     """
     from p2ptrain.training.checkpoint import load_newest_valid
+    from p2ptrain.training.learning_rate import LearningRates, manifest_schedule
+    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.save_policy import SavePolicy
+    from p2ptrain.training.saving import Saver, restore_shared
 
     loop = asyncio.get_running_loop()
     device = choose_device(config)
     module, corpus = await loop.run_in_executor(None, _load, peer, config, run_dir, device)
-    optimizer, state = await peer.runtime.compute(_make_state, peer, module)
-    checkpoint = await peer.runtime.compute(load_newest_valid, run_dir / "checkpoints", peer.swarm, peer.jobs)
+    inner, state = await peer.runtime.compute(_make_state, peer, module)
+    directory, spec = run_dir / "checkpoints", peer.manifest.training
+    checkpoint = await peer.runtime.compute(load_newest_valid, directory, peer.swarm, peer.jobs)
     if checkpoint is not None:
-        await peer.runtime.compute(restore, state, checkpoint)
+        await peer.runtime.compute(restore_shared, state, checkpoint)
+    synchronizer = peer.train(state)
+    tokens = spec.local_batch * peer.manifest.model.context
+    rates = LearningRates(inner, manifest_schedule(spec))
+    optimizer = SwarmOptimizer(module, inner, synchronizer, bridge, spec, tokens, spec.clip_norm, rates)
+    policy = SavePolicy(config.checkpoints.every_rounds, 0, config.checkpoints.keep_last)
+    saver = Saver(directory, policy, synchronizer, optimizer, peer.swarm)
+    if checkpoint is not None:
+        await peer.runtime.compute(saver.restore, checkpoint)
         logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
-    peer.train(state)
-    await enter_training(peer)
-    state.layout.write(state.vector, module)
-    return _assemble(peer, config, run_dir, bridge, module, corpus, optimizer, checkpoint)
-
-
-def restore(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
-    """Take over what a checkpoint holds.
-
-    Raises:
-        IntegrityError: It does not have the digest that it claims.
-    """
-    state.replace(checkpoint.tensors, checkpoint.head)
-    if state.tree().root != checkpoint.head.digest:
-        raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
+    await enter_training(peer, optimizer.work)
+    return _assemble(peer, config, run_dir, module, corpus, optimizer, saver)
 
 
 def choose_device(config: PeerConfig) -> torch.device:
@@ -107,41 +107,31 @@ def _make_state(peer: Peer, module: torch.nn.Module) -> tuple[torch.optim.Optimi
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=spec.weight_decay
     )
-    return optimizer, initial_state(module, optimizer, peer.manifest, peer.swarm, spec.clip_norm)
+    return optimizer, initial_state(module, None, peer.manifest, peer.swarm)
 
 
 def _assemble(
     peer: Peer,
     config: PeerConfig,
     run_dir: Path,
-    bridge: Bridge,
     module: torch.nn.Module,
     corpus: Corpus,
-    inner: torch.optim.Optimizer,
-    checkpoint: LoadedCheckpoint | None,
+    optimizer: SwarmOptimizer,
+    saver: Saver,
 ) -> Trainer:
     from p2ptrain.training.metrics import MetricsWriter
-    from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.trainer import CheckpointPolicy, Trainer
+    from p2ptrain.training.trainer import Trainer
 
     manifest, sync = peer.manifest, peer.synchronizer
     assert sync is not None
-    tokens = manifest.training.local_batch * manifest.model.context
-    optimizer = SwarmOptimizer(
-        module, inner, sync, bridge, manifest.training, tokens, clip_norm=manifest.training.clip_norm
-    )
     stop = config.stop_after
     limits = [limit for limit in (stop.at_round, manifest.training.rounds) if limit]
     if stop.rounds:
         limits.append(sync.head.round + stop.rounds)
     trainer = Trainer(
-        module, optimizer, sync, manifest, corpus, peer.identity.peer_id, peer.swarm,
-        MetricsWriter(run_dir / "metrics.jsonl"),
-        CheckpointPolicy(run_dir / "checkpoints", config.checkpoints.every_rounds, config.checkpoints.keep_last),
-        max_rounds=min(limits, default=0), jobs=peer.jobs,
+        module, optimizer, sync, manifest, corpus, peer.identity.peer_id,
+        MetricsWriter(run_dir / "metrics.jsonl"), saver, max_rounds=min(limits, default=0), jobs=peer.jobs,
     )  # fmt: skip
-    if checkpoint is not None:
-        trainer.restore(checkpoint)
     progress = trainer.progress
     peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
     loop = asyncio.get_running_loop()

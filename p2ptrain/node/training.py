@@ -17,16 +17,22 @@ SPREADING_SECONDS = 1.0
 """How long a record may take to be seen by everybody."""
 
 
-async def enter_training(peer: Peer) -> None:
+async def enter_training(peer: Peer, work: Work | None = None) -> None:
     """Take on the best state that the swarm has, then let the others wait for this peer.
 
+    Args:
+        peer: It has a synchronizer.
+        work: The live model, which follows the state; None if nothing is to follow it.
+
     Raises:
-        IncompatibleError: The other peers train a model of another shape.
+        IncompatibleError: The other peers train a model of another shape, or step by another rule.
     """
     synchronizer = peer.synchronizer
     assert synchronizer is not None
     peer.set_state("syncing")
-    await find_the_others(peer.presence, peer.membership, synchronizer)
+    await peer.presence.refresh()
+    await synchronizer.check_agreement()
+    await find_the_others(peer.presence, peer.membership, synchronizer, work)
     if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
     peer.set_state("training")

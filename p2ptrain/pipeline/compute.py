@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,16 @@ class StageCompute:
     Args:
         stage: In training mode, on its device. What is frozen is not in the sum.
 
+    Passes run on the device's thread, and what the round does with parameters and sum on the state's.
+
     Attributes:
+        lock: Held by either while it touches them.
         sum: fp32 on the CPU, ``[num_parameters]``: gradients times tokens of what is trained, in the stage's order.
     """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self.lock = threading.Lock()
         self._parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
         self._device = next(itertools.chain(stage.parameters(), stage.buffers())).device
         self.sum = torch.zeros(sum(parameter.numel() for parameter in self._parameters))
@@ -74,7 +79,7 @@ class StageCompute:
         Raises:
             NotFiniteError: A value of the output is not finite.
         """
-        with torch.no_grad(), self._precision():
+        with self.lock, torch.no_grad(), self._precision():
             output = self.stage(inputs.to(self._device))
         return self._checked(output.float().cpu(), "the stage's output")
 
@@ -93,9 +98,10 @@ class StageCompute:
             NotFiniteError: A gradient is not finite, or larger than `MAX_GRADIENT`.
         """
         entry = self._entry(inputs)
-        with torch.enable_grad(), self._precision():
-            output = self.stage(entry)
-        return self._backward(output, gradient.to(self._device, output.dtype), entry, weight)
+        with self.lock:
+            with torch.enable_grad(), self._precision():
+                output = self.stage(entry)
+            return self._backward(output, gradient.to(self._device, output.dtype), entry, weight)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor, weight: float) -> LossPass:
         """Forward and backward of the last stage at once.
@@ -109,12 +115,13 @@ class StageCompute:
             NotFiniteError: The loss or a gradient is not finite, or a gradient larger than `MAX_GRADIENT`.
         """
         entry = self._entry(inputs)
-        with torch.enable_grad():
-            with self._precision():
-                logits = self.stage(entry)
-            loss = functional.cross_entropy(logits.float().flatten(0, -2), targets.to(self._device).flatten())
-        self._checked(loss.detach(), "the loss")
-        gradient = self._backward(loss, torch.ones_like(loss), entry, weight)
+        with self.lock:
+            with torch.enable_grad():
+                with self._precision():
+                    logits = self.stage(entry)
+                loss = functional.cross_entropy(logits.float().flatten(0, -2), targets.to(self._device).flatten())
+            self._checked(loss.detach(), "the loss")
+            gradient = self._backward(loss, torch.ones_like(loss), entry, weight)
         return LossPass(float(loss.detach()), gradient)
 
     def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -123,7 +130,7 @@ class StageCompute:
         Raises:
             NotFiniteError: It is not finite.
         """
-        with torch.no_grad(), self._precision():
+        with self.lock, torch.no_grad(), self._precision():
             logits = self.stage(inputs.to(self._device))
         loss = functional.cross_entropy(logits.float().flatten(0, -2), targets.to(self._device).flatten())
         return float(self._checked(loss, "the loss"))

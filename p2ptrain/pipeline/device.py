@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TypeVar
 
 from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ class Pass(IntEnum):
 
 
 class Device:
-    """Runs passes in the runtime's thread, one at a time.
+    """Runs passes in the runtime's device thread, one at a time.
 
     Args:
         runtime: Of the peer.
@@ -38,6 +39,7 @@ class Device:
         self._waiting: list[tuple[Pass, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._is_busy = False
+        self._tasks = Tasks()
 
     @property
     def num_waiting(self) -> int:
@@ -69,13 +71,17 @@ class Device:
             finally:
                 self._next()
 
-        task = asyncio.get_running_loop().create_task(finish(), name="device-pass")
+        task = self._tasks.call(finish(), "device-pass")
         # What it raises is nobody's business once who asked for it is gone.
         task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         return task
 
+    async def beside(self, work: Callable[[], T]) -> T:
+        """``work()`` beside the passes: packing and checking, which need no device."""
+        return await self._runtime.offload(work)
+
     async def _compute(self, work: Callable[[], T]) -> T:
-        return await self._runtime.compute(work)
+        return await self._runtime.on_device(work)
 
     def _next(self) -> None:
         """Let the first in line go."""

@@ -49,8 +49,8 @@ class Evaluations:
             raise FullError(f"{MAX_EVALUATIONS} evaluations are under way: come again, or go to another host")
         self._number += 1
         try:
-            inputs, loop = self._passes.inputs_of(hop), asyncio.get_running_loop()
-            began = loop.time()
+            loop = asyncio.get_running_loop()
+            began, inputs = loop.time(), await self._passes.inputs_of(hop)
             if self._is_last and not hop.goes_home:
                 loss = await self._passes.evaluate(hop, inputs)
                 return Reply(loss, (Leg(self._stage, self._peer_id, loop.time() - began, 0.0),), None)

@@ -11,10 +11,10 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
 from p2ptrain.models.family import Shape
@@ -24,6 +24,7 @@ from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
 from p2ptrain.pipeline.outputs import Outputs, Waiting
 from p2ptrain.pipeline.routing import NoHostError, Router
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,10 @@ leader keeps room for one that says nothing any more (`p2ptrain.averaging.batch.
 NO_HOST_SECONDS = 120.0
 """How long a stage may have no host before that is an error."""
 DONE_SECONDS = 20.0
+STUCK_SECONDS = 900.0
+"""How long a round that takes no more samples may last: longer than averaging with any usual manifest takes."""
+
+T = TypeVar("T")
 
 
 class LostError(TemporaryError):
@@ -141,22 +146,15 @@ class Feeder:
         self._full = -1
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def start(self) -> None:
         """Begin to watch the rounds."""
-        self._spawn(self._watch(), "watch-round")
+        self._tasks.keep(self._watch, "watch-round")
 
     async def close(self) -> None:
         """End what was started here."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.close()
 
     async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
         """Take a microbatch through all stages, in the round in progress or, if that has its samples, in the next.
@@ -165,36 +163,70 @@ class Feeder:
             TemporaryError: It did not come through, however often it was sent; or a stage has no host.
             LostError: See there.
         """
-        pause, failure, failures = FIRST_PAUSE_SECONDS, "", 0
-        while failures < MAX_SENDS:
-            await self._hosts_everywhere()
-            round = await self._open_round()
-            id = MicrobatchId(self._rpc.peer_id, round, self._next)
-            self._next += 1
-            told: set[tuple[int, str]] = set()
 
-            async def news(stage: int, host: str, told: set[tuple[int, str]] = told) -> None:
+        async def attempt(round: int, sends: int) -> Accepted:
+            id, told = self._new_id(round), set[tuple[int, str]]()
+
+            async def news(stage: int, host: str) -> None:
                 told.add((stage, host))
 
             try:
                 route = self._router.draw(tokens)
                 hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets)
                 reply = await self._caller.through(hop, route[0], news)
-                return await self._settle(id, reply.loss, reply.legs, failures + 1)
-            except OtherRoundError as error:
-                self._full = max(self._full, round)
-                logger.debug("%s: %s", id, error)
+                return await self._settle(id, reply.loss, reply.legs, sends)
             except LostError:
                 self.tally.lost += 1
                 raise
+            except TemporaryError:
+                self._tasks.start(self._give_up(id, told), "give-up")
+                raise
+
+        return await self._until_through(attempt)
+
+    async def _until_through(self, attempt: Callable[[int, int], Awaitable[T]]) -> T:
+        """Repeat an attempt until it comes through. A round that has its samples is waited for; it is no failure.
+
+        Args:
+            attempt: Called with the round in progress and the number of this attempt, from 1.
+
+        Raises:
+            TemporaryError: `MAX_SENDS` attempts failed, a stage has no host, or the round did not end in
+                `STUCK_SECONDS`.
+        """
+        loop = asyncio.get_running_loop()
+        pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
+        while True:
+            await self._hosts_everywhere()
+            round = await self._open_round()
+            try:
+                return await attempt(round, sends)
+            except OtherRoundError as error:
+                if round > full_round:
+                    full_round, full_since = round, loop.time()
+                elif loop.time() - full_since > STUCK_SECONDS:
+                    raise TemporaryError(
+                        f"round {round} takes no more samples, and has not ended for {STUCK_SECONDS:.0f} s: look at"
+                        " `p2ptrain status` for the stage that does not average, and try again"
+                    ) from error
+                self._full = max(self._full, round)
+                logger.debug("%s", error)
+            except LostError:
+                raise
             except TemporaryError as error:
-                failure, failures = str(error), failures + 1
+                if sends == MAX_SENDS:
+                    raise TemporaryError(
+                        f"a microbatch did not come through, and was sent {MAX_SENDS} times: {error}"
+                    ) from error
+                sends += 1
                 self.tally.resent += 1
-                logger.info("%s is sent again: %s", id, error)
+                logger.info("a microbatch is sent again: %s", error)
                 await asyncio.sleep(pause * (0.5 + self._random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-            self._spawn(self._give_up(id, told), "give-up")
-        raise TemporaryError(f"a microbatch did not come through, and was sent {MAX_SENDS} times: {failure}")
+
+    def _new_id(self, round: int) -> MicrobatchId:
+        self._next += 1
+        return MicrobatchId(self._rpc.peer_id, round, self._next - 1)
 
     async def evaluate(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> float:
         """The mean loss over a microbatch's targets, in nats; nothing is learned from it.
@@ -203,8 +235,7 @@ class Feeder:
             TemporaryError: It did not come through.
         """
         await self._hosts_everywhere()
-        id = MicrobatchId(self._rpc.peer_id, max(0, self.round), self._next)
-        self._next += 1
+        id = self._new_id(max(0, self.round))
 
         async def news(stage: int, host: str) -> None:
             pass
@@ -227,39 +258,30 @@ class Feeder:
             TemporaryError: It did not come through.
         """
         assert self._outputs is not None
-        pause, failure = FIRST_PAUSE_SECONDS, ""
-        for _ in range(MAX_SENDS):
-            opened = await self._opened(inputs, samples, tokens, shape, learns)
+
+        async def attempt(round: int, sends: int) -> Opened:
+            opened = self._opened(round, inputs, samples, tokens, shape, learns)
             try:
                 either: set[asyncio.Future[Any]] = {opened.waiting.output, opened.task}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if opened.waiting.output.done():
-                    return opened
-                await opened.task
-            except OtherRoundError:
-                self._full = max(self._full, opened.id.round)
-                continue
-            except TemporaryError as error:
-                failure = str(error)
-                self.tally.resent += 1
-                await asyncio.sleep(pause * (0.5 + self._random.random()))
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+                if not opened.waiting.output.done():
+                    await opened.task
+                    raise TemporaryError(f"{opened.id} came through, and its output did not")
+                return opened
             except asyncio.CancelledError:
                 opened.task.cancel()
                 raise
-        raise TemporaryError(f"a microbatch did not come through, and was sent {MAX_SENDS} times: {failure}")
 
-    async def _opened(self, inputs: Payload, samples: int, tokens: int, shape: Shape, learns: bool) -> Opened:
+        return await self._until_through(attempt)
+
+    def _opened(self, round: int, inputs: Payload, samples: int, tokens: int, shape: Shape, learns: bool) -> Opened:
         assert self._outputs is not None
-        await self._hosts_everywhere()
-        round = await self._open_round()
-        id, waiting = MicrobatchId(self._rpc.peer_id, round, self._next), Waiting(shape)
-        self._next += 1
+        id, waiting = self._new_id(round), Waiting(shape)
         self._outputs.expect(id, waiting)
         targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
         route = self._router.draw(tokens)
         hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns, goes_home=True)
-        task = asyncio.create_task(self._bring(hop, route[0], waiting.output), name=f"opened-{id.number}")
+        task = self._tasks.call(self._bring(hop, route[0], waiting.output), f"opened-{id.number}")
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
         return Opened(id, waiting, task)
 
@@ -280,7 +302,7 @@ class Feeder:
             self.tally.lost += 1
             raise
         except BaseException:
-            self._spawn(self._give_up(hop.id, told), "give-up")
+            self._tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
             self._outputs.forget(hop.id)
@@ -399,7 +421,7 @@ class Feeder:
 
     def _account_before(self, round: int) -> None:
         for old in [old for old in self._accepted if old < round]:
-            self._spawn(self._account(self._accepted.pop(old)), "account")
+            self._tasks.start(self._account(self._accepted.pop(old)), "account")
 
     async def _account(self, accepted: list[Accepted]) -> None:
         """Ask which of a round's microbatches are in the committed rounds of all stages."""

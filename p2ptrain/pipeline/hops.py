@@ -30,6 +30,7 @@ from p2ptrain.pipeline.messages import (
 )
 from p2ptrain.pipeline.routing import Router
 from p2ptrain.pipeline.turns import Turns
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +250,7 @@ class Caller:
         left = max(deadline - asyncio.get_running_loop().time(), self._limits.quiet_seconds)
         gradient = Payload(codec, shape, await channel.receive_bytes(length, left))
         try:
-            check_values(gradient)
+            await self._rpc.runtime.offload(check_values, gradient)
         except CodecError as error:
             raise ProtocolError(host, f"sent a gradient that is none: {error}") from error
         return gradient
@@ -267,12 +268,9 @@ class Caller:
         opened = self._rpc.open(host, service(hop.stage), hop.to_wire(), seconds, expected_bytes=expected)
         async with opened as channel:
             arrived = asyncio.Event()
-            handing = asyncio.create_task(self._hand_over(channel, hop, arrived), name="hand-over")
-            try:
+            async with Tasks() as tasks:
+                tasks.call(self._hand_over(channel, hop, arrived), "hand-over")  # Its error ends the channel for both.
                 return await self._answer(channel, hop, news, arrived)
-            finally:
-                handing.cancel()
-                await asyncio.gather(handing, return_exceptions=True)  # What it raised ended the channel for both.
 
     async def _hand_over(self, channel: Channel, hop: Hop, arrived: asyncio.Event) -> None:
         """Send the tensors when it is their turn, which lasts until the host has them."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from p2ptrain.codecs.base import CodecError
+from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.compute import NotFiniteError, StageCompute
 from p2ptrain.pipeline.device import Device
@@ -29,6 +30,7 @@ from p2ptrain.pipeline.ledger import FullError, Ledger, Limits, MicrobatchId, St
 from p2ptrain.pipeline.messages import Hop, Leg, Payload, Reply
 from p2ptrain.pipeline.passes import Added, BadMicrobatchError, Passed, Passes
 from p2ptrain.pipeline.running import Running
+from p2ptrain.tasks import Tasks
 
 __all__ = ["BadMicrobatchError", "StageHost"]
 
@@ -102,6 +104,7 @@ class StageHost:
         self._caller = caller
         self._service = HostService(self, limits)
         self._check = check
+        self._tasks = Tasks()
         self._running: dict[MicrobatchId, Running] = {}
         self._changed = asyncio.Event()
         self._num_early = 0
@@ -144,11 +147,8 @@ class StageHost:
     async def close(self) -> None:
         """Give up what is under way, and forget the rest."""
         self._is_closed = True
-        tasks = [each.task for each in self._running.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._passes.until_taken_out()
+        await self._tasks.close()
+        await self._passes.close()
 
     # A microbatch
 
@@ -206,7 +206,7 @@ class StageHost:
         return await running.join(news)
 
     def _begin(self, hop: Hop) -> Running:
-        task = asyncio.create_task(self._run(hop), name=f"microbatch-{hop.id.number}")
+        task = self._tasks.call(self._run(hop), f"microbatch-{hop.id.number}")
         task.add_done_callback(lambda task: self._ran(hop.id, task))
         running = self._running[hop.id] = Running(hop.id, task)
         return running
@@ -253,8 +253,11 @@ class StageHost:
 
     def _ran(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
         self._running.pop(id, None)
-        if task.cancelled() or task.exception() is not None:
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
             self._give_up(id)
+        if error is not None and not isinstance(error, P2PTrainError):
+            logger.error("%s failed in stage %d", id, self._stage, exc_info=error)
         self._stir()
 
     def _give_up(self, id: MicrobatchId) -> None:
@@ -269,7 +272,7 @@ class StageHost:
 
     async def _run(self, hop: Hop) -> Reply:
         try:
-            inputs = self._passes.inputs_of(hop)
+            inputs = await self._passes.inputs_of(hop)
             if self.admit is not None and not await self.admit(hop.samples):
                 raise WrongRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
             ends_here = self._is_last and not hop.goes_home

@@ -32,6 +32,7 @@ from p2ptrain.pipeline.messages import Hop, HopHead, Reply
 from p2ptrain.pipeline.passes import BadMicrobatchError
 from p2ptrain.pipeline.routing import NoHostError
 from p2ptrain.pipeline.turns import Turns
+from p2ptrain.tasks import Tasks
 
 RECEIVE_SECONDS = 120.0
 MAX_WAIT_SECONDS = 60.0
@@ -105,9 +106,8 @@ class HostService:
 
     async def _receive(self, channel: Channel, head: HopHead, on_admitted: Callable[[], None]) -> None:
         """Receive a hop's tensors, and answer it."""
-        beating = asyncio.create_task(self._beat(channel), name="beat")
-        taking: asyncio.Task[Reply] | None = None
-        try:
+        async with Tasks() as tasks:
+            beating = tasks.start(self._beat(channel), "beat")
             inputs, targets = [
                 await channel.receive_bytes(length, RECEIVE_SECONDS) for _, _, length in (head.inputs, head.targets)
             ]
@@ -117,7 +117,7 @@ class HostService:
             async def news(number: int, host: str) -> None:
                 await channel.send({"stage": number, "host": host})
 
-            taking = asyncio.create_task(self._host.take(hop, news, on_admitted), name="take")
+            taking = tasks.call(self._host.take(hop, news, on_admitted), "take")
             waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if not taking.done():
@@ -133,11 +133,6 @@ class HostService:
                 if reply.gradient is not None:
                     await channel.send_bytes(reply.gradient.data)
                     await asyncio.wait({channel.lost}, timeout=RECEIVE_SECONDS)  # The caller ends it when it has all.
-        finally:
-            beating.cancel()
-            if taking is not None:
-                taking.cancel()
-                await asyncio.gather(taking, return_exceptions=True)
 
     async def _beat(self, channel: Channel) -> None:
         with contextlib.suppress(P2PTrainError):

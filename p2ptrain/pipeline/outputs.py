@@ -19,6 +19,8 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import BEAT_SECONDS, HOME
 from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import Payload, head_from_wire, pack, unpack
+from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks
 
 RECEIVE_SECONDS = 120.0
 MAX_OUTPUT_BYTES = 1 << 31
@@ -45,7 +47,7 @@ class Waiting:
         if not self._gradient.done():
             self._gradient.set_result(gradient)
 
-    async def came(self, output: Payload, learns: bool) -> Payload | None:
+    async def came(self, output: Payload, learns: bool, runtime: Runtime) -> Payload | None:
         """Take the output; its gradient, if that is wanted.
 
         Raises:
@@ -53,14 +55,15 @@ class Waiting:
         """
         if output.shape != self._shape:
             raise P2PTrainError(f"an output of shape {list(output.shape)}, where {list(self._shape)} was to come")
+        try:
+            values = await runtime.offload(unpack, output)
+        except CodecError as error:
+            raise P2PTrainError(f"an output that is none: {error}") from error
         if not self.output.done():
-            try:
-                self.output.set_result(unpack(output))
-            except CodecError as error:
-                raise P2PTrainError(f"an output that is none: {error}") from error
+            self.output.set_result(values)
         if not learns:
             return None
-        return pack(await asyncio.shield(self._gradient), output.codec)
+        return await runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
 
 
 class Outputs:
@@ -72,6 +75,7 @@ class Outputs:
 
     def __init__(self, rpc: Rpc) -> None:
         self._waiting: dict[MicrobatchId, Waiting] = {}
+        self._runtime = rpc.runtime
         rpc.serve_channel(HOME, self._serve)
 
     def expect(self, id: MicrobatchId, waiting: Waiting) -> None:
@@ -84,7 +88,7 @@ class Outputs:
 
     async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
         """From a host of this process; see `p2ptrain.pipeline.hops.AtHome`."""
-        return await self._find(id).came(output, learns)
+        return await self._find(id).came(output, learns, self._runtime)
 
     def _find(self, id: MicrobatchId) -> Waiting:
         if id not in self._waiting:
@@ -98,16 +102,14 @@ class Outputs:
             raise ProtocolError(channel.remote, "sent a malformed output")
         waiting = self._find(MicrobatchId(*id))  # type: ignore[misc]
         codec, shape, length = head_from_wire(request.get("output"), channel.remote, MAX_OUTPUT_BYTES)
-        beating = asyncio.create_task(_beat(channel), name="beat")
-        try:
+        async with Tasks() as tasks:
+            beating = tasks.start(_beat(channel), "beat")
             output = Payload(codec, shape, await channel.receive_bytes(length, RECEIVE_SECONDS))
-            gradient = await waiting.came(output, bool(learns))
+            gradient = await waiting.came(output, bool(learns), self._runtime)
             beating.cancel()
             await channel.send({"gradient": gradient.head() if gradient is not None else None})
             if gradient is not None:
                 await channel.send_bytes(gradient.data)
-        finally:
-            beating.cancel()
 
 
 async def _beat(channel: Channel) -> None:

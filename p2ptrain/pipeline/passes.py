@@ -17,6 +17,10 @@ from p2ptrain.pipeline.compute import LossPass, StageCompute
 from p2ptrain.pipeline.device import Device, Pass
 from p2ptrain.pipeline.messages import Hop, Payload, pack, unpack
 from p2ptrain.pipeline.routing import MEASURE_WEIGHT
+from p2ptrain.tasks import Tasks
+
+CLOSE_SECONDS = 2.0
+"""How long a host that leaves waits for its device to take out what was given up."""
 
 
 class BadMicrobatchError(P2PTrainError):
@@ -107,30 +111,38 @@ class Passes:
         self._codec = codec
         self._num_ids = num_ids
         self._num_classes = num_classes
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._undoing = Tasks(self._not_taken_out)
+        self._failure: Exception | None = None
 
     @property
     def num_waiting(self) -> int:
         """Passes in the queue of the device."""
         return self._device.num_waiting
 
-    def inputs_of(self, hop: Hop) -> torch.Tensor:
+    async def inputs_of(self, hop: Hop) -> torch.Tensor:
         """The input, as the stage takes it.
 
         Raises:
             CodecError: A value is not finite.
             BadMicrobatchError: A token id is none of the model's.
         """
-        inputs = unpack(hop.inputs)
-        if self._is_first and self._num_ids and not 0 <= int(inputs.min()) <= int(inputs.max()) < self._num_ids:
-            raise BadMicrobatchError(f"{hop.id} has token ids that the model does not know")
-        return inputs
 
-    def _targets_of(self, hop: Hop) -> torch.Tensor:
-        targets = unpack(hop.targets)
-        if not 0 <= int(targets.min()) <= int(targets.max()) < self._num_classes:
-            raise BadMicrobatchError(f"{hop.id} has targets that the model does not know")
-        return targets
+        def read() -> torch.Tensor:
+            inputs = unpack(hop.inputs)
+            if self._is_first and self._num_ids and not 0 <= int(inputs.min()) <= int(inputs.max()) < self._num_ids:
+                raise BadMicrobatchError(f"{hop.id} has token ids that the model does not know")
+            return inputs
+
+        return await self._device.beside(read)
+
+    async def _targets_of(self, hop: Hop) -> torch.Tensor:
+        def read() -> torch.Tensor:
+            targets = unpack(hop.targets)
+            if not 0 <= int(targets.min()) <= int(targets.max()) < self._num_classes:
+                raise BadMicrobatchError(f"{hop.id} has targets that the model does not know")
+            return targets
+
+        return await self._device.beside(read)
 
     async def forward(self, inputs: torch.Tensor) -> Output:
         """The stage's output, which the stage after it takes.
@@ -146,11 +158,13 @@ class Passes:
             began = loop.time()
 
         output = await self._device.run(Pass.FORWARD, lambda: self._compute.forward(inputs), begin)
-        return Output(pack(output, self._codec), loop.time() - asked, loop.time() - began)
+        busy_seconds = loop.time() - began
+        payload = await self._device.beside(lambda: pack(output, self._codec))
+        return Output(payload, loop.time() - asked, busy_seconds)
 
     async def evaluate(self, hop: Hop, inputs: torch.Tensor) -> float:
         """The last stage's loss alone, in nats; raises as `add_loss`."""
-        targets = self._targets_of(hop)
+        targets = await self._targets_of(hop)
         return await self._device.run(Pass.FORWARD, lambda: self._compute.evaluate(inputs, targets))
 
     async def add_loss(self, hop: Hop, inputs: torch.Tensor) -> Passed:
@@ -160,9 +174,8 @@ class Passes:
             NotFiniteError, CodecError: Loss or gradients are not finite, or too large for the codec.
             BadMicrobatchError: A target is none of the model's.
         """
-        return await self._add(
-            Added(hop.inputs, hop.targets, hop.tokens, is_loss=True), inputs, self._targets_of(hop), 0.0
-        )
+        added = Added(hop.inputs, hop.targets, hop.tokens, is_loss=True)
+        return await self._add(added, inputs, await self._targets_of(hop), 0.0)
 
     async def add_backward(self, hop: Hop, inputs: torch.Tensor, gradient: Payload, forward_seconds: float) -> Passed:
         """The backward pass of any other stage, or of the last one where the trainer made the loss.
@@ -177,7 +190,8 @@ class Passes:
             NotFiniteError, CodecError: Gradients are not finite, or too large for the codec.
         """
         added = Added(hop.inputs, gradient, hop.tokens, is_loss=False)
-        return await self._add(added, inputs, unpack(gradient), forward_seconds)
+        back = await self._device.beside(lambda: unpack(gradient))
+        return await self._add(added, inputs, back, forward_seconds)
 
     async def _add(self, added: Added, inputs: torch.Tensor, back: torch.Tensor, forward_seconds: float) -> Passed:
         """Run a pass that adds to the sum; if nothing comes of it, what was added is taken out again."""
@@ -202,9 +216,11 @@ class Passes:
             raise
         assert began is not None
         self._measure(added.tokens, forward_seconds + loop.time() - began)
+        back_down, gradient = found.gradient, None
         try:
-            gradient = None if found.gradient is None else pack(found.gradient, self._codec)
-        except CodecError:
+            if back_down is not None:
+                gradient = await self._device.beside(lambda: pack(back_down, self._codec))
+        except (CodecError, asyncio.CancelledError):
             self.take_out(added)
             raise
         return Passed(found.loss, gradient, loop.time() - asked, added)
@@ -224,19 +240,34 @@ class Passes:
 
         That may take until `until_taken_out` returns.
         """
-        task = asyncio.create_task(self._take_out(added), name="undo")
-        self._undoing.add(task)
-        task.add_done_callback(self._undoing.discard)
+        self._undoing.start(self._take_out(added), "undo")
 
     async def _take_out(self, added: Added) -> None:
+        inputs, back = await self._device.beside(lambda: (unpack(added.inputs), unpack(added.back)))
+
         def undo() -> None:
             if added.is_in:  # What ran when it was given up may have failed.
-                self._pass(unpack(added.inputs), unpack(added.back), -float(added.tokens), added.is_loss)
+                self._pass(inputs, back, -float(added.tokens), added.is_loss)
                 added.is_in = False
 
         await self._device.run(Pass.UNDO, undo)
 
     async def until_taken_out(self) -> None:
-        """Return when nothing is being taken out any more."""
-        while self._undoing:
-            await asyncio.gather(*self._undoing)
+        """Return when nothing is being taken out any more.
+
+        Raises:
+            P2PTrainError: Something could not be taken out: the sum holds what does not count.
+        """
+        await self._undoing.join()
+        if self._failure is not None:
+            raise P2PTrainError(
+                f"a microbatch that was given up is still in this stage's gradients ({self._failure!r}): start this"
+                " peer again"
+            ) from self._failure
+
+    def _not_taken_out(self, error: Exception) -> None:
+        self._failure = error
+
+    async def close(self) -> None:
+        """Let what is being taken out come to its end, unless the device is stuck."""
+        await self._undoing.close(CLOSE_SECONDS)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,23 @@ def test_a_job_that_fails_is_over() -> None:
         assert book.running() == ()
 
     asyncio.run(main())
+
+
+def test_a_transfer_that_lasts_is_told_to_others_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    loop = asyncio.new_event_loop()
+    book = JobBook(loop)
+    loop.close()
+    with book("reading text", "files") as files, book("downloading the state") as advance:
+        files(1, 2)
+        advance(5_000_000_000, 20_000_000_000)
+        now[0] = 10.0
+        assert book.note() == ""
+        now[0] = 100.0
+        advance(6_000_000_000, 20_000_000_000)
+        assert book.note() == "downloading the state: 30 % of 20.00 GB, 10.00 MB/s"
+    assert book.note() == ""
 
 
 def test_the_next_round_is_told_from_the_last_ones() -> None:

@@ -1,0 +1,109 @@
+"""How a leaving peer spends the time that it is given (``drain_seconds`` in its role file).
+
+::
+
+    0           1/3           1/2                          5/6     1
+    ├─ hand in ──┼─ save ──────┼─ rescue, save ─────────────┼─ bye ─┤
+     the round    rounds are    the shared state is saved    goodbye, daemon
+     in progress  given up      from the event loop
+
+The state is on disk before anything else is done. A training thread that is stuck in a batch is left behind: what the
+swarm shares is saved without it, and the process ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from p2ptrain.errors import CheckpointError
+from p2ptrain.node.signals import StopSignals
+from p2ptrain.runtime import Runtime, left_behind
+from p2ptrain.tasks import Tasks
+
+if TYPE_CHECKING:
+    from p2ptrain.training.optimizer import Bridge
+    from p2ptrain.training.trainer import Trainer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HAND_IN, RESCUE, LAST = 1 / 3, 1 / 2, 5 / 6
+"""The share of the time after which rounds are given up, the event loop saves, and the peer says goodbye."""
+MAX_TRIES = 10
+RETRY_SECONDS = 0.2
+"""How often, and after what pause, a state is saved that a round is changing."""
+
+
+class Drain:
+    """The time that is left to a leaving peer.
+
+    Args:
+        seconds: From now to the end of the process.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = asyncio.get_running_loop().time()
+
+    def left(self, share: float) -> float:
+        """The seconds that are left of the first ``share`` of the time; at least 0."""
+        return max(0.0, self._began + share * self._seconds - asyncio.get_running_loop().time())
+
+
+async def unless_stopped(start: Coroutine[Any, Any, T], signals: StopSignals) -> T | None:
+    """Return what a start returns; None, with the start cancelled, if the peer is told to stop before."""
+    async with Tasks() as tasks:
+        starting, wanted = tasks.call(start, "start"), tasks.call(signals.requested.wait(), "stop")
+        await asyncio.wait({starting, wanted}, return_when=asyncio.FIRST_COMPLETED)
+        return starting.result() if starting.done() else None
+
+
+async def end_training(
+    trainer: Trainer, bridge: Bridge, done: asyncio.Future[None], runtime: Runtime, seconds: float
+) -> None:
+    """End the training thread, or leave it behind, with the last committed state saved.
+
+    Args:
+        trainer: Runs on the training thread.
+        bridge: Between that thread and the event loop.
+        done: The end of the thread.
+        runtime: Where the state is read.
+        seconds: From now to the end of the process.
+
+    Raises:
+        ResourceError: The state cannot be saved, for instance because the disk is full.
+        CheckpointError: The state in memory is damaged.
+    """
+    drain = Drain(seconds)
+    trainer.stop(drain.left(LAST))
+    await asyncio.wait({done}, timeout=drain.left(HAND_IN))
+    bridge.cancel("the peer leaves")
+    await asyncio.wait({done}, timeout=drain.left(RESCUE))
+    has_failed_to_save = done.done() and trainer.unsaved is not None
+    if not (trainer.is_saving or trainer.is_saved or has_failed_to_save):
+        await _rescue(trainer, runtime)
+    await asyncio.wait({done}, timeout=drain.left(LAST))
+    if not done.done():
+        left_behind.append("train")
+        logger.warning("the training thread does not end: leaving it behind; its last batches are not contributed")
+    if trainer.unsaved is not None:
+        raise trainer.unsaved
+
+
+async def _rescue(trainer: Trainer, runtime: Runtime) -> None:
+    """Save what the swarm shares for a training thread that is stuck, or has failed."""
+    for tries_left in reversed(range(MAX_TRIES)):
+        try:
+            path = await runtime.compute(trainer.saver.save_shared)
+        except CheckpointError:  # Perhaps a round that was under way is being applied.
+            if not tries_left:
+                raise
+            await asyncio.sleep(RETRY_SECONDS)
+        else:
+            logger.warning("the training thread does not save: saved what the swarm shares in %s", path)
+            trainer.unsaved = None
+            return

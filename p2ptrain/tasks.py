@@ -1,0 +1,173 @@
+"""The one way to start a task on the event loop: its failure is logged, its owner learns of it, its owner ends it.
+
+asyncio only logs the exception of a task when the task is collected as garbage, which a reference in a list or set
+prevents. `Tasks` belongs to the object, or to the block, that starts tasks:
+
+* ``start``: work that nobody awaits. A failure is logged at once and reported to the owner: a block is cancelled and
+  raises the error, an object's ``on_failure`` is called.
+* ``keep``: a loop that must not end. A failure is logged, and the loop is started again after a growing pause.
+* ``call``: work whose result the caller awaits; the failure is the caller's, too.
+
+`tests/unit/test_tasks.py` refuses ``create_task`` and ``ensure_future`` elsewhere in the package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from p2ptrain.errors import P2PTrainError
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 1.0
+"""Before a loop that failed is started again; doubled with each failure in a row."""
+LONGEST_PAUSE_SECONDS = 60.0
+"""The largest pause between restarts; a loop that ran this long without a failure starts again with the first."""
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """The tasks of one owner.
+
+    An object creates one and awaits `close` in its own. A function uses it as a block, which ends the tasks with it::
+
+        async with Tasks() as tasks:
+            tasks.start(beat(channel), "beat")
+            answer = tasks.call(ask(peer), f"ask-{peer}")
+            await asyncio.wait({answer, channel.lost}, return_when=asyncio.FIRST_COMPLETED)
+
+    Args:
+        on_failure: Called on the event loop with the error of each task of ``start`` that fails.
+    """
+
+    def __init__(self, on_failure: Callable[[Exception], None] | None = None) -> None:
+        self._on_failure = on_failure
+        self._running: dict[asyncio.Task[Any], None] = {}
+        self._called_here: list[asyncio.Task[Any]] | None = None
+        self._block: asyncio.Task[Any] | None = None
+        self._failure: Exception | None = None
+        self._is_closing = False
+
+    def __len__(self) -> int:
+        """The number of tasks that are not done."""
+        return len(self._running)
+
+    def start(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """Start work that nobody awaits; ``name`` identifies it in the log."""
+        return self._create(coroutine, name, self._ended)
+
+    def keep(self, loop: Callable[[], Awaitable[object]], name: str) -> asyncio.Task[Any]:
+        """Start a loop, and start it again after each failure; it ends when it returns, or with the owner."""
+        return self.start(_again(loop, name), name)
+
+    def call(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Start work whose result, or error, the caller awaits."""
+        return self._create(coroutine, name, self._called)
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        """Give the tasks ``grace_seconds`` to end, cancel those that are left, and wait for them; idempotent."""
+        own = asyncio.current_task()
+        if grace_seconds and (tasks := [task for task in self._running if task is not own]):
+            await asyncio.wait(tasks, timeout=grace_seconds)
+        self._is_closing = True
+        while tasks := [task for task in self._running if task is not own]:  # An end may start another task.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                self._running.pop(task, None)
+
+    async def join(self) -> None:
+        """Wait until no task is left."""
+        while self._running:
+            await asyncio.wait(self._running)
+
+    async def __aenter__(self) -> Self:
+        self._block, self._called_here = asyncio.current_task(), []
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        block, self._block = self._block, None
+        assert block is not None
+        await self.close()
+        for task in self._called_here or ():
+            if task._log_traceback:  # Nobody asked for its result.
+                _log(task, task.exception(), logging.DEBUG)
+        self._called_here = None
+        if self._failure is not None:
+            is_only_ours = block.uncancel() == 0
+            if error is None or (isinstance(error, asyncio.CancelledError) and is_only_ours):
+                raise self._failure
+
+    def _create(
+        self, coroutine: Coroutine[Any, Any, T], name: str, ended: Callable[[asyncio.Task[Any]], None]
+    ) -> asyncio.Task[T]:
+        task = asyncio.create_task(coroutine, name=name)
+        self._running[task] = None
+        task.add_done_callback(ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.pop(task, None)
+        if task.cancelled() or not isinstance(error := task.exception(), Exception):
+            return
+        _log(task, error, logging.DEBUG if self._is_closing else logging.ERROR)
+        if self._is_closing:
+            return
+        if self._block is not None and self._failure is None:
+            self._failure = error
+            self._block.cancel()
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    def _called(self, task: asyncio.Task[Any]) -> None:
+        self._running.pop(task, None)
+        if self._called_here is not None and task._log_traceback:
+            self._called_here.append(task)
+
+
+async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end even if the caller is cancelled meanwhile; then pass the cancellation on."""
+    task = asyncio.create_task(coroutine, name="to-its-end")
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log(task, error, logging.ERROR)
+        raise
+
+
+async def _again(loop: Callable[[], Awaitable[object]], name: str) -> None:
+    clock, pause = asyncio.get_running_loop(), FIRST_PAUSE_SECONDS
+    while True:
+        began = clock.time()
+        try:
+            await loop()
+            return
+        except Exception as error:
+            if clock.time() - began >= LONGEST_PAUSE_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            trace = None if isinstance(error, P2PTrainError) else error
+            logger.error("%s failed (%s): starting it again in %.0f s", name, _text(error), pause, exc_info=trace)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def _log(task: asyncio.Task[Any], error: BaseException | None, expected: int) -> None:
+    """Log how a task failed: with its trace, as an error, if the failure is a defect; else at level ``expected``."""
+    if isinstance(error, (P2PTrainError, OSError, EOFError)):
+        logger.log(expected, "%s failed: %s", task.get_name(), _text(error))
+    else:
+        logger.error("%s failed", task.get_name(), exc_info=error)
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

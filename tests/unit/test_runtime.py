@@ -1,0 +1,144 @@
+"""Where work runs: state, device and pool do not hold each other up, and none of them the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain import runtime as module
+from p2ptrain.pipeline import messages, passes
+from p2ptrain.pipeline.compute import StageCompute
+from p2ptrain.pipeline.device import Device, Pass
+from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import Hop, pack
+from p2ptrain.pipeline.passes import Passes
+from p2ptrain.runtime import Runtime, real_runtime
+from tests.support.pipelines import sample
+from tests.support.stage_hosts import plan_of, stage_of
+
+PATIENCE_SECONDS = 30.0
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    found = real_runtime("test")
+    yield found
+    found.close()
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
+
+
+def thread_name() -> str:
+    return threading.current_thread().name.rpartition("_")[0]
+
+
+def test_each_kind_of_work_has_threads_of_its_own(runtime: Runtime) -> None:
+    async def main() -> None:
+        assert await runtime.compute(thread_name) == "state-test"
+        assert await runtime.on_device(thread_name) == "device-test"
+        assert await runtime.offload(thread_name) == "pool-test"
+
+    run(main())
+
+
+@pytest.mark.parametrize("kind", ["compute", "on_device"])
+def test_state_and_device_run_one_call_at_a_time_in_the_order_of_the_calls(runtime: Runtime, kind: str) -> None:
+    method: Callable[..., Coroutine[Any, Any, None]] = getattr(runtime, kind)
+    done: list[int] = []
+    running: list[int] = []
+
+    def work(number: int) -> None:
+        running.append(number)
+        assert running == [number]
+        done.append(number)
+        running.remove(number)
+
+    async def main() -> None:
+        await asyncio.gather(*(method(work, number) for number in range(50)))
+        assert done == list(range(50))
+
+    run(main())
+
+
+def test_a_slow_fsync_holds_up_neither_a_forward_pass_nor_packing_nor_the_event_loop(runtime: Runtime) -> None:
+    compute = StageCompute(stage_of(plan_of(3), 0))
+    inputs = sample(plan_of(3).manifest, 1)[:, :-1]
+    written = threading.Event()
+
+    async def main() -> None:
+        saving = asyncio.create_task(runtime.compute(written.wait, PATIENCE_SECONDS))
+        output = await Device(runtime).run(Pass.FORWARD, lambda: compute.forward(inputs))
+        assert (await runtime.offload(pack, output, "fp16")).data
+        assert not saving.done()
+        written.set()
+        assert await saving
+
+    run(main())
+
+
+def test_activations_are_packed_unpacked_and_checked_off_the_event_loop(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of these waits for the event loop to turn: on its thread that would never happen."""
+    turned, seen = threading.Event(), list[str]()
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            seen.append(thread_name())
+            assert turned.wait(PATIENCE_SECONDS)
+            turned.clear()
+            return function(*arguments)
+
+        return call
+
+    async def turn() -> None:
+        while True:
+            turned.set()
+            await asyncio.sleep(0.001)
+
+    async def main() -> None:
+        plan = plan_of(3)
+        tokens = sample(plan.manifest, 1)
+        inputs = StageCompute(stage_of(plan, 0)).forward(tokens[:, :-1])
+        hop = Hop(
+            MicrobatchId("trainer", 0, 1), 1, 2, tokens[:, 1:].numel(), (), pack(inputs, "fp32"),
+            pack(tokens[:, 1:], "fp32"),
+        )  # fmt: skip
+        gradient = pack(torch.full_like(inputs, 0.01), "fp32")
+        monkeypatch.setattr(passes, "pack", watched(messages.pack))
+        monkeypatch.setattr(passes, "unpack", watched(messages.unpack))
+        turning = asyncio.create_task(turn())
+        made = Passes(1, 3, StageCompute(stage_of(plan, 1)), Device(runtime), "fp16", 0, plan.num_classes)
+        values = await made.inputs_of(hop)
+        await made.forward(values)
+        passed = await made.add_backward(hop, values, gradient, 0.0)
+        made.take_out(passed.added)
+        await made.until_taken_out()
+        turning.cancel()
+
+    run(main())
+    assert len(seen) == 6
+    assert set(seen) == {"pool-test"}
+
+
+def test_closing_does_not_wait_for_a_stuck_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(module, "left_behind", [])
+    runtime, mended = real_runtime("test"), threading.Event()
+
+    async def main() -> None:
+        stuck = asyncio.create_task(runtime.on_device(mended.wait, PATIENCE_SECONDS))
+        await asyncio.sleep(0)
+        runtime.close()
+        assert module.left_behind == ["device"]
+        mended.set()
+        await stuck
+
+    run(main())

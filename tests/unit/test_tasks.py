@@ -1,0 +1,248 @@
+"""Background tasks: a failure is logged at once, the owner acts, nothing outlives its owner."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import logging
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.simulated import VirtualTimeLoop
+from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end
+
+PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
+ALLOWED = {
+    "tasks.py": "the supervised way itself",
+    "network/simulated/loop.py": "implements create_task for the simulation, and runs its main coroutine",
+    "network/simulated/network.py": "tasks of a simulated process, which dies with them",
+}
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> VirtualTimeLoop:
+    """Run a coroutine in virtual time; nothing may be left running, and no error unseen."""
+    loop = VirtualTimeLoop.create()
+    try:
+        loop.run_until_complete(coroutine)
+        assert loop.pending_tasks() == []
+        assert loop.errors == []
+    finally:
+        loop.close()
+    return loop
+
+
+async def fail(after_seconds: float = 0.0) -> None:
+    await asyncio.sleep(after_seconds)
+    raise ZeroDivisionError("a defect")
+
+
+async def block() -> None:
+    async with Tasks() as tasks:
+        tasks.start(fail(1.0), "beat")
+        await asyncio.sleep(60.0)
+
+
+async def forever() -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+def raw_starts(path: Path) -> list[int]:
+    """The lines that start a task without an owner; a task group is one."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    groups = {
+        item.optional_vars.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncWith)
+        for item in node.items
+        if "TaskGroup" in ast.dump(item.context_expr) and isinstance(item.optional_vars, ast.Name)
+    }
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            name = node.attr if isinstance(node, ast.Attribute) else node.id
+            of_group = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in groups
+            if name in ("create_task", "ensure_future") and not of_group:
+                found.append(node.lineno)
+    return found
+
+
+def test_every_task_of_the_package_is_started_by_an_owner() -> None:
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+    assert ALLOWED.keys() <= paths.keys()
+    found = {name: raw_starts(path) for name, path in paths.items() if name not in ALLOWED}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_a_raw_start_is_found_and_one_of_a_task_group_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text("async with asyncio.TaskGroup() as group:\n  group.create_task(f())\n  loop.create_task(f())")
+    assert raw_starts(path) == [3]
+
+
+def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Exception] = []
+
+    async def owner() -> None:
+        tasks = Tasks(on_failure=told.append)
+        tasks.start(fail(), "the watcher")
+        await asyncio.sleep(1.0)
+        assert len(tasks) == 0
+        await tasks.close()
+
+    run(owner())
+    assert [type(error) for error in told] == [ZeroDivisionError]
+    assert "the watcher failed" in caplog.text
+    assert "Traceback" in caplog.text
+
+
+def test_a_failure_ends_the_block_that_waits_for_something_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def owner() -> None:
+        with pytest.raises(ZeroDivisionError):
+            await block()
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        assert asyncio.get_running_loop().time() == 1.0
+        async with asyncio.timeout(5.0):  # A deadline after it, as one around it, works as ever.
+            await asyncio.sleep(1.0)
+
+    run(owner())
+    assert "beat failed" in caplog.text
+
+
+def test_a_cancelled_block_stays_cancelled() -> None:
+    async def owner() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await block()
+
+    run(owner())
+
+
+def test_a_block_ends_its_tasks() -> None:
+    async def owner() -> None:
+        async with Tasks() as tasks:
+            tasks.start(forever(), "a")
+            called = tasks.call(forever(), "b")
+        assert called.cancelled()
+
+    run(owner())
+
+
+def test_a_result_and_an_error_of_a_call_are_the_callers(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer() -> int:
+        return 42
+
+    async def owner() -> None:
+        async with Tasks() as tasks:
+            assert await tasks.call(answer(), "answer") == 42
+            with pytest.raises(ZeroDivisionError):
+                await tasks.call(fail(), "failing")
+
+    run(owner())
+    assert caplog.text == ""
+
+
+def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def lost() -> None:
+        raise PeerLostError("peer", "went away")
+
+    async def owner() -> None:
+        async with Tasks() as tasks:
+            tasks.call(fail(), "unseen")
+            tasks.call(lost(), "a peer that left")
+            await asyncio.sleep(1.0)
+
+    run(owner())
+    assert "unseen failed" in caplog.text
+    assert "a peer that left" not in caplog.text
+
+
+def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    began: list[float] = []
+
+    async def loop() -> None:
+        began.append(asyncio.get_running_loop().time())
+        if len(began) < 4:
+            await fail()
+        await forever()
+
+    async def owner() -> None:
+        tasks = Tasks()
+        tasks.keep(loop, "presence")
+        await asyncio.sleep(100.0)
+        assert len(tasks) == 1
+        await tasks.close()
+
+    run(owner())
+    first = FIRST_PAUSE_SECONDS
+    assert began == [0.0, first, 3 * first, 7 * first]
+    assert caplog.text.count("presence failed") == 3
+
+
+def test_closing_waits_as_long_as_told_and_for_what_an_end_starts() -> None:
+    ended = []
+
+    async def owner() -> None:
+        tasks = Tasks()
+
+        async def last() -> None:
+            try:
+                await forever()
+            finally:
+                ended.append("last")
+
+        async def first() -> None:
+            try:
+                await forever()
+            finally:
+                tasks.start(last(), "last")
+                await asyncio.sleep(0)
+                ended.append("first")
+
+        async def soon() -> None:
+            await asyncio.sleep(3.0)
+            ended.append("soon")
+
+        tasks.start(first(), "first")
+        tasks.start(soon(), "soon")
+        await tasks.close(grace_seconds=5.0)
+        assert asyncio.get_running_loop().time() == 5.0
+
+    run(owner())
+    assert ended == ["soon", "first", "last"]
+
+
+def test_a_change_runs_to_its_end_though_its_caller_is_cancelled() -> None:
+    done = []
+
+    async def change() -> None:
+        await asyncio.sleep(2.0)
+        done.append(True)
+
+    async def owner() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await to_its_end(change())
+        assert done == [True]
+
+    run(owner())
+
+
+def test_a_deliberate_error_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async def lost() -> None:
+        raise PeerLostError("peer", "went away")
+
+    async def owner() -> None:
+        tasks = Tasks()
+        tasks.start(lost(), "announce")
+        await asyncio.sleep(1.0)
+        await tasks.close()
+
+    run(owner())
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "Traceback" not in caplog.text
