@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
+from p2ptrain.sections import Need, Section
 from p2ptrain.signing import Signer
 
 PROTOCOL_VERSION = 1
@@ -31,22 +32,36 @@ SIGNED_FILE = "manifest.bin"
 """The name of a signed manifest's file, beside an organizer's ``run.toml`` and in each peer's run directory."""
 
 
-WEIGHTS_PATTERN = r"^(|path:.+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
+WEIGHTS_PATTERN = r"^(|local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
 """Where a pretrained model may be."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
 """What is kept of a residual under ``topk``: SparseLoCo (arXiv 2508.15706)."""
 
 
-class Section(BaseModel):
-    """A frozen group of settings that rejects unknown keys."""
+OWN_FAMILIES = ("llama", "gpt2", "vit")
+"""Model families whose keys are known here. Those of other packages, and scripts, may use any."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+def _families(*names: str) -> Need:
+    words = " or ".join(f'family = "{name}"' for name in names)
+    return Need("family", lambda family: family in names or family not in OWN_FAMILIES, words)
 
 
 class ModelSpec(Section):
     """Which model the swarm trains."""
 
+    needs: ClassVar[dict[str, Need]] = {
+        "kv_heads": _families("llama"),
+        "vocabulary": _families("llama", "gpt2"),
+        "context": _families("llama", "gpt2"),
+        "tied_embeddings": _families("llama", "gpt2"),
+        "rope_theta": _families("llama"),
+        "image_size": _families("vit"),
+        "patch_size": _families("vit"),
+        "channels": _families("vit"),
+        "classes": _families("vit"),
+    }
     family: str = "llama"
     """``llama``, ``gpt2`` or ``vit`` (built here from the settings below), one that an installed package brings, or
     ``custom`` (the researcher's own script builds it)."""
@@ -56,8 +71,8 @@ class ModelSpec(Section):
     """Width of the residual stream."""
     heads: int = Field(4, ge=1, le=1024)
     """Attention heads; must divide ``hidden``."""
-    kv_heads: int = Field(4, ge=1, le=1024)
-    """Key/value heads (grouped-query attention); must divide ``heads``."""
+    kv_heads: int = Field(default_factory=lambda given: given.get("heads", 4), ge=1, le=1024)
+    """Key/value heads (grouped-query attention); must divide ``heads``, and are as many unless given."""
     intermediate: int = Field(352, ge=8, le=1 << 20)
     """Width of the feed-forward layer."""
     vocabulary: int = Field(256, ge=2, le=1 << 20)
@@ -67,20 +82,23 @@ class ModelSpec(Section):
     tied_embeddings: bool = True
     """Whether input and output embeddings share one matrix."""
     rope_theta: float = Field(10_000.0, gt=0, le=1e12)
-    """``llama``: the base of the rotary positions' wavelengths."""
+    """The base of the rotary positions' wavelengths."""
+    norm_epsilon: float = Field(1e-5, gt=0, le=1)
+    """What normalisation layers add to the variance, or to the mean square."""
     image_size: int = Field(28, ge=1, le=1 << 16)
-    """``vit``: pixels on a side of an image."""
+    """Pixels on a side of an image."""
     patch_size: int = Field(7, ge=1, le=1 << 16)
-    """``vit``: pixels on a side of a patch; must divide ``image_size``."""
+    """Pixels on a side of a patch; must divide ``image_size``."""
     channels: int = Field(1, ge=1, le=1024)
-    """``vit``: values of a pixel."""
+    """Values of a pixel."""
     classes: int = Field(10, ge=2, le=1 << 20)
-    """``vit``: what an image may be."""
+    """What an image may be."""
     initial_seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the initial parameters: every peer builds the same ones."""
     weights: str = Field("", max_length=1024, pattern=WEIGHTS_PATTERN)
     """A pretrained model whose parameters to begin with, instead: ``hub:OWNER/NAME`` (with ``@REVISION``, if not the
-    newest), or ``path:DIR`` of one that every peer has. 'p2ptrain init --model' writes it, with what is above it."""
+    newest), or ``local:NAME`` of one that every peer gives with ``--weights DIR``. 'p2ptrain init --model' writes it,
+    with what is above it."""
     weight_digests: tuple[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")], ...] = Field((), max_length=1026)
     """Of ``weights``: the SHA-256 of each block's parameters, by which peers know that theirs are the same."""
 
@@ -108,17 +126,34 @@ class DataSpec(Section):
     source: str = "stdlib"
     """``stdlib`` (the Python standard library's sources), ``path:DIR_OR_FILE``, ``datasets:NAME`` or ``custom``."""
     tokenizer: str = "bytes"
-    """``bytes``; ``path:DIR`` of a Hugging Face tokenizer that every peer has; or ``hub:OWNER/NAME`` (and, if not the
-    newest, ``@REVISION``) of one to download."""
+    """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
+    ``path:DIR`` of one that every peer has there; or ``local:NAME``, that of ``model.weights``."""
     held_out_fraction: float = Field(0.02, gt=0, lt=0.5)
     """Share of the text kept for measuring loss, never trained on."""
     seed: int = Field(1, ge=0, lt=1 << 63)
     """Seed of the order in which samples are read."""
 
 
+OUTER_LEARNING_RATES = {"average": 1.0, "nesterov": 0.7, "adam": 0.01}
+_LOCAL_STEPS = Need("every", lambda every: every > 1, "every > 1")
+_ADAM = Need("outer", lambda outer: outer == "adam", 'outer = "adam"')
+
+
 class TrainingSpec(Section):
     """How peers train between and at synchronisations."""
 
+    needs: ClassVar[dict[str, Need]] = {
+        "fragments": _LOCAL_STEPS,
+        "overlap_steps": _LOCAL_STEPS,
+        "mixing": Need("overlap_steps", bool, "overlap_steps > 0"),
+        "global_batch": Need("every", lambda every: every == 1, "every = 1"),
+        "final_rate": Need("schedule", lambda schedule: schedule == "cosine", 'schedule = "cosine"'),
+        "outer": _LOCAL_STEPS,
+        "outer_learning_rate": _LOCAL_STEPS,
+        "outer_momentum": Need("outer", lambda outer: outer != "average", 'outer = "nesterov" or "adam"'),
+        "outer_second_momentum": _ADAM,
+        "outer_epsilon": _ADAM,
+    }
     every: int = Field(32, ge=1, le=100_000)
     """Inner steps between outer steps (H). 1: gradients are averaged each global batch."""
     fragments: int = Field(1, ge=1, le=256)
@@ -127,32 +162,39 @@ class TrainingSpec(Section):
     """Inner steps that a peer may take while a round is under way (Streaming DiLoCo's tau; up to 5 are advised): its
     result is applied as soon as it is there, and after so many steps training waits for it. 0: it always waits."""
     mixing: float = Field(0.5, ge=0, lt=1)
-    """With ``overlap_steps``: how much of a peer's own parameters stays when a result is applied (Streaming DiLoCo's
+    """How much of a peer's own parameters stays when a result is applied (Streaming DiLoCo's
     alpha)."""
     global_batch: int = Field(24, ge=1, le=1 << 24)
-    """With ``every = 1``: samples in the swarm's global batch."""
+    """Samples in the swarm's global batch."""
     local_batch: int = Field(4, ge=1, le=1 << 16)
     """Samples in one local batch."""
     learning_rate: float = Field(1.5e-3, gt=0, le=10)
     """Inner AdamW learning rate."""
     warmup_steps: int = Field(20, ge=0, le=1 << 24)
-    """Linear warm-up of the inner learning rate, in optimizer steps."""
+    """Linear warm-up of the inner learning rate, in optimizer steps of the swarm (with ``every = 1``: rounds)."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """The inner learning rate after the warm-up. ``cosine`` ends with the run, so it needs ``rounds``."""
+    final_rate: float = Field(0.1, ge=0, le=1)
+    """Where the cosine ends, in multiples of ``learning_rate``."""
     weight_decay: float = Field(0.01, ge=0, le=1)
     """Inner AdamW weight decay."""
     clip_norm: float = Field(1.0, ge=0)
     """Gradient norm limit of every optimizer step; 0 switches clipping off."""
     outer: Literal["nesterov", "average", "adam"] = "average"
-    """Outer optimizer on averaged pseudo-gradients (``every`` > 1): ``average`` for runs of tens to hundreds of rounds,
+    """Outer optimizer on averaged pseudo-gradients: ``average`` for runs of tens to hundreds of rounds,
     in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones; ``adam``
     (FedAdam) where parameters differ much in scale."""
-    outer_learning_rate: float = Field(0.7, gt=0, le=10)
-    """Outer learning rate (DiLoCo: 0.7). With ``adam`` about how far each parameter moves a round: start at 0.01."""
+    outer_learning_rate: float = Field(
+        default_factory=lambda given: OUTER_LEARNING_RATES.get(given.get("outer", ""), 0.7), gt=0, le=10
+    )
+    """Outer learning rate. Unless given, 1 with ``average``, 0.7 with ``nesterov`` (DiLoCo), and 0.01 with ``adam``,
+    where it is about how far each parameter moves a round."""
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     """Outer momentum (DiLoCo: 0.9); with ``adam`` its beta1 (FedAdam: 0.9)."""
     outer_second_momentum: float = Field(0.99, ge=0, lt=1)
-    """``adam``: beta2 (FedAdam: 0.99)."""
+    """beta2 (FedAdam: 0.99)."""
     outer_epsilon: float = Field(1e-3, gt=0, le=10)
-    """``adam``: what is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
+    """What is added to the root of the second moment (FedAdam: 0.001). Parameters whose pseudo-gradients are
     far smaller move in proportion to them."""
     rounds: int = Field(0, ge=0, le=1 << 40)
     """Stop after this many rounds (of one fragment each); 0 trains until stopped."""
@@ -168,6 +210,16 @@ class TrainingSpec(Section):
             raise ValueError(
                 f"training.fragments = {self.fragments} must divide training.every = {self.every}: rounds are "
                 "every / fragments inner steps apart"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cosine_has_an_end(self) -> TrainingSpec:
+        steps = self.rounds * self.steps_per_round
+        if self.schedule == "cosine" and steps <= self.warmup_steps:
+            raise ValueError(
+                f'training.schedule = "cosine" ends with training.rounds = {self.rounds}, after {steps} steps, and'
+                f" training.warmup_steps = {self.warmup_steps}: give more rounds"
             )
         return self
 
@@ -190,9 +242,20 @@ class TrainingSpec(Section):
         return self
 
 
+def _rules(*names: str) -> Need:
+    return Need("aggregation", lambda rule: rule in names, " or ".join(f'aggregation = "{name}"' for name in names))
+
+
 class AveragingSpec(Section):
     """How a round is averaged."""
 
+    needs: ClassVar[dict[str, Need]] = {
+        "small_values": Need("small_tensors", bool, "small_tensors"),
+        "clip_ratio": _rules("norm_clip"),
+        "center_ratio": _rules("centered_clip"),
+        "trim_fraction": _rules("trimmed"),
+        "max_weight_ratio": _rules("mean", "norm_clip"),
+    }
     codec: str = "int8"
     """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4``, ``powersgd`` (low rank) or ``topk``, from exact to compact; and
     ``int8a`` and ``int4a`` for values not centred on zero."""
@@ -227,14 +290,14 @@ class AveragingSpec(Section):
     aggregation: Literal["mean", "norm_clip", "centered_clip", "trimmed", "median"] = "norm_clip"
     """How an owner combines the contributions to its share; see docs/robustness.md for which bounds what."""
     clip_ratio: float = Field(2.0, ge=0.1, le=1000)
-    """``norm_clip``: the longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is
+    """The longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is
     clipped in an honest group; 1 bounds liars best."""
     center_ratio: float = Field(1.0, ge=0.1, le=1000)
-    """``centered_clip``: the furthest that a contribution pulls from, in multiples of the median distance."""
+    """The furthest that a contribution pulls from, in multiples of the median distance."""
     trim_fraction: float = Field(0.2, ge=0, lt=0.5)
-    """``trimmed``: the fraction of the contributors whose values are dropped at each end of every coordinate."""
+    """The fraction of the contributors whose values are dropped at each end of every coordinate."""
     max_weight_ratio: float = Field(10.0, ge=1, le=1e9)
-    """``mean`` and ``norm_clip``: the most that a contribution weighs, in multiples of the group's median tokens."""
+    """The most that a contribution weighs, in multiples of the group's median tokens."""
     max_norm_ratio: float = Field(200.0, ge=2, le=1e9)
     """A contribution is refused when its norm is more than this many times the group's median."""
     max_value: float = Field(1e6, gt=0, le=1e30)
@@ -350,9 +413,23 @@ class Manifest(Section):
     lora: LoraSpec | None = None
 
     @property
+    def unused(self) -> set[str]:
+        return super().unused | (set() if self.in_stages else {"pipeline"})
+
+    @property
     def in_stages(self) -> bool:
         """Whether hosts of stages hold the model, and trainers send microbatches through them."""
         return self.pipeline.is_used or self.lora is not None
+
+    @model_validator(mode="after")
+    def _has_stages_if_it_sets_them_up(self) -> Manifest:
+        idle = self.pipeline.model_fields_set - {"stages", "cuts", "stage_memory"}
+        if idle and not self.in_stages:
+            raise ValueError(
+                f"pipeline.{min(idle)} is used with pipeline.stages, pipeline.cuts or [lora] alone: remove it, or say"
+                " how the model is cut"
+            )
+        return self
 
     @model_validator(mode="after")
     def _something_is_trained(self) -> Manifest:
@@ -381,19 +458,8 @@ class Manifest(Section):
         return self
 
     def to_bytes(self) -> bytes:
-        """Canonical msgpack: the same manifest gives the same bytes everywhere.
-
-        There is no word of pipelines, adapters and pretrained models where there are none, so that swarms keep their
-        names from before there were any.
-        """
-        values = self.model_dump(mode="json")
-        if not self.in_stages:
-            del values["pipeline"]
-        if self.lora is None:
-            del values["lora"]
-        if not self.model.weights:
-            del values["model"]["weights"], values["model"]["weight_digests"]
-        return canonical_bytes(values)
+        """Canonical msgpack: the same manifest gives the same bytes everywhere. Settings without a use are left out."""
+        return canonical_bytes(self.model_dump(mode="json", exclude_none=True))
 
     @property
     def digest(self) -> bytes:

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--manifest", type=Path, metavar="FILE", help="export: the signed manifest (default: manifest.bin nearby)"
     )
     parser.add_argument(
+        "--weights", type=Path, metavar="DIR", help="export: the pretrained model, if the swarm takes its tokenizer"
+    )
+    parser.add_argument(
         "--by-round", action="store_true",
         help="export: join stages of one round though no host heard that all had saved it (the run ended before)",
     )  # fmt: skip
@@ -52,10 +55,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)
     if arguments.action == "export" and find_stage_checkpoints(arguments.path):
-        export_stages(arguments.path, paths, arguments.manifest, arguments.output, arguments.by_round)
+        export_stages(
+            arguments.path, paths, arguments.manifest, arguments.output, arguments.by_round, arguments.weights
+        )
     elif arguments.action == "export":
         loaded = load_checkpoint(paths[-1], bars)
-        _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output)
+        _export(loaded, _find_manifest(loaded, arguments.manifest), arguments.output, arguments.weights)
     elif arguments.action == "verify":
         for path in paths:
             info = verify_checkpoint(path, bars)
@@ -88,6 +93,8 @@ def find_checkpoints(path: Path) -> list[Path]:
                 return sorted(found, key=lambda entry: int(entry.name.partition("-")[0]))
     if of_stages := find_stage_checkpoints(path):
         return of_stages
+    if not path.exists():
+        raise ConfigError(f"{path} is not there: give a peer's run directory, or a checkpoint's folder")
     raise CheckpointError(f"there is no checkpoint in {path}: give a peer's run directory, or a checkpoint's folder")
 
 
@@ -118,8 +125,6 @@ def _list(paths: list[Path]) -> None:
 
 def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:
     """The manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
-    import tempfile
-
     from p2ptrain.manifest import SIGNED_FILE, SignedManifest
     from p2ptrain.network.identity import Identity
 
@@ -128,7 +133,7 @@ def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest
     found = [given] if given is not None else [file for file in above if file.is_file()]
     if not found:
         raise ConfigError(f"no {SIGNED_FILE} lies near {checkpoint.path}: give the swarm's with --manifest")
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-export-") as folder, Identity.ephemeral(folder) as verifier:
+    with Identity.ephemeral() as verifier:
         for path in found:
             with contextlib.suppress(ManifestError):
                 return SignedManifest.from_bytes(_read(path), checkpoint.swarm, verifier).manifest
@@ -145,11 +150,13 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}; give the swarm's signed manifest with --manifest") from error
 
 
-def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path) -> None:
+def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path, weights: Path | None) -> None:
     from p2ptrain.errors import IncompatibleError
     from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.models.pretrained import local_data
     from p2ptrain.training.layout import Layout
 
+    tokenizer = local_data(manifest, weights).tokenizer
     model = build_model(manifest.model)
     layout = Layout.from_module(model)
     vector = checkpoint.tensors[0][1]
@@ -157,5 +164,5 @@ def _export(checkpoint: LoadedCheckpoint, manifest: Manifest, output: Path) -> N
         raise IncompatibleError(f"{checkpoint.path} holds another model than its manifest names: give --manifest")
     layout.write(vector, model)
     with bars(f"writing {output}", ""):
-        export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
+        export_hugging_face(model, manifest.model, output, tokenizer)
     print(f"wrote {output}: round {checkpoint.head.round}, digest {checkpoint.head.digest.hex()[:8]}")

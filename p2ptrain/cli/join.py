@@ -131,12 +131,9 @@ def _has_room(arguments: argparse.Namespace, manifest: Manifest) -> bool:
 
 
 async def _fetch(link: SwarmLink) -> SignedManifest:
-    import tempfile
-
     from p2ptrain.node.observe import fetch_manifest
 
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-join-") as folder:
-        return await fetch_manifest(link, Path(folder))
+    return await fetch_manifest(link)
 
 
 def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
@@ -284,7 +281,7 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
     import psutil
 
     from p2ptrain.models import estimate_memory_bytes, num_parameters
-    from p2ptrain.models.pretrained import local_data
+    from p2ptrain.models.pretrained import local_data, not_given
     from p2ptrain.monitor.formats import human_bytes
 
     needed = estimate_memory_bytes(manifest.model, manifest.training)
@@ -306,14 +303,17 @@ def check_machine(manifest: Manifest, config: PeerConfig) -> None:
             f"checkpoints need about {human_bytes(disk)} of disk and {human_bytes(free)} is free in {config.run_dir}:"
             " choose another --run-dir"
         )
-    data = local_data(manifest, config.weights)
-    needs = {} if config.role == "stage" else {"data.source": data.source, "data.tokenizer": data.tokenizer}
-    if config.role != "trainer" or not manifest.in_stages:
-        needs["model.weights"] = manifest.model.weights if config.weights is None else f"path:{config.weights}"
+    needs = {}
+    if config.role != "stage":
+        data = local_data(manifest, config.weights)
+        needs = {"data.source": data.source, "data.tokenizer": data.tokenizer}
+    if manifest.model.weights.startswith("local:") and (config.role != "trainer" or not manifest.in_stages):
+        if config.weights is None:
+            raise ConfigError(not_given("model.weights", manifest.model.weights))
+        needs["model.weights"] = f"path:{config.weights}"
     for kind, source in needs.items():
         scheme, _, path = source.partition(":")
         if scheme == "path" and not Path(path).expanduser().exists():
-            hint = ", and give its folder with --weights" if kind == "model.weights" else ""
             raise ConfigError(
-                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy{hint}"
+                f"the swarm's {kind} is {path}, which is not on this machine: ask its organizer for a copy"
             )

@@ -124,7 +124,7 @@ class View:
         await asyncio.to_thread(import_module, "p2ptrain.node.observe")
         from p2ptrain.node.observe import Observer
 
-        async with Observer(link, run_dir) as observer:
+        async with Observer(link) as observer:
             if self._screen is not None:
                 await self._draw_swarm(observer, link, run_dir, trainers)
             while True:

@@ -21,6 +21,7 @@ from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.tasks import Tasks
 
 READY_SECONDS = 60.0
 DRAIN_SECONDS = 60.0
@@ -73,17 +74,15 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
         for path in plan.trainers:
             command = [*_peer_command(path), "--link", str(link)]
             trainers.append(await supervisor.start(path.stem, command, path.with_suffix(".log")))
-        watcher = asyncio.create_task(view.follow(link, plan.run_dir, trainers))
-        try:
+        async with Tasks() as tasks:
+            watcher = tasks.call(view.follow(link, plan.run_dir, trainers), "the live view")
             await _wait_for_end(plan.goal, supervisor, trainers, stop)
             view.drain(trainers)
             await supervisor.drain(trainers, DRAIN_SECONDS)
             await supervisor.wait_all(trainers)
-        finally:
-            watcher.cancel()
-            await asyncio.wait([watcher])
+            error = watcher.exception() if watcher.done() else None
         view.show([], trainers)
-        if not watcher.cancelled() and (error := watcher.exception()) is not None:
+        if error is not None:
             view.say(f"the live view ended early: {error}")
         if page is not None:
             if page[0].exit_code is not None:
@@ -131,15 +130,14 @@ async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> s
 
 async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child], stop: asyncio.Event) -> None:
     """Wait until the time is up, all trainers have ended or a signal comes."""
-    ends = [asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.wait_all(trainers))]
-    try:
+    async with Tasks() as tasks:
+        ends = [
+            tasks.call(each, name)
+            for each, name in ((stop.wait(), "stop"), (supervisor.wait_all(trainers), "trainers"))
+        ]
         await asyncio.wait(
             ends, timeout=goal.minutes * 60 if goal.minutes else None, return_when=asyncio.FIRST_COMPLETED
         )
-    finally:
-        for task in ends:
-            task.cancel()
-        await asyncio.wait(ends)
 
 
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:

@@ -89,7 +89,7 @@ async def watch_over(source: Source, manifest: Observer | Peer, link: SwarmLink)
         manifest: Who knows what the swarm agreed on.
         link: The swarm's.
     """
-    from p2ptrain.monitor.serve import bootstraps, swarm_view, what_is_missing
+    from p2ptrain.monitor.agreed import bootstraps, swarm_view, what_is_missing
     from p2ptrain.monitor.store import Store
     from p2ptrain.monitor.watch import Watch
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import logging
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from p2ptrain import runtime
 from p2ptrain._version import __version__
 from p2ptrain.errors import ConfigError, P2PTrainError, ResourceError, UsageError
 
@@ -37,6 +39,7 @@ EXIT_CODES = """exit codes:
   6    incompatible with the swarm
   7    not enough resources: memory, disk, port, daemon
   8    integrity: bytes do not match their hash or signature
+  9    diverged: this peer's training gives values that cannot count
   75   temporary: trying again later may work
   130  interrupted"""
 
@@ -59,6 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; those of this process if None.
     """
+    code = _run(argv)
+    if runtime.left_behind:  # Python would wait for these threads, or crash in them; all that matters is on disk.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     try:
         return _dispatch(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:

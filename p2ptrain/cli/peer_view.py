@@ -18,6 +18,7 @@ from p2ptrain.cli.screen import Screen
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.monitor.views import Snapshot
 from p2ptrain.node.progress import Job, PeerProgress, progress_of
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     from p2ptrain.node.peer import Peer
@@ -72,30 +73,25 @@ class PeerView:
         self._last: PeerProgress | None = None
         self._snapshot: Snapshot | None = None
         self._rates = ByteRates()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = Tasks()
 
     def follow(self, peer: Peer, leaving: Leaving) -> None:
         """Show this peer from now on; call it on the event loop."""
         self._peer, self._leaving = peer, leaving
         leaving.before_exit = self.screen.leave
-        self._tasks.append(asyncio.create_task(self._look(peer), name="look"))
+        self._tasks.keep(lambda: self._look(peer), "the look at the swarm")
 
     async def __aenter__(self) -> PeerView:
         self.screen.__enter__()
-        self._tasks.append(asyncio.create_task(self._refresh(), name="view"))
+        self._tasks.keep(self._refresh, "the live view")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        results = await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         self.draw(is_over=True)
         self.screen.__exit__(kind, error, trace)
-        for result in results:
-            if isinstance(result, Exception):
-                logger.warning("the live view ended early: %s", result)
 
     async def _refresh(self) -> None:
         while True:

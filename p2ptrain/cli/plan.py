@@ -23,7 +23,6 @@ DEFAULT_MINUTES = 3.0
 DEMO_SETTINGS: dict[str, Any] = {
     "name": "demo",
     "training.every": 1,
-    "training.global_batch": 24,
     "training.local_batch": 8,
 }
 """What is trained unless a manifest is given: on loopback rounds cost little, and with ``every = 1`` the swarm learns
@@ -68,6 +67,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     def role_file(role: str, name: str, sections: dict[str, Any]) -> Path:
         values = {"role": role, "name": name, "run_dir": run_dir / name, "manifest": run_dir / SIGNED_FILE}
         settings = {"network": {"listen": [_LOOPBACK]}, "log": log}
+        if arguments.weights is not None and role != "bootstrap":
+            values["weights"] = arguments.weights.absolute()
         return _write_role_file(run_dir / f"{name}.toml", values | settings | sections)
 
     # One number for all, because trainers do not all come in the same round.

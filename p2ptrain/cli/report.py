@@ -22,15 +22,13 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: There are no metrics in the directory.
     """
-    import tempfile
-
     from p2ptrain.cli.manifests import write_atomically
     from p2ptrain.monitor.report import render
     from p2ptrain.monitor.run_files import read_run
     from p2ptrain.network.identity import Identity
 
     output = arguments.output or arguments.directory / "report.html"
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-report-") as folder, Identity.ephemeral(folder) as verifier:
+    with Identity.ephemeral() as verifier:
         page = render(read_run(arguments.directory, verifier))
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())

@@ -38,7 +38,14 @@ def is_of_stage(path: Path) -> bool:
     return _FOLDER.fullmatch(path.parent.name) is not None
 
 
-def export_stages(path: Path, paths: list[Path], given: Path | None, output: Path, by_round: bool = False) -> None:
+def export_stages(
+    path: Path,
+    paths: list[Path],
+    given: Path | None,
+    output: Path,
+    by_round: bool = False,
+    weights: Path | None = None,
+) -> None:
     """Put the checkpoints of the newest complete round together, and write the model.
 
     Args:
@@ -47,6 +54,7 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
         given: The swarm's signed manifest; None to look for it.
         output: The folder to write.
         by_round: Whether to take what has the same round, if hosts agreed on it or not.
+        weights: Where this machine has the pretrained model, whose tokenizer the swarm may take.
 
     Raises:
         CheckpointError: A stage is missing, or is damaged, or does not belong to the others.
@@ -79,21 +87,23 @@ def export_stages(path: Path, paths: list[Path], given: Path | None, output: Pat
             values[parameter] = vector[offset : offset + size].view(shape)
             offset += size
     with bars(f"writing {output}", ""):
-        _write(values, manifest, output)
+        _write(values, manifest, output, weights)
     print(f"wrote {output}: round {joined.round} of {plan.num_stages} stages{_use(manifest, output)}")
 
 
-def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path) -> None:
+def _write(values: dict[str, torch.Tensor], manifest: Manifest, output: Path, weights: Path | None) -> None:
     from p2ptrain.models import build_model, export_hugging_face
+    from p2ptrain.models.pretrained import local_data
 
     if manifest.lora is not None:
         from p2ptrain.models.adapters import export_adapters
 
         _, _, place = manifest.model.weights.partition(":")
         return export_adapters(values, manifest.model, manifest.lora, output, place.partition("@")[0] or None)
+    tokenizer = local_data(manifest, weights).tokenizer
     model = build_model(manifest.model)
     model.load_state_dict(values)
-    export_hugging_face(model, manifest.model, output, manifest.data.tokenizer)
+    export_hugging_face(model, manifest.model, output, tokenizer)
 
 
 def _use(manifest: Manifest, output: Path) -> str:
@@ -157,13 +167,11 @@ def _load_one(paths: Sequence[Path]) -> LoadedCheckpoint:
 
 
 def _manifest(path: Path, given: Path | None) -> Manifest:
-    import tempfile
-
     from p2ptrain.manifest import SIGNED_FILE, SignedManifest
     from p2ptrain.network.identity import Identity
 
     found = [given] if given is not None else [*path.glob(SIGNED_FILE), *path.glob(f"*/{SIGNED_FILE}")]
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-export-") as folder, Identity.ephemeral(folder) as verifier:
+    with Identity.ephemeral() as verifier:
         for file in found:
             with contextlib.suppress(ManifestError, OSError):
                 return SignedManifest.from_bytes(file.read_bytes(), None, verifier).manifest

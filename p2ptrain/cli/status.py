@@ -39,22 +39,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
-    import tempfile
-    from pathlib import Path
-
-    from p2ptrain.monitor.serve import stage_spans, what_is_missing
+    from p2ptrain.monitor.agreed import stage_spans, what_is_missing
     from p2ptrain.node.observe import Observer
 
-    with tempfile.TemporaryDirectory(prefix="p2ptrain-status-") as folder:
-        async with Observer(link, Path(folder)) as observer:
-            if watch:
-                from p2ptrain.cli.swarm_view import watch_swarm
+    async with Observer(link) as observer:
+        if watch:
+            from p2ptrain.cli.swarm_view import watch_swarm
 
-                await watch_swarm(observer, link)
-            else:
-                manifest, records = observer.manifest, await observer.peers()
-                spans, missing = stage_spans(manifest, records), what_is_missing(manifest)
-                print(rendered(records, manifest.name, link, spans, missing, as_json=as_json))
+            await watch_swarm(observer, link)
+        else:
+            manifest, records = observer.manifest, await observer.peers()
+            spans, missing = stage_spans(manifest, records), what_is_missing(manifest)
+            print(rendered(records, manifest.name, link, spans, missing, as_json=as_json))
 
 
 def _title(name: str, peers: int) -> str:

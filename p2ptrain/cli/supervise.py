@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.tasks import Tasks
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_PREFIX = "p2ptrain: error: "
@@ -99,12 +100,9 @@ class Supervisor:
             with contextlib.suppress(ProcessLookupError):
                 child.process.terminate()
         if running:
-            waits = [asyncio.ensure_future(child.process.wait()) for child in running]
-            try:
+            async with Tasks() as tasks:
+                waits = [tasks.call(child.process.wait(), f"wait-{child.name}") for child in running]
                 await asyncio.wait(waits, timeout=timeout_seconds)
-            finally:
-                for wait in waits:
-                    wait.cancel()
         for child in running:
             kill_group(child)
 

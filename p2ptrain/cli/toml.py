@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, get_args
 
 from pydantic import BaseModel
+
+from p2ptrain.sections import Section
 
 _COMMENT_WIDTH = 110
 
@@ -22,27 +24,48 @@ def to_toml(values: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def commented_toml(settings: BaseModel) -> str:
-    """TOML text of a settings object, every field preceded by its documentation.
+def commented_toml(
+    settings: Section, is_written: Callable[[str, Any, Any], bool] | None = None, prefix: str = ""
+) -> str:
+    """Return TOML text of a settings object, with every key's documentation above the key.
 
-    Made from the fields themselves, so that it cannot differ from what is accepted. A section that is left out is
-    written with examples, all of it as comments.
+    Made from the fields themselves, so that it cannot differ from what is accepted. Keys that the settings leave
+    unused are left out. An optional section that is not there is written with examples, all of it as comments.
+
+    Args:
+        settings: The whole, or a section of it.
+        is_written: True for a dotted key, its value and its default that belong into the text; None writes all.
+        prefix: The section's name and a dot.
     """
     plain, sections = [], []
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         optional = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), None)
-        if value is None and optional is not None:
+        if isinstance(value, Section) and name in settings.unused:
+            if is_written is None:
+                sections.append(_as_comments(name, type(value), value.model_dump()))
+        elif name in settings.unused:
+            continue
+        elif value is None and optional is not None:
             keys = {
                 key: each.examples[0] if each.examples else each.default for key, each in optional.model_fields.items()
             }
-            lines = to_toml({name: keys}).strip().splitlines()
-            sections.append("\n".join([*_comment(_heading(optional)), *(f"# {line}" for line in lines), ""]))
-        elif isinstance(value, BaseModel):
-            sections.append("\n".join([*_comment(_heading(type(value))), f"[{name}]", commented_toml(value)]))
-        else:
+            if is_written is None:
+                sections.append(_as_comments(name, optional, keys))
+        elif isinstance(value, Section):
+            if text := commented_toml(value, is_written, f"{name}.").strip():
+                sections.append("\n".join([*_comment(_heading(type(value))), f"[{name}]", text, ""]))
+        elif is_written is None or is_written(
+            f"{prefix}{name}", value, field.get_default(call_default_factory=True, validated_data=dict(settings))
+        ):
             plain.append("\n".join([*_comment(field.description or ""), f"{name} = {_value(value)}"]))
     return "\n".join([*plain, "", *sections]).rstrip("\n") + "\n"
+
+
+def _as_comments(name: str, kind: type[BaseModel], values: Mapping[str, Any]) -> str:
+    """Return a section that has no effect, as comments that are valid without their marks."""
+    lines = to_toml({name: values}).strip().splitlines()
+    return "\n".join([*_comment(_heading(kind)), *(f"# {line}" for line in lines), ""])
 
 
 def _heading(kind: type[BaseModel]) -> str:

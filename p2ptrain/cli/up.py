@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     end.add_argument("--rounds", type=int, metavar="N", help="after so many rounds")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--manifest", type=Path, metavar="FILE", help="a run.toml as 'p2ptrain init' writes it")
+    what.add_argument("--weights", type=Path, metavar="DIR", help="the pretrained model, if the manifest names one")
     what.add_argument("--every", type=int, metavar="H", help="inner steps a round; 1 (the default) averages gradients")
     what.add_argument("--stages", type=int, metavar="N", help="cut the model into so many stages; every peer hosts one")
     what.add_argument("--codec", help="fp32, fp16, bf16, int8a, int8, int4a, int4, powersgd or topk")

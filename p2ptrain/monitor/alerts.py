@@ -17,6 +17,9 @@ RISING_RATIO = 1.05
 FORK_SECONDS = 60.0
 """Peers of one round on two lineages may be about to meet again; after so long they are said to have split."""
 MAX_PER_RULE = 20
+MIN_FAILED_ROUNDS = 2
+"""One failed round is no alert: a peer that is killed breaks the round in progress."""
+MAX_REASON_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,36 @@ def _stall(scene: Scene) -> Iterator[Alert]:
         yield Alert("no-round", "critical", "", text)
 
 
+def _failing(peers: Sequence[PeerView]) -> tuple[list[PeerView], bool]:
+    """Return the training peers of whose last rounds half or more failed, and whether most peers are among them."""
+    reporting = [peer for peer in peers if peer.state == "training" and peer.recent_rounds]
+    found = [
+        peer
+        for peer in reporting
+        if peer.failed_rounds >= MIN_FAILED_ROUNDS and 2 * peer.failed_rounds >= peer.recent_rounds
+    ]
+    return found, 2 * len(found) > len(reporting)
+
+
+def _failure_words(peers: Sequence[PeerView]) -> str:
+    """Return how many rounds failed at the peer in the middle of ``peers``, and the most frequent cause."""
+    middle = sorted(peers, key=lambda peer: peer.failed_rounds / peer.recent_rounds)[(len(peers) - 1) // 2]
+    reasons = Counter(peer.failed_reason for peer in peers)
+    reason = min(reasons, key=lambda reason: (-reasons[reason], reason))[:MAX_REASON_CHARACTERS]
+    words = f"{middle.failed_rounds} of the last {middle.recent_rounds} were not committed"
+    return f"{words} ({reason})" if reason else words
+
+
+def _rounds(scene: Scene) -> Iterator[Alert]:
+    found, are_most = _failing(scene.trainers)
+    hint = "see the last reasons, and whether peers reach each other"
+    if are_most:
+        yield Alert("rounds", "warning", "", f"rounds fail: {_failure_words(found)}; {hint}")
+        return
+    for peer in found:
+        yield Alert("rounds", "warning", peer.peer, f"{peer.name}'s rounds fail: {_failure_words([peer])}; {hint}")
+
+
 def _bootstraps(scene: Scene) -> Iterator[Alert]:
     present = {peer.peer for peer in scene.peers}
     missing = [peer for peer in scene.facts.bootstraps if peer not in present]
@@ -168,7 +201,7 @@ def _versions(scene: Scene) -> Iterator[Alert]:
 
 
 RULES: tuple[Callable[[Scene], Iterator[Alert]], ...] = (
-    _directory, _stages, _fork, _stall, _digests, _loss, _bootstraps, _clocks, _versions,
+    _directory, _stages, _fork, _stall, _rounds, _digests, _loss, _bootstraps, _clocks, _versions,
 )  # fmt: skip
 
 

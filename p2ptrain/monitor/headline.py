@@ -41,7 +41,7 @@ def headline(
     health = _health(trainers, training, alerts)
     return Headline(
         health=health,
-        summary=_summary(health, training, trainers, stages, rounds),
+        summary=_summary(health, training, trainers, stages, rounds, alerts),
         reasons=tuple(alert.text for alert in sorted(alerts, key=lambda each: SEVERITIES.index(each.severity))),
         loss=statistics.median(losses) if losses else None,
         tokens_per_second=tokens_per_second,
@@ -78,6 +78,7 @@ def _summary(
     trainers: Sequence[PeerView],
     stages: Sequence[StageView],
     rounds: Sequence[RoundView],
+    alerts: Sequence[Alert],
 ) -> str:
     if health == "empty":
         return "Nobody trains in this swarm yet"
@@ -89,6 +90,9 @@ def _summary(
         return f"Training waits: {_listed(bare)} no host"
     if health == "stopped":
         return "Training stands still" if training else "No peer trains at the moment"
+    failures = [alert.text for alert in alerts if alert.rule == "rounds" and not alert.subject]
+    if failures:
+        return f"{count}, and {failures[0].rpartition(';')[0]}"
     if not any(view.committed for view in rounds):
         return f"{count}; no round is committed yet"
     others = len(trainers) - len(training)

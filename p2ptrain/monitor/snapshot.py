@@ -14,6 +14,8 @@ from p2ptrain.monitor.views import Alert, GroupView, HostedView, PeerView, Round
 from p2ptrain.network.records import PeerRecord, StageReport
 
 EMPTY = bytes(32)
+RECENT_ROUNDS = 5
+"""Rounds of each peer that decide whether rounds fail; records hold 8."""
 Place = tuple[int, bytes, int]
 """A stage, a lineage, a round: who stands there holds what all others hold who do."""
 
@@ -129,6 +131,8 @@ def _peer_view(
         place = (WHOLE, record.lineage, record.round)
         agreements = {record.digest == usual[place]} if has_state and place in usual else set()
     last = record.last_rounds[-1] if record.last_rounds else None
+    recent = record.last_rounds[-RECENT_ROUNDS:]
+    failures = Counter(report.reason for report in recent if not report.committed)
     return PeerView(
         peer=record.peer,
         name=record.name or record.peer[-8:],
@@ -162,6 +166,9 @@ def _peer_view(
         direct_refusals=record.direct_refusals,
         last_reason=last.reason if last else "",
         note=record.note,
+        recent_rounds=len(recent),
+        failed_rounds=failures.total(),
+        failed_reason=min(failures, key=lambda reason: (-failures[reason], reason), default=""),
         serving=served_view(record.serving) if record.serving is not None else None,
         served_per_second=rates.served if record.serving is not None else None,
     )

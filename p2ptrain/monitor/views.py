@@ -84,6 +84,8 @@ class PeerView:
         hours: Since it started.
         last_seen: Wall-clock second at which it published its record.
         last_reason: Why its last round was not committed, or not with its work; empty when all went well.
+        recent_rounds: Rounds among its last five that it reports; ``failed_rounds``: how many of these were not
+            committed; ``failed_reason``: the most frequent cause.
         serving: What it served; None where it does not serve.
         served_per_second: Tokens that it generates for others; None where it does not serve.
     """
@@ -120,6 +122,9 @@ class PeerView:
     direct_refusals: int
     last_reason: str
     note: str
+    recent_rounds: int = 0
+    failed_rounds: int = 0
+    failed_reason: str = ""
     serving: ServedView | None = None
     served_per_second: float | None = None
 

@@ -8,8 +8,8 @@ import logging
 import random
 import statistics
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
 from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.errors import P2PTrainError, ResourceError
@@ -23,6 +23,7 @@ from p2ptrain.monitor.stages import TRAINING_ROLES, standings
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import Snapshot, SwarmView
 from p2ptrain.network.records import PeerRecord
+from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class Watch:
         *,
         bootstraps: Sequence[str] = (),
         stall_seconds: float = 600.0,
-        notify: Callable[[Sequence[Event]], Awaitable[None]] | None = None,
+        notify: Callable[[Sequence[Event]], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         """
         Args:
@@ -104,8 +105,8 @@ class Watch:
         self._lineage = b""
         self._has_looked = False
         self._unknown = 0
-        self._fetching: asyncio.Task[None] | None = None
-        self._telling: set[asyncio.Task[None]] = set()
+        self._fetching = Tasks()
+        self._telling = Tasks()
         self._next_point = 0.0
         self._next_prune = 0.0
         self._aborted_before = 0
@@ -123,12 +124,8 @@ class Watch:
                     logger.warning("a look at the swarm failed: %s", error)
                 await asyncio.sleep(LOOK_SECONDS)
         finally:
-            if self._telling:
-                await asyncio.wait(self._telling, timeout=LAST_WORDS_SECONDS)
-            tasks = [*self._telling, *([self._fetching] if self._fetching else [])]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._telling.close(LAST_WORDS_SECONDS)
+            await self._fetching.close()
 
     async def wait_for_change(self, seen: Snapshot | None) -> Snapshot:
         """The next snapshot that is not ``seen``."""
@@ -220,14 +217,14 @@ class Watch:
     def _follow(self, trainers: Sequence[PeerRecord]) -> None:
         """Ask somebody for the certificates of what was committed since, unless that is under way."""
         lineages = Counter(record.lineage for record in trainers if record.digest != EMPTY)
-        if not lineages or (self._fetching is not None and not self._fetching.done()):
+        if not lineages or self._fetching:
             return
         usual, _ = lineages.most_common(1)[0]
         if not self._lineage:
             self._lineage = usual
         if usual != self._lineage:
             holders = [record.peer for record in trainers if record.lineage == usual]
-            self._fetching = asyncio.create_task(self._fetch(random.choice(holders), usual), name="certificates")
+            self._fetching.start(self._fetch(random.choice(holders), usual), "certificates")
 
     async def _fetch(self, peer: str, goal: bytes) -> None:
         try:
@@ -283,9 +280,7 @@ class Watch:
         for event in alarms:
             logger.log(logging.WARNING if event.kind == "alert" else logging.INFO, "%s: %s", event.kind, event.text)
         if alarms and self._notify is not None:
-            task = asyncio.ensure_future(self._notify(alarms))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            self._telling.start(self._notify(alarms), "webhook")
 
     async def _remember(self, snapshot: Snapshot, events: Sequence[Event], now: float) -> None:
         await self._store.add_events(events)
@@ -366,9 +361,8 @@ async def watching(watch: Watch) -> AsyncIterator[asyncio.Task[None]]:
         The task that looks, which ends only if it fails.
     """
     await watch.look()
-    task = asyncio.create_task(watch.run(), name="watch")
+    tasks = Tasks()
     try:
-        yield task
+        yield tasks.start(watch.run(), "watch")
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await tasks.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tomllib
 from typing import Any
 
 import msgpack
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2ptrain.cli.toml import commented_toml
 from p2ptrain.errors import ManifestError
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, Manifest, SignedManifest, canonical_bytes, parse_manifest
 from tests.support.signers import NamedSigner
@@ -98,6 +100,20 @@ def test_no_bytes_whatever_raise_anything_but_a_manifest_error(data: bytes) -> N
         ({"training": {"evry": 1}}, "did you mean 'every'"),
         ({"training": {"every": 0}}, "training.every"),
         ({"model": {"heads": 3}}, "must divide"),
+        ({"model": {"family": "vit", "rope_theta": 1e4}}, 'rope_theta is used with family = "llama" alone'),
+        ({"model": {"family": "gpt2", "kv_heads": 4}}, "family is 'gpt2': remove kv_heads"),
+        ({"model": {"image_size": 28}}, 'image_size is used with family = "vit" alone'),
+        ({"training": {"global_batch": 24}}, "global_batch is used with every = 1 alone, and every is 32"),
+        ({"training": {"every": 1, "outer": "average"}}, "outer is used with every > 1 alone"),
+        ({"training": {"outer_momentum": 0.5}}, 'outer_momentum is used with outer = "nesterov" or "adam" alone'),
+        ({"training": {"outer": "nesterov", "outer_epsilon": 1e-3}}, 'outer_epsilon is used with outer = "adam" alone'),
+        ({"training": {"final_rate": 0.5}}, 'final_rate is used with schedule = "cosine" alone'),
+        ({"training": {"schedule": "cosine"}}, "training.rounds = 0, after 0 steps"),
+        ({"training": {"schedule": "cosine", "every": 1, "rounds": 20}}, "warmup_steps = 20: give more rounds"),
+        ({"training": {"mixing": 0.5}}, "mixing is used with overlap_steps > 0 alone"),
+        ({"averaging": {"trim_fraction": 0.1}}, 'trim_fraction is used with aggregation = "trimmed" alone'),
+        ({"averaging": {"small_values": 9}}, "small_values is used with small_tensors alone"),
+        ({"pipeline": {"moments": "8bit"}}, "pipeline.moments is used with pipeline.stages"),
         ({"averaging": {"aggregation": "avg"}}, "averaging.aggregation"),
         ({"averaging": {"aggregation": "median", "codec": "topk"}}, "use norm_clip"),
         ({"averaging": {"trim_fraction": 0.5}}, "averaging.trim_fraction"),
@@ -153,34 +169,33 @@ def test_residuals_decay_under_topk_unless_the_organizer_says_otherwise() -> Non
 
 def test_an_adam_that_moves_parameters_by_their_own_size_is_refused() -> None:
     with pytest.raises(ManifestError, match=r"start at 0\.01"):
-        parse_manifest({"training": {"outer": "adam"}}, "a")
-    parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.01}}, "a")
-    parse_manifest({"training": {"outer": "adam", "outer_epsilon": 0.1}}, "a")
+        parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.7}}, "a")
+    parse_manifest({"training": {"outer": "adam", "outer_learning_rate": 0.7, "outer_epsilon": 0.1}}, "a")
 
 
-@pytest.mark.parametrize(
-    ("values", "digest"),
-    [
-        ({}, "22e7257fb631e12ce5a7d4b24d069b471c8a165935862f00d843ec55d7673417"),
-        (
-            {
-                "name": "tiny shakespeare",
-                "model": {"layers": 6, "tied_embeddings": False},
-                "training": {"every": 1, "global_batch": 64},
-                "averaging": {"codec": "topk"},
-            },
-            "fb4e43ef55803769d259db957c2d913aaada2dce45b43f49615075bf19c0230f",
-        ),
-    ],
-)
-def test_swarms_without_a_pipeline_keep_the_names_from_before_there_were_any(
-    values: dict[str, Any], digest: str
-) -> None:
-    """The digests are of the version before manifests had this section."""
-    assert parse_manifest(values, "a").digest.hex() == digest
-    unused = values | {"pipeline": {"stages": 1, "codec": "fp32"}}
-    assert parse_manifest(unused, "a").digest.hex() == digest, "whatever is said of stages that there are not"
-    assert "pipeline" not in msgpack.unpackb(parse_manifest(unused, "a").to_bytes())
+def test_each_outer_optimizer_has_a_learning_rate_of_its_own() -> None:
+    for outer, rate in (("average", 1.0), ("nesterov", 0.7), ("adam", 0.01)):
+        assert parse_manifest({"training": {"outer": outer}}, "a").training.outer_learning_rate == rate
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
+@pytest.mark.parametrize("every", [1, 32])
+def test_settings_without_a_use_are_neither_on_the_wire_nor_in_a_file(family: str, every: int) -> None:
+    manifest = parse_manifest({"model": {"family": family}, "training": {"every": every}}, "a")
+    sent = msgpack.unpackb(manifest.to_bytes())
+    assert ("rope_theta" in sent["model"]) == (family == "llama")
+    assert ("image_size" in sent["model"]) == (family == "vit")
+    assert ("outer" in sent["training"]) == (every > 1)
+    assert ("global_batch" in sent["training"]) == (every == 1)
+    assert "pipeline" not in sent
+    assert "lora" not in sent
+    assert parse_manifest(sent, "a") == manifest
+    assert parse_manifest(tomllib.loads(commented_toml(manifest)), "a") == manifest
+
+
+def test_settings_of_families_that_are_not_known_here_are_all_kept() -> None:
+    sent = msgpack.unpackb(parse_manifest({"model": {"family": "new", "rope_theta": 5.0}}, "a").to_bytes())
+    assert (sent["model"]["rope_theta"], sent["model"]["image_size"]) == (5.0, 28)
 
 
 def test_a_pipeline_survives_the_wire_and_names_the_swarm() -> None:

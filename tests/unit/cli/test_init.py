@@ -4,6 +4,9 @@ import stat
 import tomllib
 from pathlib import Path
 
+import pytest
+
+from p2ptrain.cli.init import COMMON
 from p2ptrain.cli.manifests import load_manifest
 from p2ptrain.manifest import Manifest
 from tests.support.commands import assert_one_line_error, p2ptrain
@@ -45,6 +48,32 @@ def test_a_name_that_cannot_be_one_writes_nothing(tmp_path: Path) -> None:
 def test_seed_refuses_a_run_with_a_wrong_key_and_names_it(tmp_path: Path) -> None:
     assert p2ptrain("init", str(tmp_path)).returncode == 0
     run_file = tmp_path / "run.toml"
-    run_file.write_text(run_file.read_text().replace("global_batch", "globl_batch"))
-    assert "globl_batch" in tomllib.loads(run_file.read_text())["training"]
-    assert_one_line_error(p2ptrain("seed", str(tmp_path)), 3, "globl_batch", "did you mean 'global_batch'")
+    run_file.write_text(run_file.read_text().replace("local_batch", "locl_batch"))
+    assert "locl_batch" in tomllib.loads(run_file.read_text())["training"]
+    assert_one_line_error(p2ptrain("seed", str(tmp_path)), 3, "locl_batch", "did you mean 'local_batch'")
+
+
+@pytest.mark.parametrize("words", [(), ("--set", "model.family=vit"), ("--set", "training.every=1")])
+def test_init_writes_what_is_often_changed_and_with_all_everything(words: tuple[str, ...], tmp_path: Path) -> None:
+    few, everything = tmp_path / "few", tmp_path / "everything"
+    changed = ["--set", "training.warmup_steps=7"]
+    if "model.family=vit" not in words:
+        changed += ["--set", "model.kv_heads=2"]
+    for folder, more in ((few, ()), (everything, ("--all",))):
+        done = p2ptrain("init", str(folder), *words, *changed, *more)
+        assert done.returncode == 0, done.stderr
+    keys = [line for line in (few / "run.toml").read_text().splitlines() if " = " in line and line[0] != "#"]
+    assert 14 <= len(keys) <= 20
+    assert "warmup_steps = 7" in keys, "what is not the default is written in any case"
+    manifest = load_manifest(few / "run.toml")
+    assert manifest == load_manifest(everything / "run.toml")
+    values = manifest.model_dump(exclude_none=True)
+    written = tomllib.loads((everything / "run.toml").read_text())
+    assert {name: section.keys() for name, section in values.items() if isinstance(section, dict)} == {
+        name: section.keys() for name, section in written.items() if isinstance(section, dict)
+    }
+
+
+def test_every_setting_that_is_often_changed_exists() -> None:
+    known = {f"{name}.{key}" for name, spec in Manifest() if hasattr(spec, "needs") for key in type(spec).model_fields}
+    assert {"name", *known} >= COMMON

@@ -90,10 +90,10 @@ def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> 
 
 
 def test_each_role_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
-    gone = f"path:{tmp_path / 'gone'}"
+    gone, model = f"path:{tmp_path / 'gone'}", "local:model"
     sections = {
-        "model": {"weights": gone, "weight_digests": ["0" * 64] * 6},
-        "data": {"tokenizer": gone, "source": f"path:{tmp_path}"},
+        "model": {"weights": model, "weight_digests": ["0" * 64] * 6},
+        "data": {"tokenizer": model, "source": f"path:{tmp_path}"},
     }
     manifest = parse_manifest({**STAGES, **sections}, "run.toml")
     own = config(tmp_path)

@@ -12,7 +12,7 @@ from p2ptrain.monitor.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.views import Alert, RoundView
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import START, report, snapshot_of, trainer
+from tests.support.watched import START, aborted, report, snapshot_of, trainer
 
 ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
 FACTS = Facts(since=START - 3600.0, stall_seconds=600.0, last_commit=START - 5.0, bootstraps=())
@@ -31,6 +31,13 @@ def alerts_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **fac
 
 
 SAME, OTHER = b"d" * 32, b"x" * 32
+
+
+def told(peer: PeerRecord, *failed: bool) -> PeerRecord:
+    """``peer`` with reports of its last rounds, oldest first."""
+    return replace(peer, last_rounds=tuple(aborted(7, "no quorum") if fails else report(7) for fails in failed))
+
+
 Case = tuple[str, str, str, tuple[str, ...], dict[str, Any], dict[str, Any]]
 CASES: list[Case] = [
     # The rule, its severity, whom it is about, what its text has, what makes it hold, what is almost the same.
@@ -52,6 +59,12 @@ CASES: list[Case] = [
     ("no-round", "critical", "", ("11 min", "reasons"), {"last_commit": START - 660.0}, {"last_commit": START - 540.0}),
     ("no-round", "critical", "", ("11 min",), {"last_commit": None, "since": START - 660.0},
      {"last_commit": None, "since": START - 540.0}),
+    ("rounds", "warning", "", ("3 of the last 5", "no quorum", "reach each other"),
+     {"peers": [told(ADA, False, True, True, False, True), told(BOB, True, True), told(EVE, False, False)]},
+     {"peers": [told(ADA, True, True, True, False, False, True, False, False), told(BOB, False, True), EVE]}),
+    ("rounds", "warning", "e", ("Eve's rounds fail", "4 of the last 5", "no quorum"),
+     {"peers": [told(ADA, False), told(BOB, False), told(EVE, True, True, True, False, True)]},
+     {"peers": [told(ADA, False), told(BOB, False), replace(told(EVE, True, True), state="draining")]}),
     ("bootstrap", "warning", "QmBoot12345678", ("12345678", "cannot join", "start it"),
      {"bootstraps": ("QmBoot12345678",)}, {"bootstraps": ("a", "b")}),
     ("bootstrap", "warning", "gone", ("gone", "have 1 other:", "start it"), {"bootstraps": ("gone", "a")},
@@ -87,9 +100,9 @@ def test_every_rule_is_tried_above() -> None:
     rules = {each[0] for each in CASES}
     assert rules == {
         "directory", "stage", "replica", "digest", "fork", "loss", "rising", "no-round", "bootstrap", "clock",
-        "protocol",
+        "protocol", "rounds",
     }  # fmt: skip
-    assert len(RULES) == 9, "of which two know two kinds"
+    assert len(RULES) == 10, "of which two know two kinds"
 
 
 def test_a_healthy_swarm_has_no_alerts() -> None:

@@ -12,9 +12,13 @@ from p2ptrain.monitor.headline import seconds_between
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.views import Headline, RoundView
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import START, report, snapshot_of, trainer
+from tests.support.watched import START, aborted, report, snapshot_of, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
+LATE = (report(5), aborted(6), aborted(6), report(6), aborted(7))
+"""Of the last five rounds of a peer, three were not committed."""
+WELL = [replace(peer, last_rounds=(report(7),)) for peer in (ADA, BOB)]
+FAILING = [replace(peer, last_rounds=LATE) for peer in (ADA, BOB)]
 BOOTSTRAP = trainer("boot", role="bootstrap", state="serving", digest=bytes(32), loss=None)
 
 
@@ -39,6 +43,10 @@ def some_rounds() -> list[RoundView]:
         ([ADA], {"rounds": some_rounds()}, "degraded", "1 peer trains"),
         ([ADA, BOB], {"bootstraps": ("gone",)}, "degraded", "2 peers train; no round is committed yet"),
         ([ADA, BOB, replace(CAT, digest=b"x" * 32)], {"rounds": some_rounds()}, "degraded", "3 peers train"),
+        (FAILING, {"rounds": some_rounds()}, "degraded",
+         "2 peers train, and rounds fail: 3 of the last 5 were not committed (too few peers)"),
+        ([*WELL, replace(CAT, last_rounds=LATE)], {"rounds": some_rounds()}, "degraded", "3 peers train"),
+        (FAILING, {"since": START - 3600.0}, "stopped", "Training stands still"),
         ([ADA, BOB], {"since": START - 3600.0}, "stopped", "Training stands still"),
         ([replace(ADA, state="syncing"), BOOTSTRAP], {}, "stopped", "No peer trains at the moment"),
         ([replace(ADA, state="draining")], {}, "stopped", "No peer trains at the moment"),

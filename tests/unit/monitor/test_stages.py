@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
+from p2ptrain.monitor.agreed import stage_spans, what_is_missing
 from p2ptrain.monitor.coverage import coverage
 from p2ptrain.monitor.metrics import exposition
-from p2ptrain.monitor.serve import stage_spans, what_is_missing
 from p2ptrain.monitor.stage_rounds import SwarmRounds, told_of
 from p2ptrain.monitor.stages import joined
 from p2ptrain.monitor.store import Store

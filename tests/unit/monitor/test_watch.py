@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.errors import PeerUnreachableError, ResourceError
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor.alert_book import HOLD_SECONDS
@@ -156,6 +157,29 @@ def test_certificates_are_fetched_once_for_what_is_new_and_from_who_has_it() -> 
         assert [group.members[0] for group in snapshot.groups] == [("a", "counted")]
 
     watched(scenario, ADA, BOB, CAT)
+
+
+def test_certificates_are_asked_for_again_after_a_defect_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(watch: Watch, source: FakeSource, store: Store) -> None:
+        results, ask = chain(8, 2), source.certificates_after
+        await look(watch, source)
+        source.history = dict.fromkeys("ab", results)
+        source.records = [*after(10, results[-1].body.next_lineage, "ab"), CAT]
+
+        async def defect(peer: str, lineage: bytes) -> Sequence[Certificate]:
+            raise ZeroDivisionError("a defect")
+
+        source.certificates_after = defect  # type: ignore[method-assign]
+        await look(watch, source)
+        await look(watch, source)
+        source.certificates_after = ask  # type: ignore[method-assign]
+        for _ in range(3):
+            snapshot = await look(watch, source)
+        assert snapshot.rounds[0].verified
+
+    watched(scenario, ADA, BOB, CAT)
+    assert "certificates failed" in caplog.text
+    assert "ZeroDivisionError: a defect" in caplog.text
 
 
 def test_a_result_of_a_group_of_its_own_proves_nothing() -> None:

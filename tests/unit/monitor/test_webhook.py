@@ -7,7 +7,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -19,7 +18,7 @@ from p2ptrain.monitor import webhook as webhook_module
 from p2ptrain.monitor.alert_book import HOLD_SECONDS
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.watch import Watch, watching
-from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, TIMEOUT_SECONDS, Webhook
+from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
 from tests.support.watched import START, SWARM, FakeSource
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
@@ -145,9 +144,10 @@ def test_what_comes_while_too_much_waits_is_dropped_and_logged(
 
 def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     monkeypatch.setattr(watch_module, "LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr(webhook_module, "TIMEOUT_SECONDS", 3600.0)
     server.release.clear()
 
-    async def main() -> float:
+    async def main() -> None:
         store = await Store.open(None, SWARM.digest, START)
         source = FakeSource()
         watch = Watch(source, SWARM, store, bootstraps=["gone"], notify=Webhook(server.url, "tiny").send)
@@ -157,12 +157,10 @@ def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pyte
                     while not server.posted:
                         source.time += HOLD_SECONDS
                         await watch.look()
-            return time.monotonic()
         finally:
             await store.close()
 
-    stopped = asyncio.run(main())
-    assert time.monotonic() - stopped < TIMEOUT_SECONDS / 2, "neither the watch nor the loop waits for the thread"
+    asyncio.run(main())  # pytest's timeout ends a test in which the watch or the loop waits for the thread.
 
 
 def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
