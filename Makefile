@@ -5,11 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
 SOURCES := p2ptrain $(wildcard tests benchmarks examples deploy)
 ARGS ?=
+# Which tests: by default not those that repeat, more thoroughly, what faster ones prove.
+MARKS ?= -m "not slow"
+# A folder for pytest's reports in JUnit's format, one for each target.
+REPORTS ?=
+PYTEST = $(BIN)/python -m pytest $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
+HOURS ?= 1
+# Seeds of `make test-all` beyond those of the tests.
+SEEDS ?= 2000
 
-.PHONY: help venv demo test test-nat test-systemd test-browser test-docker test-gpu wheels schedules lint format \
-	bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline clean
+.PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak \
+	wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -21,32 +29,46 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "p2ptrain needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 		{ echo "cannot make $(VENV): on Debian and Ubuntu, apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,bench]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
 demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1" passes options
 	$(BIN)/p2ptrain up $(ARGS)
 
-test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
-	$(BIN)/python -m pytest -n 2 tests/unit tests/sim $(ARGS) $(OR_NONE)
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/swarm $(ARGS) $(OR_NONE)
+test: test-unit test-swarm  ## unit, simulated and swarm tests; ARGS="-k name" passes options
+
+test-unit: $(STAMP)  ## unit and simulated tests
+	$(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
+
+test-swarm: $(STAMP)  ## tests with real processes on loopback
+	$(PYTEST) -n 2 --dist loadfile $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
-	$(BIN)/python -m pytest -n 2 tests/nat $(ARGS)
+	$(PYTEST) -n 2 tests/nat $(ARGS)
 
 test-systemd: $(STAMP)  ## the unit in deploy/ under a systemd of its own; needs root and systemd-nspawn
-	$(BIN)/python -m pytest tests/systemd $(ARGS)
+	$(PYTEST) tests/systemd $(ARGS)
 
 test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAIN_SCREENSHOTS=FOLDER keeps pictures
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/browser $(ARGS)
+	$(PYTEST) -n 2 --dist loadfile tests/browser $(ARGS)
 
 test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see tests/docker/engine.sh
 	@PYTHONPATH=. $(BIN)/python -c 'from tests.support.containers import why_unavailable as why; import sys; sys.exit(why() or 0)'
-	$(BIN)/python -m pytest tests/docker $(ARGS)
+	$(PYTEST) $(or $(DOCKER_TESTS),tests/docker) $(ARGS)
 
 test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
 	$(BIN)/python -m pytest -m gpu tests/unit $(ARGS)
+
+test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, a soak, and SEEDS=N schedules of each kind
+	P2PTRAIN_ALL=1 .ci/run
+	$(BIN)/python -m tests.support.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
+	$(BIN)/python -m tests.support.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
+	$(MAKE) soak HOURS=0.1
+	@if [ -e tests/mutants.py ]; then $(BIN)/python -m tests.mutants; fi
+
+soak: $(STAMP)  ## HOURS=N of random faults, real and simulated; fails when memory, files, tasks or processes grow
+	$(BIN)/python -m tests.support.soak --hours $(HOURS) $(ARGS)
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
@@ -67,13 +89,9 @@ bench: $(STAMP)  ## benchmarks: a table on screen; ARGS="--json FILE" passes opt
 	$(BIN)/python -m benchmarks $(ARGS)
 
 bench-averaging: $(STAMP)  ## averaging against hivemind, all of it; ARGS="--full --json FILE --plot FILE.svg"
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.bench_averaging $(ARGS)
 
 bench-convergence: $(STAMP)  ## loss at equal tokens and bytes sent, by method; ARGS="--json FILE --plot FILE.svg"
-	$(BIN)/python -c 'import matplotlib' 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	$(BIN)/python -m benchmarks.bench_convergence $(ARGS)
 
 bench-moshpit: $(STAMP)  ## how fast 100 to 10,000 peers come to agree, beside published figures

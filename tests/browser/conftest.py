@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from tests.support.tools import unavailable
 from tests.support.visits import CHROMIUM, HOW_TO_GET_ONE, launch
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip(HOW_TO_GET_ONE)
+    unavailable("" if CHROMIUM else HOW_TO_GET_ONE, "chromium")
     with sync_playwright() as playwright:
         browser = launch(playwright)
         yield browser

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.containers import Containers, build_image, why_unavailable
+from tests.support.tools import unavailable
 
 
 @pytest.fixture(scope="session")
 def image() -> str:
     """The name of the image, built from this working tree."""
-    if reason := why_unavailable():
-        pytest.skip(reason)
+    unavailable(why_unavailable(), "docker")
     return build_image()
 
 

@@ -40,6 +40,7 @@ def loss(swarm: Containers) -> float:
     return float(swarm.api("headline")["loss"] or math.log(256))
 
 
+@pytest.mark.fault(27)
 def test_stages_are_covered_learn_and_outlive_a_killed_host(stages: Containers) -> None:
     stages.wait_until("two hosts of each stage", lambda: hosts(stages) == [2, 2])
     stages.wait_for_rounds(3)

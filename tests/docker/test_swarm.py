@@ -54,6 +54,7 @@ def test_nothing_gets_out_of_their_network(swarm: Containers) -> None:
     assert "Network is unreachable" in said or "timed out" in said, said
 
 
+@pytest.mark.fault(1)
 def test_a_killed_trainer_is_not_missed_and_comes_back(swarm: Containers) -> None:
     victim, identity = swarm.names()["trainer-2"], swarm.peers()["trainer-2"]["peer"]
     docker("kill", victim)
@@ -65,6 +66,7 @@ def test_a_killed_trainer_is_not_missed_and_comes_back(swarm: Containers) -> Non
     swarm.check_states()
 
 
+@pytest.mark.fault(13)
 def test_training_goes_on_without_the_bootstrap_peer(swarm: Containers) -> None:
     bootstrap, identity = swarm.only("bootstrap"), swarm.peers()["bootstrap"]["peer"]
     docker("kill", bootstrap)
@@ -76,6 +78,7 @@ def test_training_goes_on_without_the_bootstrap_peer(swarm: Containers) -> None:
     swarm.wait_for_rounds(2)
 
 
+@pytest.mark.fault(16)
 def test_a_paused_trainer_is_left_out_and_catches_up(swarm: Containers) -> None:
     victim = swarm.names()["trainer-1"]
     swarm.pause(victim)
@@ -91,6 +94,7 @@ def test_a_paused_trainer_is_left_out_and_catches_up(swarm: Containers) -> None:
     swarm.check_states()
 
 
+@pytest.mark.fault(19)
 def test_a_trainer_whose_cable_was_pulled_comes_back(swarm: Containers) -> None:
     victim, identity = swarm.names()["trainer-3"], swarm.peers()["trainer-3"]["peer"]
     docker("network", "disconnect", swarm.network, victim)

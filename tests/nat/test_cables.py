@@ -9,9 +9,10 @@ import pytest
 
 from tests.support.nat import Internet, why_unavailable
 from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.tools import needed
 
 pytestmark = [
-    pytest.mark.skipif(bool(_reason := why_unavailable()), reason=_reason or "available"),
+    needed(why_unavailable(), "ip", "nft"),
     pytest.mark.timeout(300),
 ]
 
@@ -45,6 +46,7 @@ def wait_until_back(worker: Worker, others: list[Worker]) -> None:
     wait_for_agreement(*group, after_round=newest)
 
 
+@pytest.mark.fault(19)
 def test_peers_whose_cables_are_pulled_are_left_behind_and_rejoin_by_themselves_once_they_are_back(
     tmp_path: Path,
 ) -> None:

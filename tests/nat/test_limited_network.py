@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.bench_links import TcpSwarm
 from benchmarks.namespaces import LimitedNetwork, why_unavailable
+from tests.support.tools import needed
 
-pytestmark = pytest.mark.skipif(bool(_reason := why_unavailable()), reason=_reason or "available")
+pytestmark = needed(why_unavailable(), "ip", "tc")
 
 RATE = 40e6
 NUM_BYTES = 1_000_000

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.nat import Host, Internet, NatPeer, why_unavailable
+from tests.support.tools import needed
 
 pytestmark = [
-    pytest.mark.skipif(bool(_reason := why_unavailable()), reason=_reason or "available"),
+    needed(why_unavailable(), "ip", "nft"),
     pytest.mark.timeout(300),
 ]
 
@@ -105,6 +106,7 @@ def test_what_goes_to_or_from_a_peer_that_can_be_dialled_does_not_stay_with_the_
         assert host.received_bytes() - before < MANY_BYTES / 2, "the relay carried it"
 
 
+@pytest.mark.fault(39)
 def test_peers_behind_gateways_punch_a_hole_once_enough_others_have_seen_them(lab: Lab) -> None:
     seed = lab.seed(relay=True)
     link = seed.joined["link"]
@@ -140,6 +142,7 @@ def test_without_a_relay_a_peer_says_so_and_is_reached_over_its_own_connections(
     inside.wait_until_reached("relay")
 
 
+@pytest.mark.fault(39)
 def test_when_a_relay_dies_another_one_is_taken(lab: Lab) -> None:
     seed = lab.seed()
     link = seed.joined["link"]

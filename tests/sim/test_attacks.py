@@ -32,6 +32,7 @@ def test_robustness_costs_nothing_where_nobody_lies(spec: AveragingSpec) -> None
     assert STUDY.run(spec, ATTACKS["nobody lies"], num_hostile=0).loss <= 1.01 * clean_loss()
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("attack", [*ROW_33, "sign flip x 10", "sign flip, 1e9 tokens"])
 @pytest.mark.parametrize("spec", [STRICT_CLIP, CENTERED_CLIP], ids=lambda spec: spec.aggregation)
 def test_the_strict_rules_hold_the_loss(spec: AveragingSpec, attack: str) -> None:

@@ -165,6 +165,7 @@ def part_for(evil: RosterMember, other: RosterMember) -> bytes:
     return bytes(attempt.codec.encode(evil.butterfly.exchange.vector[BOUNDS[index] : BOUNDS[index + 1]]))
 
 
+@pytest.mark.fault(32)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_bad_part_is_refused_before_it_counts_and_the_round_goes_on_at_once(case: Case) -> None:
     async def evil(itself: RosterMember, other: RosterMember) -> None:

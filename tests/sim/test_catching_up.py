@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.head import Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training import following
@@ -23,6 +26,23 @@ STATE_BYTES = 8 * NUM_VALUES
 OVERHEAD_BYTES = 20_000
 """Certificates, headers and calls."""
 DECAY = 0.5
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A trainer's state, with its error-feedback residual and the work that waits."""
+
+    head: Head
+    tensors: list[tuple[str, torch.Tensor]]
+    residual: torch.Tensor
+    work: tuple[dict[str, Any], dict[str, torch.Tensor]]
+
+    @classmethod
+    def of(cls, trainer: SimulatedTrainer) -> Checkpoint:
+        residual = trainer.sync.feedback.residual
+        assert residual is not None
+        tensors = [(name, tensor.clone()) for name, tensor in trainer.state.tensors()]
+        return cls(trainer.sync.head, tensors, residual.clone(), trainer.work.to_save())
 
 
 class Trainers:
@@ -61,6 +81,28 @@ class Trainers:
                 parameter.add_(torch.randn(parameter.shape, generator=self.noise), alpha=0.01)
         trainer.work.steps = trainer.work.samples = 0
         trainer.work.add_step(1, TOKENS_PER_STEP)
+
+    async def restart(self, name: str, checkpoint: Checkpoint) -> SimulatedTrainer:
+        """End a trainer, start it again from a checkpoint, and let it join the others."""
+        before = self.all.pop(name)
+        self.network.mend(before.peer)
+        await before.close()
+        self.network.crash(before.peer)
+        for each in self.all.values():
+            await each.presence.publish()
+        await asyncio.sleep(60.0)
+        self.all[name] = trainer = SimulatedTrainer(
+            self.network.restart(before.peer), self.manifest, self.ledger, width=WIDTH
+        )
+        trainer.state.replace(checkpoint.tensors, checkpoint.head)
+        trainer.sync.averager.set_head(checkpoint.head)
+        trainer.sync.restore_residual(checkpoint.residual)
+        if checkpoint.work[0] and trainer.work.restore(*checkpoint.work):
+            trainer.sync.averager.own_work.forget(range(len(trainer.work.pending)))
+        await trainer.rpc.start()
+        await trainer.presence.start()
+        await trainer._join()
+        return trainer
 
     def leave(self, name: str) -> None:
         """Pull a trainer's cable."""
@@ -256,3 +298,82 @@ def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_
             assert_equal_states(*swarm.all.values())
 
     simulate(main, seed=3)
+
+
+@pytest.mark.parametrize("way", ["replay", "download"])
+def test_a_residual_whose_round_is_over_is_not_restored(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            saved = Checkpoint.of(swarm.all["a"])
+            assert saved.residual.abs().max() > 0
+            await swarm.rounds("abc", 2)  # The first of them adds what the checkpoint holds as a residual.
+            again = await swarm.restart("a", saved)
+            assert_equal_states(*swarm.all.values())
+            assert again.sync.feedback.residual is not None
+            assert again.sync.feedback.residual.abs().max() == 0
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("way", ["replay", "download"])
+def test_a_residual_that_no_round_has_used_is_restored(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            saved = Checkpoint.of(swarm.all["a"])
+            swarm.leave("a")
+            await swarm.rounds("bc", 2)
+            again = await swarm.restart("a", saved)
+            assert_equal_states(*swarm.all.values())
+            assert again.sync.feedback.residual is not None
+            assert torch.equal(again.sync.feedback.residual, saved.residual)
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("way", ["replay", "download"])
+def test_work_of_a_checkpoint_that_a_round_holds_does_not_count_again(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            swarm.step("a")
+            saved = Checkpoint.of(swarm.all["a"])
+            assert any(saved.work[0]["pending"])
+            await swarm.rounds("abc", 2)
+            again = await swarm.restart("a", saved)
+            assert_equal_states(*swarm.all.values())
+            assert not any(again.work.pending)
+            assert torch.equal(live_values(again), again.state.vector)
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("way", ["replay", "download"])
+def test_work_of_a_checkpoint_that_no_round_holds_still_waits(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(following, "choose_way", lambda *_: Way(way == "download", way))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with trainers(network, "abc") as swarm:
+            swarm.step("a")
+            saved = Checkpoint.of(swarm.all["a"])
+            done = saved.work[1]["live"] - saved.tensors[0][1]
+            swarm.leave("a")
+            await swarm.rounds("bc", 1)
+            again = await swarm.restart("a", saved)
+            assert_equal_states(*swarm.all.values())
+            assert again.work.pending == saved.work[0]["pending"]
+            torch.testing.assert_close(live_values(again) - again.state.vector, done * DECAY)
+
+    simulate(main, seed=1)
+
+
+def live_values(trainer: SimulatedTrainer) -> torch.Tensor:
+    values = trainer.state.layout.new_vector()
+    trainer.state.layout.read(trainer.module, values)
+    return values

@@ -28,6 +28,7 @@ def test_nobody_goes_beyond_the_last_round(seed: int) -> None:
     simulate(main, seed)
 
 
+@pytest.mark.fault(5, 21)
 def test_damaged_memory_that_nobody_can_mend_ends_training_with_what_to_do() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm = SimulatedSwarm(network, make_manifest(), 0)

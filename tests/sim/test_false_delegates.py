@@ -131,6 +131,7 @@ def test_delegates_check_each_other_s_shares_and_convict_before_all() -> None:
     run(12, scenario, seed=2, spec=CHECKED)
 
 
+@pytest.mark.fault(40)
 def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on() -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         head = await grow(started)

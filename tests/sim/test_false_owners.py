@@ -72,6 +72,7 @@ def assert_right(honest: list[AveragingPeer], evil: AveragingPeer) -> None:
         assert evil.peer.peer_id not in result.certificate.body.members
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize("lie", PROVABLE.values(), ids=PROVABLE.keys())
 def test_a_false_mean_convicts_its_owner_before_everybody(lie: Corrupt) -> None:
     async def main(network: SimulatedNetwork) -> None:
@@ -207,6 +208,7 @@ def test_a_newcomer_learns_of_the_evidence_from_its_first_group(seed: int) -> No
     simulate(main, seed)
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize("seed", range(12))
 def test_the_honest_are_never_accused_whatever_the_network_does(seed: int) -> None:
     async def main(network: SimulatedNetwork) -> None:

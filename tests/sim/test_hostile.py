@@ -39,6 +39,7 @@ async def start(
     honest = [swarm.start(f"honest{index}") for index in range(3)]
     evil = swarm.start("evil")
     await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
+    evil.is_hostile = True
     corrupt(evil)
     return swarm, honest, accounts
 
@@ -60,6 +61,7 @@ def failures(trainers: list[SimulatedTrainer]) -> list[str]:
     return [result.reason for trainer in trainers for result in trainer.results if not result.committed]
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("bulk_lie", BROKEN_PARTS.values(), ids=BROKEN_PARTS.keys())
 def test_bad_parts_and_means_do_not_stop_the_others(bulk_lie: BulkLie) -> None:
     async def main(network: SimulatedNetwork) -> None:
@@ -91,6 +93,7 @@ def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     trainer.sync.averager._attempts.prepare = prepare_more  # type: ignore[method-assign]
 
 
+@pytest.mark.fault(32)
 def test_a_thousandfold_contribution_is_counted_against_its_sender_and_in_no_result() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, accounts = await start(network, exaggerate)
@@ -106,6 +109,7 @@ def test_a_thousandfold_contribution_is_counted_against_its_sender_and_in_no_res
     simulate(main, seed=10)
 
 
+@pytest.mark.fault(32)
 def test_a_peer_whose_update_blew_up_once_drops_it_and_takes_part_again() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, lambda clumsy: exaggerate(clumsy, times=1))
@@ -340,6 +344,7 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
     simulate(main, seed=6)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize(("stalls", "seed"), [(False, 7), *((True, seed) for seed in range(3, 8))])
 def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: int) -> None:
     """Nobody has to wait for it twice: with rounds of a second, two deadlines are more than the others' history."""
@@ -359,6 +364,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
     simulate(main, seed)
 
 
+@pytest.mark.fault(9)
 def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
     async def main(network: SimulatedNetwork) -> None:
         def corrupt(evil: SimulatedTrainer) -> None:
@@ -396,6 +402,7 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
     simulate(main, seed=8)
 
 
+@pytest.mark.fault(9)
 def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
     """A certificate names the means of its round, not the state after it: the digest is believed of the majority."""
 

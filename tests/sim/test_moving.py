@@ -76,6 +76,7 @@ def test_the_next_host_decides_while_another_still_downloads(seed: int) -> None:
     simulate(main, seed)
 
 
+@pytest.mark.fault(29)
 @pytest.mark.usefixtures("_slow_downloads", "_each_thinks_it_should_go")
 @pytest.mark.parametrize("seed", range(6))
 def test_of_hosts_that_decide_on_records_before_those_say_so_one_goes(seed: int) -> None:

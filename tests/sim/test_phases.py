@@ -84,6 +84,7 @@ async def come_back(swarm: SimulatedSwarm, names: list[str]) -> None:
     await swarm.until(lambda: swarm.in_agreement(front + 2) and same_lineage(swarm), 180, "all are back")
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("fault", ["crash", "stall", "cut"])
 @pytest.mark.parametrize("role", ["leader", "follower"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -103,6 +104,7 @@ def test_survivors_commit_the_next_rounds(phase: str, role: str, fault: str) -> 
     simulate(main, seed=PHASES.index(phase))
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize("num_peers", [2, 3, 4])
 @pytest.mark.parametrize("role", ["leader", "follower"])
 @pytest.mark.parametrize("phase", PHASES)
@@ -123,6 +125,7 @@ def test_who_was_stopped_does_not_end_alone_a_round_that_the_others_ended(
     simulate(main, seed=40 + PHASES.index(phase))
 
 
+@pytest.mark.fault(4)
 @pytest.mark.parametrize("phase", PHASES)
 def test_two_peers_crash_in_the_same_phase(phase: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
@@ -145,6 +148,50 @@ def test_two_peers_crash_in_the_same_phase(phase: str) -> None:
         await swarm.end()
 
     simulate(main, seed=20 + PHASES.index(phase))
+
+
+@pytest.mark.fault(3)
+@pytest.mark.parametrize("phase", ["matchmaking", "scatter", "reduce"])
+def test_a_round_that_fails_for_everybody_is_applied_nowhere_and_its_work_counts_once(phase: str) -> None:
+    """All cables are pulled at once; `Accounts` counts the work."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, accounts = await start_with_accounts(network, min_peers=2)
+
+        def cut_all(who: SimulatedTrainer) -> None:
+            for trainer in swarm.trainers.values():
+                network.cut(trainer.peer)
+
+        hit = set_trap(swarm, phase, "follower", cut_all)
+        await swarm.until(lambda: bool(hit), 60, "the cables are pulled")
+        before = {name: trainer.sync.head for name, trainer in swarm.trainers.items()}
+        await asyncio.sleep(90.0)
+        assert {name: trainer.sync.head for name, trainer in swarm.trainers.items()} == before
+        await come_back(swarm, list(swarm.trainers))
+        accounts.check_conservation()
+        await swarm.end()
+
+    simulate(main, seed=35 + PHASES.index(phase))
+
+
+@pytest.mark.fault(18)
+def test_a_peer_that_never_joins_a_round_is_not_waited_for_and_the_reason_is_known() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = await start(network, 3)
+        idle = swarm.start("idle", step_seconds=1e6)
+        await swarm.until(lambda: idle.status == "training", 60, "it has joined")
+        others = [trainer for trainer in swarm.trainers.values() if trainer is not idle]
+        front = max(trainer.sync.head.round for trainer in others)
+        await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 12, 120, "the others go on")
+        grace = idle.manifest.averaging.grace_seconds
+        for trainer in others:
+            waits = [result.matchmaking_seconds for result in trainer.results]
+            # Each leader, the idle peer among them, finds out for itself.
+            assert sum(seconds >= grace for seconds in waits) <= len(swarm.trainers), f"again and again: {waits}"
+            assert "did not join" in trainer.membership.why_not_expected(idle.peer.peer_id)
+        await swarm.end()
+
+    simulate(main, seed=36)
 
 
 @pytest.mark.parametrize("role", ["leader", "follower"])
@@ -192,6 +239,7 @@ def test_a_cancelled_synchronization_leaves_the_state_whole(phase: str) -> None:
     simulate(main, seed=40)
 
 
+@pytest.mark.fault(13)
 def test_training_goes_on_while_the_directory_does_not_answer() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm = await start(network)
@@ -208,6 +256,7 @@ def test_training_goes_on_while_the_directory_does_not_answer() -> None:
     simulate(main, seed=50)
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize("seconds", [1.0, 5.0])
 def test_a_slow_directory_only_slows_joining(seconds: float) -> None:
     async def main(network: SimulatedNetwork) -> None:
@@ -225,6 +274,7 @@ def test_a_slow_directory_only_slows_joining(seconds: float) -> None:
     simulate(main, seed=51)
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("seed", [52, 57, 59])
 def test_a_joiner_behind_two_seconds_of_latency_takes_part(seed: int) -> None:
     """Within a grace period that covers the round trips of a part: opening a stream, and sending on it."""
@@ -242,6 +292,7 @@ def test_a_joiner_behind_two_seconds_of_latency_takes_part(seed: int) -> None:
     simulate(main, seed)
 
 
+@pytest.mark.fault(17)
 def test_a_peer_with_a_tenth_of_the_bandwidth_does_not_stop_the_others() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm = await start(network)
@@ -257,6 +308,7 @@ def test_a_peer_with_a_tenth_of_the_bandwidth_does_not_stop_the_others() -> None
     simulate(main, seed=53)
 
 
+@pytest.mark.fault(23)
 def test_deadlines_of_ten_milliseconds_give_reasons_in_under_a_second() -> None:
     async def main(network: SimulatedNetwork) -> None:
         manifest = make_manifest(grace_seconds=0.01, matchmaking_seconds=0.01, round_seconds=0.01, min_peers=2)
@@ -273,6 +325,7 @@ def test_deadlines_of_ten_milliseconds_give_reasons_in_under_a_second() -> None:
     simulate(main, seed=54)
 
 
+@pytest.mark.fault(38)
 @pytest.mark.parametrize("skew_seconds", [-300.0, -20.0, 20.0, 300.0])
 def test_a_clock_that_is_off_forks_nothing_for_good(skew_seconds: float) -> None:
     async def main(network: SimulatedNetwork) -> None:

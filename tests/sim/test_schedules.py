@@ -1,42 +1,70 @@
-"""A thousand seeded schedules of crashes, stalls, losses, cuts, partitions, joins, slow peers and liars.
+"""Seeded schedules of crashes, stalls, losses, cuts, partitions, joins, slow peers and liars.
 
-What must hold in each of them is said and checked in `tests.support.schedules`. A failure names its seed and the
-command that runs it again, event by event; ``make schedules`` runs as many other seeds as one likes.
+What must hold in each of them is said and checked in `tests.support.schedules`. Fifty seeds are always the same, fifty
+change with the commit (`tests.support.seeds`). A failure names its seed and the command that runs it again, event by
+event. ``make test-all`` tries thousands; ``make schedules`` runs as many other seeds as one likes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.support.schedules import Schedule, draw_schedule, find_problems
+from tests.support.seeds import changing_seeds
 
-BLOCK = 50
-SMALL_SEEDS = range(0, 1000, BLOCK)
+SMALL = 2, 6, 6
+KINDS = {"small": (SMALL, 40), "medium": ((7, 12, 8), 6), "long": ((4, 6, 16), 3), "large": ((13, 24, 5), 1)}
+"""By kind of schedule: least peers, most peers, most events; and of fifty seeds, how many are of that kind."""
+BLOCK = 10
+"""Seeds in one test, so that two processes share the work evenly."""
 
 
+def blocks(seeds: range) -> list[range]:
+    """Cut a range into ranges of at most `BLOCK`."""
+    return [seeds[first : first + BLOCK] for first in range(0, len(seeds), BLOCK)]
+
+
+def find_all(seeds: Sequence[int], bounds: tuple[int, int, int]) -> list[str]:
+    """Return what did not hold in any of these schedules."""
+    return [problem for seed in seeds for problem in find_problems(draw_schedule(seed, *bounds))]
+
+
+@pytest.mark.fault(1, 2, 15, 16, 17, 19, 20)
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("first", SMALL_SEEDS)
-def test_small_swarms_keep_every_promise_whatever_befalls_them(first: int) -> None:
-    problems = [problem for seed in range(first, first + BLOCK) for problem in find_problems(draw_schedule(seed, 2, 6))]
-    assert problems == []
+@pytest.mark.parametrize(
+    ("kind", "seeds"),
+    [(kind, seeds) for number, (kind, (_, count)) in enumerate(KINDS.items())
+     for seeds in blocks(range(10_000 * number, 10_000 * number + count))],
+)  # fmt: skip
+def test_swarms_keep_every_promise_whatever_befalls_them(kind: str, seeds: range) -> None:
+    assert find_all(seeds, KINDS[kind][0]) == []
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("min_peers", "max_peers", "max_events", "seeds"),
+    ("kind", "block"), [(kind, block) for kind, (_, count) in KINDS.items() for block in range(-(-count // BLOCK))]
+)
+def test_they_do_so_in_schedules_that_change_with_the_commit(kind: str, block: int) -> None:
+    bounds, count = KINDS[kind]
+    assert find_all(blocks(changing_seeds(kind, count))[block], bounds) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("bounds", "seeds"),
     [
-        (7, 12, 8, range(10_000, 10_012)),
-        (7, 12, 8, range(10_012, 10_024)),
-        (4, 6, 16, range(11_000, 11_012)),
-        (13, 24, 5, range(12_000, 12_005)),
-        (25, 40, 4, range(13_000, 13_002)),
+        *((SMALL, range(first, first + 50)) for first in range(0, 1000, 50)),
+        ((7, 12, 8), range(10_000, 10_024)),
+        ((4, 6, 16), range(11_000, 11_012)),
+        ((13, 24, 5), range(12_000, 12_005)),
+        ((25, 40, 4), range(13_000, 13_002)),
     ],
 )
-def test_larger_swarms_and_longer_schedules_do_so_too(
-    min_peers: int, max_peers: int, max_events: int, seeds: range
-) -> None:
-    schedules = [draw_schedule(seed, min_peers, max_peers, max_events) for seed in seeds]
-    assert [problem for schedule in schedules for problem in find_problems(schedule)] == []
+def test_they_do_so_in_a_thousand_schedules(bounds: tuple[int, int, int], seeds: range) -> None:
+    assert find_all(seeds, bounds) == []
 
 
 @pytest.mark.timeout(600)

@@ -11,6 +11,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.trainers import SimulatedSwarm, make_manifest
 
 
+@pytest.mark.fault(7, 26)
 @pytest.mark.parametrize("seed", range(40))
 def test_peers_that_start_within_seconds_do_not_fork(seed: int) -> None:
     generator = random.Random(f"starting {seed}")
@@ -28,6 +29,7 @@ def test_peers_that_start_within_seconds_do_not_fork(seed: int) -> None:
     simulate(main, seed)
 
 
+@pytest.mark.fault(12)
 @pytest.mark.parametrize("seed", range(15))
 def test_a_swarm_below_its_minimum_goes_on_soon_after_the_missing_peer_is_back(seed: int) -> None:
     generator = random.Random(f"restart {seed}")

@@ -81,6 +81,7 @@ def test_two_peers_average_however_long_their_links_take() -> None:
     run([0.2, 0.2], scenario)
 
 
+@pytest.mark.fault(17)
 @pytest.mark.parametrize(
     ("num_peers", "seed", "spot_checks"),
     [*((4, seed, 4) for seed in range(1, 7)), (6, 1, 4), (4, 1, 0), (4, 3, 0), (4, 5, 0), (6, 1, 0)],
@@ -129,13 +130,13 @@ def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         stopped = started[0]
         await average(started, 4)  # Deadlines follow what was usual.
-        rounds = [asyncio.create_task(each.round()) for each in started]
+        rounds = [each.peer.spawn(each.round()) for each in started]
         await until(lambda: stopped.averager.phase == "scatter")
         network.stall(stopped.peer)
         began = network.loop.time()
         try:
             await asyncio.gather(*rounds[1:])
-            assert network.loop.time() - began <= 2.2 * usual + 2 * SPEC.grace_seconds + 1.0
+            assert network.loop.time() - began <= 1.2 * usual + SPEC.grace_seconds
         finally:
             network.resume(stopped.peer)
             rounds[0].cancel()

@@ -13,6 +13,7 @@ from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Roster, Ticket
 from p2ptrain.averaging.head import Head, genesis
 from p2ptrain.averaging.history import History
+from p2ptrain.averaging.patience import beat_seconds
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec
@@ -66,6 +67,7 @@ def make_roster(
         settlements.remember(attempt)
 
         async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
+            channel.beat(beat_seconds(spec.grace_seconds))
             await butterfly.serve(channel, request)
 
         rpc.serve_channel("butterfly", serve)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "transformers", "bitsandbytes", "scipy", "peft", "datasets", "pandas", "hivemind.averaging"}
+"""Modules that commands without a model must not import."""
 
 
 def p2ptrain(*arguments: str, timeout_seconds: float = 60.0) -> subprocess.CompletedProcess[str]:

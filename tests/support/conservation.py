@@ -237,7 +237,7 @@ class Conservation:
             return
         values = self.of[trainer.peer.name] = Values(trainer, self)
         step, average, adopt, reset = trainer._step, sync.averager.average, work.adopt, sync.feedback.reset
-        replace = trainer.state.replace
+        patch = trainer.state.patch
 
         def watched_step() -> None:
             values.step(step)
@@ -255,15 +255,15 @@ class Conservation:
             values.forgets(contributed, carry)
             adopt(contributed, carry, *rest)
 
-        def watched_replace(*args: Any) -> None:
+        def watched_patch(*args: Any) -> None:
             values.is_replaced = True
-            replace(*args)
+            patch(*args)
 
         def watched_reset() -> None:
             values.lost_residual()
             reset()
 
-        trainer.state.replace = watched_replace  # type: ignore[method-assign, assignment]
+        trainer.state.patch = watched_patch  # type: ignore[method-assign, assignment]
         trainer._step = watched_step  # type: ignore[method-assign]
         sync.averager.average = watched_average  # type: ignore[method-assign]
         work.adopt = watched_adopt  # type: ignore[method-assign, assignment]

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.commands import ROOT
+from tests.support.tools import unavailable
 
 IMAGE = "p2ptrain-test"
 COMPOSE_V2 = ROOT / "build" / "compose-v2" / "docker-compose"
@@ -82,7 +81,8 @@ def compose_versions() -> dict[str, tuple[str, ...]]:
 def compose_of(version: str) -> tuple[str, ...]:
     """The command of Compose ``v2`` or ``1.29``; the test is skipped where it is not there."""
     if version not in compose_versions():
-        pytest.skip(f"there is no Compose {version} here; as root, run: tests/docker/engine.sh install")
+        how = "as root, run: tests/docker/engine.sh install"
+        unavailable(f"there is no Compose {version} here; {how}", f"compose-{version}")
     return compose_versions()[version]
 
 

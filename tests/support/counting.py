@@ -6,6 +6,7 @@ All of the protocol is real; only the arithmetic of a stage is replaced.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class CountingCompute(StageCompute):
 
     def __init__(self, stage: CountingStage, is_first: bool) -> None:
         self.stage = stage  # type: ignore[assignment]
+        self.lock = threading.Lock()
         self.sum = torch.zeros(PLACES)
         self._is_first = is_first
 
@@ -119,9 +121,9 @@ class Accounts:
         applied: list[tuple[bytes, int, torch.Tensor]] = []
         apply = state.apply
 
-        def record(mean: torch.Tensor, fragment: object = None) -> None:
+        def record(mean: torch.Tensor, round_: int, fragment: object = None) -> None:
             applied.append((state.head.lineage, state.head.tokens, mean.clone()))
-            apply(mean, None)
+            apply(mean, round_, None)
 
         def moved() -> None:
             changed()

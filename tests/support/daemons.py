@@ -35,7 +35,7 @@ from tests.support.daemons import loopback_transport
 {handler}
 
 async def main():
-    async with loopback_transport(Path(sys.argv[1])) as (_, transport):
+    async with loopback_transport() as (_, transport):
         rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
         rpc.{serve}("hang", hang)
         await rpc.start()
@@ -100,13 +100,13 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: 
 
 
 @contextlib.asynccontextmanager
-async def loopback_transport(directory: Path, **settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
+async def loopback_transport(**settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
     """An ephemeral identity and its transport, closed at the end; the daemon must be gone then.
 
     Streams between two of them go through the daemons unless ``settings`` say otherwise.
     """
     settings = {"listen": LOOPBACK, "local_shortcut": False, **settings}
-    with Identity.ephemeral(directory) as identity:
+    with Identity.ephemeral() as identity:
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
         try:
             yield identity, transport

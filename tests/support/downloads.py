@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from p2ptrain.averaging.head import genesis
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from p2ptrain.training.digest import merkle_tree
+from p2ptrain.training.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.outer import NesterovStep
 from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state import SharedState
+from p2ptrain.training.state import SharedState, Stamp
 from p2ptrain.training.state_server import ServeLimits, StateServer
-from p2ptrain.training.transfer import DownloadedState, download_state
+from p2ptrain.training.transfer import DownloadReport, download_state
 from tests.support.simulation import Member, members
 
 NUM_VALUES = 1_500_000  # 11.4 MiB with momentum: 12 chunks
 NUM_CHUNKS = 12
+CHUNK_VALUES = 131_072
 FAST = LinkModel(latency_seconds=(0.005, 0.02), up_bytes_per_second=4e6, down_bytes_per_second=40e6)
 
 
@@ -37,9 +39,34 @@ def shared_state(num_values: int = NUM_VALUES) -> SharedState:
 
 
 def advance(state: SharedState) -> None:
-    state.apply(torch.ones(state.layout.num_values))
+    state.apply(torch.ones(state.layout.num_values), 0)
     root = state.tree().root
     state.head = replace(state.head, round=state.head.round + 1, lineage=root, digest=root)
+
+
+class OneState:
+    """Admits chunks of one state alone; implements `p2ptrain.training.transfer.Admission`."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+
+    async def admit(self, source: str, stamp: Stamp) -> None:
+        if stamp.lineage != self.head.lineage:
+            raise TemporaryError(f"moved on to round {stamp.round}")
+        if stamp.digest != self.head.digest:
+            raise IntegrityError("another digest")
+
+    async def wait_for_turn(self) -> None:
+        pass
+
+
+def tensors_of(partial: PartialDownload) -> NamedTensors:
+    """What arrived, put in place."""
+    tensors = new_tensors(partial.specs)
+    chunks = ChunkedBytes(tensors)
+    for index, _ in partial.chunks():
+        chunks.write(index, partial.chunk(index))
+    return tensors
 
 
 class Sources:
@@ -58,16 +85,19 @@ class Sources:
     def ids(self) -> list[str]:
         return [member.rpc.peer_id for member in self.sources]
 
-    async def download(self, timeout_seconds: float = 120.0, **options: Any) -> DownloadedState:
-        runtime = self.newcomer.peer.runtime
+    async def download(self, resume: PartialDownload | None = None, **options: Any) -> DownloadReport:
+        self.partial = resume if resume is not None else PartialDownload()
         layout = options.pop("layout", self.layout)
-        return await download_state(self.newcomer.rpc, runtime, self.ids, self.head, layout, timeout_seconds, **options)
+        return await download_state(
+            self.newcomer.rpc, self.newcomer.peer.runtime, lambda: self.ids, layout, self.partial, OneState(self.head),
+            **options,
+        )  # fmt: skip
 
-    def start(self, **options: Any) -> asyncio.Task[DownloadedState]:
+    def start(self, **options: Any) -> asyncio.Task[DownloadReport]:
         return self.newcomer.peer.spawn(self.download(**options))
 
-    def is_right(self, downloaded: DownloadedState) -> bool:
-        return merkle_tree(downloaded.tensors).root == self.head.digest
+    def is_right(self) -> bool:
+        return self.partial.is_complete and merkle_tree(tensors_of(self.partial)).root == self.head.digest
 
     def refusals(self, source: int) -> int:
         """How often the newcomer counted that a source sent bad state."""

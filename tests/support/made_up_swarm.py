@@ -22,7 +22,8 @@ from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.certificate import Body, Certificate
 from p2ptrain.averaging.head import Head
 from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
-from p2ptrain.monitor.serve import answer_first, bootstraps, swarm_view
+from p2ptrain.monitor.agreed import bootstraps, swarm_view
+from p2ptrain.monitor.serve import answer_first
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching

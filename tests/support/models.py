@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import Span
 
-SMALL = {"layers": 3, "hidden": 32, "heads": 4, "kv_heads": 4, "intermediate": 48, "context": 16, "vocabulary": 50}
+SIZES = {"layers": 3, "hidden": 32, "heads": 4, "intermediate": 48}
+SMALL = {**SIZES, "context": 16, "vocabulary": 50}
 SPECS = {
-    "llama": ModelSpec(family="llama", **{**SMALL, "kv_heads": 2}, rope_theta=500.0),
+    "llama": ModelSpec(family="llama", **SMALL, kv_heads=2, norm_epsilon=1e-6, rope_theta=500.0),
     "llama, untied": ModelSpec(family="llama", **SMALL, tied_embeddings=False),
     "gpt2": ModelSpec(family="gpt2", **SMALL),
     "gpt2, untied": ModelSpec(family="gpt2", **SMALL, tied_embeddings=False),
-    "vit": ModelSpec(family="vit", **SMALL, image_size=8, patch_size=2, channels=3, classes=5),
+    "vit": ModelSpec(family="vit", **SIZES, norm_epsilon=1e-12, image_size=8, patch_size=2, channels=3, classes=5),
 }
 each = pytest.mark.parametrize("spec", SPECS.values(), ids=list(SPECS))
 

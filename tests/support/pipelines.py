@@ -73,6 +73,7 @@ def make_manifest(
                 "grace_seconds": 2.0,
                 "matchmaking_seconds": 10.0,
                 "round_seconds": 15.0,
+                "late_decay": 1.0,
             }
         ),
         pipeline=PipelineSpec.model_validate(

@@ -11,11 +11,13 @@ import sys
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from tests.support.daemons import ROOT, is_alive, wait_until
+from tests.support.preloaded import SERVER
+from tests.support.settings import training_over
 from tests.support.tellers import PATIENCE_SECONDS, Event, Teller
 
 MANIFEST: dict[str, Any] = {
@@ -30,7 +32,8 @@ MANIFEST: dict[str, Any] = {
 
 def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
     """`MANIFEST` with some values of its sections replaced."""
-    return {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
+    found = {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
+    return {**found, "training": training_over(MANIFEST["training"], sections.get("training", {}))}
 
 
 class Worker(Teller):
@@ -47,6 +50,10 @@ class Worker(Teller):
         values = json.dumps({"run_dir": str(run_dir), **options})
         command = [*prefix, sys.executable, "-m", "tests.support.worker", values]
         super().__init__(run_dir.name, command, run_dir.with_suffix(".log"))
+
+    def _start(self, command: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[str]:
+        *prefix, _, _, _, values = command
+        return super()._start(command, errors) if prefix else SERVER.fork([values], errors)
 
     @property
     def link(self) -> str:
@@ -207,7 +214,7 @@ def nothing_left_behind() -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(0.2):
-            seen.update(descendants(but=before) - before)
+            seen.update(descendants(but=before) - before - SERVER.process_ids)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
+import math
 import random
 import sys
 import time
@@ -74,6 +76,7 @@ class Schedule:
         overlap_steps: Of the manifest: steps while a round is under way.
         auxiliaries: Peers without a model that lend their bandwidth.
         spot_checks: Chunks of each share that the group computes again.
+        global_batch: Samples of a round in which gradients are averaged (``every = 1``); 0 for pseudo-gradients.
     """
 
     seed: int
@@ -91,10 +94,13 @@ class Schedule:
     overlap_steps: int = 0
     auxiliaries: int = 0
     spot_checks: int = 0
+    global_batch: int = 0
 
     @property
     def training(self) -> dict[str, int]:
         """What differs in the manifest's section on training."""
+        if self.global_batch and self.fragments == 1 and not self.overlap_steps:
+            return {"every": 1, "global_batch": self.global_batch, "local_batch": 1}
         every = max(4, 2 * self.fragments * self.overlap_steps)
         return {"every": every, "fragments": self.fragments, "overlap_steps": self.overlap_steps}
 
@@ -134,7 +140,9 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
     lends = num_peers > 2 and codec not in ("topk", "powersgd") and generator.random() < 0.2
     schedule = replace(schedule, auxiliaries=generator.randint(1, 2) if lends else 0)
     may_check = not schedule.auxiliaries or codec not in ("int4", "int4a")  # Else manifests refuse it.
-    return replace(schedule, spot_checks=generator.choice((0, 4)) if may_check else 0)
+    schedule = replace(schedule, spot_checks=generator.choice((0, 4)) if may_check else 0)
+    averages_gradients = generator.random() < 0.25
+    return replace(schedule, global_batch=4 * num_peers if averages_gradients else 0)
 
 
 class Run:
@@ -143,8 +151,9 @@ class Run:
     def __init__(self, schedule: Schedule, network: SimulatedNetwork) -> None:
         self.schedule = schedule
         self.network = network
+        small = {"small_values": 12} if schedule.small_tensors else {}
         manifest = make_manifest(
-            schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, small_values=12,
+            schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, **small,
             aggregation=schedule.rule, group_size=schedule.group_size, auxiliaries=schedule.auxiliaries,
             spot_checks=schedule.spot_checks,
         )  # fmt: skip
@@ -294,6 +303,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.schedules", description=main.__doc__)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--minutes", type=float, help="as many seeds as begin within this time, in place of --count")
     parser.add_argument("--min-peers", type=int, default=2, help="trainers at the start, at least; of pipelines, peers")
     parser.add_argument("--max-peers", type=int, help="and at most: 6, with hosts of stages 16")
     parser.add_argument("--max-events", type=int, help="faults, at most: 6, in pipelines 9")
@@ -304,8 +314,12 @@ def main() -> int:
     options = parser.parse_args()
     logging.basicConfig(level=logging.DEBUG if options.verbose else logging.CRITICAL)
     torch.set_num_threads(1)
-    began, failed, hits = time.process_time(), [], Counter[str]()
-    for seed in range(options.first, options.first + options.count):
+    began, failed, hits, tried = time.process_time(), [], Counter[str](), 0
+    until = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
+    for seed in itertools.count(options.first):
+        if time.monotonic() >= until or (not options.minutes and seed >= options.first + options.count):
+            break
+        tried += 1
         most = options.max_peers or (16 if options.pipelines else 6)
         bounds = seed, options.min_peers, most, options.max_events or (9 if options.pipelines else 6)
         if options.pipelines:
@@ -318,13 +332,13 @@ def main() -> int:
             failed.append(seed)
             sys.stdout.write(f"{problem}\n")
             sys.stdout.flush()
-    seconds = (time.process_time() - began) / max(1, options.count)
+    seconds = (time.process_time() - began) / max(1, tried)
     for what, number in sorted(hits.items()):
         sys.stdout.write(f"{number:6d} times: {what}\n")
     if options.pipelines:
         missed = [phase for phase in PIPELINE_PHASES if not any(hits[f"{fault} {phase}"] for fault in FAULTS_IN)]
         sys.stdout.write(f"phases in which nobody was hit: {', '.join(missed) or 'none'}\n")
-    sys.stdout.write(f"{options.count} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
+    sys.stdout.write(f"{tried} schedules, {seconds:.2f} s of CPU each; failed: {failed or 'none'}\n")
     return int(bool(failed))
 
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.support.daemons import ROOT
 
@@ -38,17 +38,20 @@ class Teller:
         self.log = log
         self.events: list[Event] = []
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-            )
+            self.process = self._start(command, errors)
         self._reader = threading.Thread(target=self._follow, daemon=True)
         self._reader.start()
+
+    def _start(self, command: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
 
     def _follow(self) -> None:
         assert self.process.stdout is not None

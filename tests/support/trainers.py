@@ -13,6 +13,7 @@ import torch
 
 from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
@@ -21,10 +22,18 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.encoding import vector_codec
+from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
+from tests.support.settings import training_over
 
 TOKENS_PER_STEP = 10
+BASE_RATE = 0.01
+
+
+def rate_factor(round_: int) -> float:
+    """The learning rate's schedule with ``every = 1``."""
+    return 1.0 / (1 + round_ % 5)
 
 
 def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object) -> Manifest:
@@ -36,7 +45,9 @@ def make_manifest(training: dict[str, Any] | None = None, /, **averaging: object
         "round_seconds": 20.0,
         **averaging,
     }
-    steps = {"every": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9, **(training or {})}
+    usual = {"every": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+    training = training or {}
+    steps = training if training.get("every") == 1 else training_over(usual, training)
     return Manifest(
         name="simulated",
         training=TrainingSpec.model_validate(steps),
@@ -113,8 +124,10 @@ class SimulatedTrainer:
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        inner = torch.optim.SGD(self.module.parameters(), lr=0.1)
-        self.state = initial_state(self.module, inner, manifest, self.swarm, 0.0)
+        # With a global batch it steps on the mean gradient, at a rate of which no two rounds in a row have the same.
+        inner = torch.optim.AdamW(self.module.parameters(), lr=BASE_RATE)
+        rates = LearningRates(inner, rate_factor)
+        self.state = initial_state(self.module, inner, manifest, self.swarm, 0.0, rates)
         self.rpc = Rpc(peer.transport, peer.runtime, self.swarm)
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
@@ -126,7 +139,7 @@ class SimulatedTrainer:
         self.sync.on_change = self._changed
         spec = manifest.training
         self.work = LocalWork(
-            self.module, self.state, accumulate=False, mixing=spec.mixing if spec.overlap_steps else None
+            self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
         )
         self.results: list[RoundResult] = []
         self.stop = False
@@ -155,14 +168,23 @@ class SimulatedTrainer:
             spec = self.manifest.training
             next_attempt = spec.steps_per_round
             while not self.stop:
+                began = asyncio.get_running_loop().time()
                 await self._compute()
-                if self.work.steps >= next_attempt or self.sync.is_closing():
+                if await self._is_due(next_attempt, asyncio.get_running_loop().time() - began):
                     result = await (self.synchronize_under_compute() if spec.overlap_steps else self.synchronize())
                     next_attempt = spec.steps_per_round
                     if not result.committed:
                         next_attempt = self.work.steps + 1
         finally:
             await self.close()
+
+    async def _is_due(self, next_attempt: int, batch_seconds: float) -> bool:
+        """True if the product's optimizer would synchronise now."""
+        if self.sync.is_closing():
+            return True
+        if self.manifest.training.every > 1:
+            return self.work.steps >= next_attempt
+        return await self.sync.report(self.work.samples, 1, batch_seconds)
 
     async def synchronize_under_compute(self) -> RoundResult:
         """One synchronisation that goes on while the next steps are computed, up to the manifest's overlap."""
@@ -175,8 +197,7 @@ class SimulatedTrainer:
 
     async def _join(self) -> None:
         self.status = "syncing"
-        await find_the_others(self.presence, self.membership, self.sync)
-        self.state.layout.write(self.state.vector, self.module)
+        await find_the_others(self.presence, self.membership, self.sync, self.work)
         self.status = "training"
         self.sync.averager.matchmaker.participates = True
         await step_in(self.presence, self.sync)
@@ -186,9 +207,14 @@ class SimulatedTrainer:
         self._step()
 
     def _step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.module.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=self.noise))
+        for parameter in self.module.parameters():
+            noise = 0.01 * torch.randn(parameter.shape, generator=self.noise)
+            if self.manifest.training.every == 1:
+                parameter.grad = noise
+            else:
+                parameter.data.add_(noise)
+        if self.manifest.training.every == 1:
+            self.work.add_gradients(TOKENS_PER_STEP)
         self.work.add_step(1, TOKENS_PER_STEP)
         name = self.peer.name
         self.ledger.produced[name] = self.ledger.produced.get(name, 0) + TOKENS_PER_STEP
@@ -281,6 +307,8 @@ class SimulatedSwarm:
     def _raise_errors(self) -> None:
         for name, task in self.tasks.items():
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                if self.trainers[name].is_hostile and isinstance(error, DivergedError):
+                    continue  # The others refuse it again and again.
                 raise InvariantError(f"trainer {name} ended with {error!r}") from error
 
     def in_agreement(self, rounds: int) -> bool:

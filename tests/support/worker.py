@@ -7,17 +7,21 @@ It obeys one order a line on standard input, and leaves when that ends:
     Stop training in this round or a later one; start again.
 ``corrupt``
     Change one value of the shared state behind its back.
+``census``
+    Say how many tasks its event loop has.
 ``fault PHASE SIGNAL``
-    Send itself this signal when it next enters this phase of a round; ``serving`` is a phase, too: in the middle of
-    sending its state to somebody.
+    Send itself this signal when it next enters this phase of a round; ``serving`` and ``downloading`` are phases, too:
+    in the middle of sending its state to somebody, or of downloading it.
 ``leave``
     Say goodbye and end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -26,24 +30,30 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgpack
 import torch
 
-from p2ptrain import Manifest, Swarm
+from p2ptrain import Manifest, SavePolicy, Swarm
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.training import state_server
 from p2ptrain.training.optimizer import SwarmOptimizer
-from p2ptrain.training.state import Snapshot
+from p2ptrain.training.partial_download import PartialDownload
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.state_server import ServeLimits
 from p2ptrain.training.sync import RoundResult, Synchronizer
 from tests.support.served import served
 
 WIDTH = 8
 SERVED_CHUNKS = 3
 """The phase ``serving`` begins when so many chunks of a state have been sent."""
+DOWNLOADED_CHUNKS = 20
+"""The phase ``downloading`` begins when so many chunks of a state have been kept."""
 TRUTH = torch.linspace(-1.0, 1.0, WIDTH)
 
 
@@ -61,7 +71,9 @@ class Options:
         hold: Begin without training, until told to ``go``.
         tell_values: Tell all parameters and the indices of the samples with every round.
         listen: Where it listens.
+        save_rounds: Rounds between checkpoints; 0 saves at the end only.
         serves: Requests per second that its record says it serves; 0 for a record without that part.
+        upload: Bytes per second that it sends of its state; 0 for no limit.
         clock_seconds: How far this machine's wall clock is ahead, as this process sees it.
     """
 
@@ -74,7 +86,9 @@ class Options:
     hold: bool = False
     tell_values: bool = False
     listen: str = "/ip4/127.0.0.1/tcp/0"
+    save_rounds: int = 0
     serves: float = 0.0
+    upload: float = 0.0
     clock_seconds: float = 0.0
 
 
@@ -120,6 +134,7 @@ class Orders:
         self.corrupt = threading.Event()
         self.hold_from: int | None = 0 if hold else None
         self.fault: tuple[str, signal.Signals] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -131,11 +146,17 @@ class Orders:
                     self.hold_from = None
                 case ["corrupt"]:
                     self.corrupt.set()
+                case ["census"] if self.loop is not None:
+                    self.loop.call_soon_threadsafe(self.count_tasks)
                 case ["fault", phase, name]:
                     self.fault = phase, signal.Signals[name]
                 case ["leave"]:
                     break
         self.leave.set()
+
+    def count_tasks(self) -> None:
+        """Say how many tasks there are; on the event loop."""
+        say("census", tasks=len(asyncio.all_tasks()))
 
     def on_phase(self, phase: str, round_: int) -> None:
         """Carry out the fault that was ordered, if this is its phase."""
@@ -148,20 +169,39 @@ class Orders:
 def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
     """Let faults happen in the middle of a round, and in the middle of serving state."""
     synchronizer.averager.on_phase = orders.on_phase
-    read = Snapshot.read
+    read = SharedState.read
 
-    def read_chunk(snapshot: Snapshot, index: int, out: memoryview, *, wait: bool = True) -> int:
+    def read_chunk(state: SharedState, index: int, *rest: Any, **options: Any) -> int:
         if index >= SERVED_CHUNKS:
-            orders.on_phase("serving", snapshot.head.round)
-        return read(snapshot, index, out, wait=wait)
+            orders.on_phase("serving", state.head.round)
+        return read(state, index, *rest, **options)
 
-    Snapshot.read = read_chunk  # type: ignore[method-assign, assignment]
+    SharedState.read = read_chunk  # type: ignore[method-assign, assignment]
+
+
+downloaded_bytes = 0
+"""Of chunks of a state that this process kept."""
+
+
+def follow_downloads(orders: Orders) -> None:
+    """Count what is downloaded, and let faults happen in the middle of it."""
+    put = PartialDownload.put
+
+    def put_chunk(partial: PartialDownload, index: int, data: memoryview, *rest: Any) -> bool:
+        global downloaded_bytes
+        kept = put(partial, index, data, *rest)
+        downloaded_bytes += len(data)
+        if partial.num_done >= DOWNLOADED_CHUNKS:
+            orders.on_phase("downloading", 0)
+        return kept
+
+    PartialDownload.put = put_chunk  # type: ignore[method-assign, assignment]
 
 
 def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     """Train until told to leave."""
-    model = make_model(options.hidden)
-    opt = swarm.optimizer(model, make_optimizer(model), tokens_per_step=swarm.manifest.training.local_batch)
+    model, spec = make_model(options.hidden), swarm.manifest.training
+    opt = swarm.optimizer(model, make_optimizer(model), clip_norm=spec.clip_norm, tokens_per_step=spec.local_batch)
     synchronizer = swarm._peer.synchronizer
     assert synchronizer is not None
     follow_phases(orders, synchronizer)
@@ -171,7 +211,7 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
         return not orders.leave.wait(0.2)
 
     opt.on_pause = wait_for_others
-    say("training", **describe(synchronizer))
+    say("training", downloaded=downloaded_bytes, **describe(synchronizer))
     size = swarm.manifest.training.local_batch
     index = 1_000_000 * options.seed
     pending: list[int] = []
@@ -242,8 +282,8 @@ def report_serving(swarm: Swarm, per_second: float) -> None:
 def set_clock(ahead_seconds: float) -> None:
     """Give the peers of this process a wall clock that is off."""
 
-    def make_runtime(name: str = "cpu") -> Runtime:
-        return dataclasses.replace(real_runtime(name), clock=lambda: time.time() + ahead_seconds)
+    def make_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
+        return dataclasses.replace(real_runtime(name, scratch), clock=lambda: time.time() + ahead_seconds)
 
     swarm_module.real_runtime = make_runtime  # type: ignore[attr-defined]
 
@@ -255,15 +295,22 @@ def main() -> int:
     options = Options(**json.loads(sys.argv[1]))
     orders = Orders(options.hold)
     name, listen = os.path.basename(options.run_dir), (options.listen,)
+    saving = SavePolicy(options.save_rounds, 0)
     set_clock(options.clock_seconds)
+    follow_downloads(orders)
+    if options.upload:
+        state_server.ServeLimits = functools.partial(  # type: ignore[misc, assignment]
+            ServeLimits, bytes_per_second=options.upload
+        )
     with contextlib.ExitStack() as stack:
         try:
             if options.link:
-                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=listen)
+                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
             else:
                 manifest = Manifest.model_validate(options.manifest)
-                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen)
+                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
             stack.enter_context(swarm)
+            orders.loop = swarm._thread.loop
             daemon = swarm._peer.transport.daemon.process_id
             if options.serves:
                 report_serving(swarm, options.serves)

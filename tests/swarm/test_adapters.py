@@ -64,6 +64,9 @@ def pretrained(directory: Path) -> Path:
     ]
     done = run_command("init", swarm, *arguments, *options)
     assert done.returncode == 0, done.stderr
+    run_file = (swarm / "run.toml").read_text()
+    assert 'weights = "local:model"' in run_file
+    assert str(directory / "model") not in run_file, "a manifest is public"
     return swarm
 
 
@@ -74,6 +77,7 @@ def test_a_swarm_trains_adapters_which_peft_puts_on_the_pretrained_model(tmp_pat
 
     swarm, run_dir = pretrained(tmp_path), tmp_path / "run"
     options: list[str | Path] = ["--manifest", swarm / "run.toml", "--peers", "2", "--threads", "1", "--no-monitor"]
+    options += ["--weights", tmp_path / "model"]
     with nothing_left_behind():
         done = run_command("up", *options, "--run-dir", run_dir, "--rounds", "30", timeout_seconds=250)
     assert done.returncode == 0, done.stderr
@@ -107,6 +111,7 @@ def test_a_script_trains_adapters_and_a_host_with_another_model_is_refused(tmp_p
         logs = [tmp_path / f"host{number}.log" for number in range(2)]
         for number, log in enumerate(logs):
             stage: list[str | Path] = ["--stage", str(number), "--run-dir", tmp_path / log.stem]
+            stage += ["--weights", tmp_path / "model"]
             stack.enter_context(background_command(log, *join, *stage))
         refused = run_command(*join, "--stage", "1", "--weights", tmp_path / "other", "--run-dir", tmp_path / "refused")
         assert refused.returncode == 3, refused.stderr

@@ -57,7 +57,7 @@ class LoneTrainer:
             }
         )  # fmt: skip
         manifest = directory / "manifest"
-        with Identity.ephemeral(directory) as organizer:
+        with Identity.ephemeral() as organizer:
             manifest.write_bytes(SignedManifest.create(self.manifest, organizer).to_bytes())
         self.role_file = directory / "lone.toml"
         self.role_file.write_text(ROLE.format(manifest=manifest))
@@ -102,6 +102,7 @@ def round_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+@pytest.mark.fault(24)
 def test_a_disk_that_is_full_costs_a_checkpoint_and_neither_the_training_nor_the_checkpoints_before(
     tmp_path: Path,
 ) -> None:
@@ -134,6 +135,7 @@ def test_a_disk_that_is_full_costs_a_checkpoint_and_neither_the_training_nor_the
     assert not trainer.unfinished()
 
 
+@pytest.mark.fault(24)
 def test_a_trainer_killed_in_the_middle_of_writing_a_checkpoint_resumes_from_the_one_before(tmp_path: Path) -> None:
     trainer = LoneTrainer(tmp_path)
     with trainer.running() as process:

@@ -108,6 +108,7 @@ def round_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
+@pytest.mark.fault(11)
 def test_all_are_killed_and_training_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
     machines = Machines(tmp_path)
     with nothing_left_behind(), machines.running() as processes:

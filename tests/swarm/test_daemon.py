@@ -7,6 +7,9 @@ import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,7 @@ from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
 from tests.support.daemons import (
     ECHO,
     LOOPBACK,
+    ROOT,
     echo,
     free_port,
     is_alive,
@@ -61,9 +65,10 @@ asyncio.run(main())
 """
 
 
-def test_a_taken_port_is_named(tmp_path: Path) -> None:
+@pytest.mark.fault(25)
+def test_a_taken_port_is_named() -> None:
     async def main() -> None:
-        with socket.socket() as taken, Identity.ephemeral(tmp_path) as identity:
+        with socket.socket() as taken, Identity.ephemeral() as identity:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             port = taken.getsockname()[1]
@@ -73,15 +78,15 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     run(main)
 
 
-def test_two_daemons_never_share_a_port(tmp_path: Path) -> None:
+def test_two_daemons_never_share_a_port() -> None:
     listen = (f"/ip4/127.0.0.1/tcp/{free_port()}",)
 
     async def main() -> None:
-        async with loopback_transport(tmp_path, listen=listen):
+        async with loopback_transport(listen=listen):
             with pytest.raises(ResourceError, match="is taken"):
-                async with loopback_transport(tmp_path, listen=listen):
+                async with loopback_transport(listen=listen):
                     pass
-        async with loopback_transport(tmp_path, listen=listen):  # free again at once
+        async with loopback_transport(listen=listen):  # free again at once
             pass
 
     run(main)
@@ -94,6 +99,7 @@ def fake_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) ->
     monkeypatch.setattr(daemon_module, "_binary", lambda: str(path))
 
 
+@pytest.mark.fault(5, 25)
 @pytest.mark.parametrize(
     ("script", "reason"),
     [("echo the disk is on fire; exit 3", "the disk is on fire"), ("echo hm; exec sleep 60", "no answer.*hm")],
@@ -104,7 +110,7 @@ def test_a_daemon_that_does_not_start_is_tried_three_times_and_its_words_shown(
     fake_daemon(tmp_path, monkeypatch, script)
 
     async def main() -> None:
-        with Identity.ephemeral(tmp_path) as identity, pytest.raises(ResourceError, match=reason):
+        with Identity.ephemeral() as identity, pytest.raises(ResourceError, match=reason):
             await Libp2pTransport.start(identity, Libp2pSettings(listen=LOOPBACK, startup_timeout_seconds=0.5))
 
     run(main)
@@ -116,16 +122,17 @@ def test_a_daemon_that_fails_once_is_started_again(tmp_path: Path, monkeypatch: 
     fake_daemon(tmp_path, monkeypatch, f'[ $(wc -l < {tmp_path}/starts) -ge 2 ] && exec {real} "$@"; exit 1')
 
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (identity, transport):
+        async with loopback_transport() as (identity, transport):
             assert transport.peer_id == identity.peer_id
 
     run(main)
 
 
-def test_a_killed_daemon_is_noticed_and_can_be_replaced(tmp_path: Path) -> None:
+@pytest.mark.fault(25)
+def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
     async def main() -> None:
         reasons: list[str] = []
-        async with loopback_transport(tmp_path) as (_, b), loopback_transport(tmp_path) as (identity, a):
+        async with loopback_transport() as (_, b), loopback_transport() as (identity, a):
             await b.serve(ECHO, echo)
             a.on_lost(reasons.append)
             peer = await a.connect(await b.addresses(), 10)
@@ -154,13 +161,14 @@ def test_a_killed_daemon_is_noticed_and_can_be_replaced(tmp_path: Path) -> None:
     run(main)
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("mode", ["alone", "fork"])
 def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
     """With ``fork``, a child (as a data loader's worker) lives on and must not hold daemon, streams or identity."""
     key = tmp_path / "peer.key"
 
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, transport):
+        async with loopback_transport() as (_, transport):
             with peer_process(PEER, str(key), mode) as (process, told):
                 try:
                     stream = await transport.open(await transport.connect(told["addresses"], 10), ECHO, 10)
@@ -179,15 +187,15 @@ def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
                 finally:
                     if told["child"]:
                         os.kill(told["child"], signal.SIGKILL)
-        async with loopback_transport(tmp_path):
+        async with loopback_transport():
             assert not os.path.exists(told["directory"])  # noqa: ASYNC240 - the next peer cleans up after the killed one
 
     run(main)
 
 
-def test_a_forked_child_has_no_descriptor_of_the_daemons_sockets(tmp_path: Path) -> None:
+def test_a_forked_child_has_no_descriptor_of_the_daemons_sockets() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve(ECHO, echo)
             stream = await a.open(await a.connect(await b.addresses(), 10), ECHO, 10)
             read_end, write_end = os.pipe()
@@ -218,3 +226,27 @@ def _daemon_sockets(directory: str) -> list[str]:
         if directory in ends:
             found.append(name)
     return found
+
+
+def test_a_daemon_ends_with_its_owner_although_a_library_took_the_handler_of_sigchld() -> None:
+    script = """
+        import signal
+        from tests.swarm.test_daemon import Libp2pSettings, Libp2pTransport, LOOPBACK, Identity, run
+
+        async def main():
+            transport = await Libp2pTransport.start(Identity.ephemeral(), Libp2pSettings(listen=LOOPBACK))
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            await transport.close()
+            print("ended")
+
+        run(main, on_uvloop=True)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.stdout, ended.returncode) == ("ended\n", 0), ended.stderr

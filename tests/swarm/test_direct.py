@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from pathlib import Path
 
 import pytest
 import uvloop
@@ -29,7 +27,7 @@ SERVER = RPC_SERVER.format(handler=HANG, serve="serve_channel")
 
 
 @pytest.mark.parametrize("on_uvloop", [False, True])
-def test_streams_that_carry_much_go_directly_and_others_do_not(tmp_path: Path, on_uvloop: bool) -> None:
+def test_streams_that_carry_much_go_directly_and_others_do_not(on_uvloop: bool) -> None:
     async def main() -> None:
         callers: asyncio.Queue[str] = asyncio.Queue()
 
@@ -37,7 +35,7 @@ def test_streams_that_carry_much_go_directly_and_others_do_not(tmp_path: Path, o
             callers.put_nowait(stream.remote)
             await echo(stream)
 
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve(ECHO, answer)
             peer = await a.connect(await b.addresses(), 10)
             for expected_bytes, is_direct in ((0, False), (MUCH, True)):
@@ -53,11 +51,11 @@ def test_streams_that_carry_much_go_directly_and_others_do_not(tmp_path: Path, o
 
 
 @pytest.mark.parametrize(("mine", "theirs"), [("off", "auto"), ("auto", "off"), ("off", "off")])
-def test_who_takes_no_part_is_reached_through_the_daemon(tmp_path: Path, mine: str, theirs: str) -> None:
+def test_who_takes_no_part_is_reached_through_the_daemon(mine: str, theirs: str) -> None:
     async def main() -> None:
         async with (
-            loopback_transport(tmp_path, direct=mine) as (_, a),
-            loopback_transport(tmp_path, direct=theirs) as (_, b),
+            loopback_transport(direct=mine) as (_, a),
+            loopback_transport(direct=theirs) as (_, b),
         ):
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
@@ -71,9 +69,9 @@ def test_who_takes_no_part_is_reached_through_the_daemon(tmp_path: Path, mine: s
     run(main)
 
 
-def test_streams_beyond_the_limit_are_refused_there_too(tmp_path: Path) -> None:
+def test_streams_beyond_the_limit_are_refused_there_too() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path, max_streams=1) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport(max_streams=1) as (_, b):
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
             first = await a.open(peer, ECHO, 10)
@@ -89,10 +87,10 @@ def test_streams_beyond_the_limit_are_refused_there_too(tmp_path: Path) -> None:
     run(main)
 
 
-def test_direct_streams_end_with_the_transport(tmp_path: Path) -> None:
+def test_direct_streams_end_with_the_transport() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a):
-            async with loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a):
+            async with loopback_transport() as (_, b):
                 await b.serve(ECHO, echo)
                 stream = await a.open(await a.connect(await b.addresses(), 10), ECHO, 10, expected_bytes=MUCH)
                 assert a.direct.num_dialled > 0
@@ -104,20 +102,19 @@ def test_direct_streams_end_with_the_transport(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blow", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_dies_or_stops_is_noticed_as_on_any_stream(tmp_path: Path, blow: signal.Signals) -> None:
+def test_a_process_that_dies_or_stops_is_noticed_as_on_any_stream(blow: signal.Signals) -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, transport):
+        async with loopback_transport() as (_, transport):
             rpc = Rpc(transport, real_runtime(), SWARM)
-            with peer_process(SERVER, str(tmp_path)) as (process, told):
+            with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
                 async with rpc.open(peer, "hang", {}, 10, expected_bytes=MUCH) as channel:
                     await channel.receive(10)
                     assert transport.direct.num_dialled > 0
                     os.kill(process.pid, blow)
-                    struck_at = time.monotonic()
-                    with pytest.raises(PeerLostError):
-                        await channel.receive(60)
-                    assert time.monotonic() - struck_at < (5 if blow == signal.SIGKILL else 15)
+                    async with asyncio.timeout(60):
+                        with pytest.raises(PeerLostError):
+                            await channel.receive(3600)
             await rpc.close()
             rpc.runtime.close()
 

@@ -57,6 +57,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trio]:
         yield Trio(swarm)
 
 
+@pytest.mark.fault(1, 2)
 @pytest.mark.parametrize("phase", PHASES)
 def test_survivors_of_a_peer_killed_in_any_phase_commit_the_next_round_and_it_comes_back(
     trio: Trio, phase: str
@@ -74,6 +75,7 @@ def test_survivors_of_a_peer_killed_in_any_phase_commit_the_next_round_and_it_co
     trio.wait_for_peace()
 
 
+@pytest.mark.fault(16)
 def test_a_stopped_process_is_left_behind_within_the_heartbeat_and_rejoins_by_itself(trio: Trio) -> None:
     marks = {name: len(trio[name].events) for name in NAMES}
     trio["c"].order("fault scatter SIGSTOP")
@@ -94,6 +96,7 @@ def test_a_stopped_process_is_left_behind_within_the_heartbeat_and_rejoins_by_it
     assert trio["c"].process.poll() is None
 
 
+@pytest.mark.fault(21)
 def test_corrupted_parameters_are_found_in_the_next_round_and_only_their_owner_fetches_others(trio: Trio) -> None:
     marks = {name: len(trio[name].events) for name in NAMES}
     before = {name: trio[name].rounds()[-1]["resyncs"] for name in NAMES}
@@ -107,6 +110,7 @@ def test_corrupted_parameters_are_found_in_the_next_round_and_only_their_owner_f
     check_states(*trio.members.values(), since=0)
 
 
+@pytest.mark.fault(7, 12)
 def test_a_lone_survivor_goes_on_and_two_joiners_at_once_find_it(trio: Trio) -> None:
     marks = {name: len(trio[name].events) for name in NAMES}
     for name in ("b", "c"):
@@ -119,6 +123,7 @@ def test_a_lone_survivor_goes_on_and_two_joiners_at_once_find_it(trio: Trio) -> 
     trio.wait_for_peace()
 
 
+@pytest.mark.fault(25)
 def test_a_peer_whose_network_daemon_dies_says_so_and_ends_and_can_be_started_again(trio: Trio) -> None:
     mark = len(trio["a"].events)
     os.kill(trio["c"].daemon, signal.SIGKILL)
@@ -130,6 +135,7 @@ def test_a_peer_whose_network_daemon_dies_says_so_and_ends_and_can_be_started_ag
     trio.wait_for_peace()
 
 
+@pytest.mark.fault(12)
 def test_below_the_minimum_of_peers_a_survivor_pauses_says_so_and_resumes(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2}) as swarm:
         a, b = swarm.start_all("a", "b")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,6 +15,7 @@ from p2ptrain.errors import (
     PeerError,
     PeerLostError,
     PeerUnreachableError,
+    WrongPeerError,
 )
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.transport import Stream
@@ -31,12 +30,12 @@ from tests.support.daemons import (
 )
 
 
-def test_peer_ids_agree_with_hivemind_and_the_daemon(tmp_path: Path) -> None:
+def test_peer_ids_agree_with_hivemind_and_the_daemon() -> None:
     from hivemind.p2p import PeerID
 
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (identity, transport):
-            assert PeerID.from_identity(identity.path.read_bytes()).to_base58() == identity.peer_id
+        async with loopback_transport() as (identity, transport):
+            assert PeerID.from_identity(identity.libp2p_key()).to_base58() == identity.peer_id
             assert transport.peer_id == identity.peer_id
             (address,) = await transport.addresses()
             assert address.endswith(f"/p2p/{identity.peer_id}")
@@ -46,7 +45,7 @@ def test_peer_ids_agree_with_hivemind_and_the_daemon(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_uvloop", [False, True])
-def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(tmp_path: Path, on_uvloop: bool) -> None:
+def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(on_uvloop: bool) -> None:
     num_chunks, chunk_bytes = 64, 300_000
     expected = hashlib.sha256()
 
@@ -59,7 +58,7 @@ def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(tmp_path: Pa
             await stream.write(received.digest())
             await stream.read(1)
 
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve("/test/bulk", receive)
             peer = await a.connect(await b.addresses(), 10)
             stream = await a.open(peer, "/test/bulk", 10)
@@ -76,14 +75,14 @@ def test_bytes_arrive_exactly_although_the_sender_reuses_its_buffer(tmp_path: Pa
     run(main, on_uvloop)
 
 
-def test_what_was_written_before_a_close_arrives(tmp_path: Path) -> None:
+def test_what_was_written_before_a_close_arrives() -> None:
     async def main() -> None:
         arrived: asyncio.Queue[bytes] = asyncio.Queue()
 
         async def receive(stream: Stream) -> None:
             await arrived.put(await stream.read(3_000_000))
 
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve("/test/bulk", receive)
             peer = await a.connect(await b.addresses(), 10)
             for _ in range(5):
@@ -95,14 +94,14 @@ def test_what_was_written_before_a_close_arrives(tmp_path: Path) -> None:
     run(main)
 
 
-def test_a_reader_that_does_not_read_holds_the_writer_back(tmp_path: Path) -> None:
+def test_a_reader_that_does_not_read_holds_the_writer_back() -> None:
     async def main() -> None:
         hold = asyncio.Event()
 
         async def ignore(stream: Stream) -> None:
             await hold.wait()
 
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve("/test/ignore", ignore)
             stream = await a.open(await a.connect(await b.addresses(), 10), "/test/ignore", 10)
             sent = 0
@@ -122,10 +121,10 @@ def test_a_reader_that_does_not_read_holds_the_writer_back(tmp_path: Path) -> No
     run(main)
 
 
-def test_refusals_are_unreachable_peers_with_the_reason(tmp_path: Path) -> None:
+def test_refusals_are_unreachable_peers_with_the_reason() -> None:
     async def main() -> None:
-        nobody = Identity.ephemeral(tmp_path)
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        nobody = Identity.ephemeral()
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             peer = await a.connect(await b.addresses(), 10)
             with pytest.raises(PeerUnreachableError, match="protocols not supported"):
                 await a.open(peer, "/test/unknown", 10)
@@ -146,10 +145,26 @@ def test_refusals_are_unreachable_peers_with_the_reason(tmp_path: Path) -> None:
     run(main)
 
 
-def test_connect_takes_whoever_answers(tmp_path: Path) -> None:
+def test_a_dial_to_a_wrong_peer_id_names_the_peer_at_that_address_however_often_it_is_tried() -> None:
     async def main() -> None:
-        nobody = Identity.ephemeral(tmp_path)
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        nobody = Identity.ephemeral()
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
+            (address,) = await b.addresses()
+            wrong = address.replace(b.peer_id, nobody.peer_id)
+            for _ in range(3):  # After the first attempt the daemon's backoff hides the reason.
+                with pytest.raises(WrongPeerError) as caught:
+                    await a.connect([wrong], 10)
+                assert caught.value.holder == b.peer_id
+                assert b.peer_id in str(caught.value)
+            assert await a.connect([address], 10) == b.peer_id
+
+    run(main)
+
+
+def test_connect_takes_whoever_answers() -> None:
+    async def main() -> None:
+        nobody = Identity.ephemeral()
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{nobody.peer_id}"
             assert await a.connect([dead, *await b.addresses()], 10) == b.peer_id
             assert await a.connected_peers() == [b.peer_id]
@@ -157,19 +172,19 @@ def test_connect_takes_whoever_answers(tmp_path: Path) -> None:
     run(main)
 
 
-def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs(tmp_path: Path) -> None:
+@pytest.mark.fault(25)
+def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
             daemon = psutil.Process(a.daemon.process_id)
             daemon.suspend()
             try:
                 wait_until(lambda: daemon.status() == psutil.STATUS_STOPPED)
-                started = time.monotonic()
-                with pytest.raises(PeerUnreachableError, match="time"):
-                    await a.open(peer, ECHO, 0.01)
-                assert time.monotonic() - started < 1
+                async with asyncio.timeout(30):
+                    with pytest.raises(PeerUnreachableError, match="time"):
+                        await a.open(peer, ECHO, 0.01)
             finally:
                 daemon.resume()
             stream = await a.open(peer, ECHO, 10)
@@ -180,13 +195,13 @@ def test_opening_ends_by_its_deadline_even_when_the_own_daemon_hangs(tmp_path: P
     run(main)
 
 
-def test_a_failing_handler_breaks_its_stream_alone(tmp_path: Path) -> None:
+def test_a_failing_handler_breaks_its_stream_alone() -> None:
     async def main() -> None:
         async def fail(stream: Stream) -> None:
             await stream.read(1)
             raise ValueError("broken on purpose")
 
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             await b.serve("/test/fail", fail)
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
@@ -202,9 +217,10 @@ def test_a_failing_handler_breaks_its_stream_alone(tmp_path: Path) -> None:
     run(main)
 
 
-def test_streams_beyond_the_limit_are_refused_and_served_again_later(tmp_path: Path) -> None:
+@pytest.mark.fault(36)
+def test_streams_beyond_the_limit_are_refused_and_served_again_later() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path, max_streams=2) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport(max_streams=2) as (_, b):
             await b.serve(ECHO, echo)
             peer = await a.connect(await b.addresses(), 10)
 
@@ -235,11 +251,11 @@ def test_streams_beyond_the_limit_are_refused_and_served_again_later(tmp_path: P
 
 
 @pytest.mark.parametrize("on_uvloop", [False, True])
-def test_it_runs_on_a_loop_of_another_thread(tmp_path: Path, on_uvloop: bool) -> None:
+def test_it_runs_on_a_loop_of_another_thread(on_uvloop: bool) -> None:
     outcome: list[Any] = []
 
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, a), loopback_transport(tmp_path) as (_, b):
+        async with loopback_transport() as (_, a), loopback_transport() as (_, b):
             outcome.append(await a.connect(await b.addresses(), 10) == b.peer_id)
 
     thread = threading.Thread(target=run, args=(main, on_uvloop))
@@ -248,12 +264,12 @@ def test_it_runs_on_a_loop_of_another_thread(tmp_path: Path, on_uvloop: bool) ->
     assert outcome == [True]
 
 
-def test_a_private_peer_is_reached_through_its_relay_at_once(tmp_path: Path) -> None:
+def test_a_private_peer_is_reached_through_its_relay_at_once() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path, relay=True, force_reachability="public") as (_, relay):
+        async with loopback_transport(relay=True, force_reachability="public") as (_, relay):
             relays = tuple(await relay.addresses())
             settings = {"bootstrap": relays, "trusted_relays": relays, "force_reachability": "private"}
-            async with loopback_transport(tmp_path, **settings) as (_, a), loopback_transport(tmp_path) as (_, b):
+            async with loopback_transport(**settings) as (_, a), loopback_transport() as (_, b):
                 await a.serve(ECHO, echo)
 
                 async def reserved() -> bool:

@@ -29,8 +29,12 @@ pytestmark = pytest.mark.timeout(300)
 SLEEP_SECONDS = 65.0
 """Longer than any lifetime of a record, and than the libp2p daemons keep a connection that does not answer."""
 NOTICE_SECONDS = 15.0
-SLOW_SECONDS = (1.0, 5.0)
-"""How late each piece of an answer of a slow bootstrap peer comes."""
+SLOW_SECONDS = (1.0, 2.0)
+"""Delay of each piece of a slow bootstrap peer's answers.
+
+Two answers make a handshake. The daemon allows it 5 s on loopback and private addresses, 15 s elsewhere. After a
+handshake that took longer, the daemon refuses to dial the address for 6, 9, 14 … s, and joining depends on luck.
+"""
 
 
 def wait_for_peace(*workers: Worker) -> None:
@@ -52,6 +56,7 @@ def keep_committing_until(deadline: float, workers: list[Worker], members: int) 
             )
 
 
+@pytest.mark.fault(14, 16)
 def test_a_bootstrap_and_a_member_that_sleep_for_a_minute_are_left_behind_and_rejoin_by_themselves(
     tmp_path: Path,
 ) -> None:
@@ -82,6 +87,7 @@ def test_a_bootstrap_and_a_member_that_sleep_for_a_minute_are_left_behind_and_re
         assert newcomer.wait_for("training")["round"] > front
 
 
+@pytest.mark.fault(14)
 def test_who_joins_through_a_bootstrap_that_answers_seconds_late_gets_in_and_harms_nobody(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
         bootstrap, b = swarm.start_all("bootstrap", "b")
@@ -99,6 +105,7 @@ def test_who_joins_through_a_bootstrap_that_answers_seconds_late_gets_in_and_har
         wait_for_peace(bootstrap, b, joiner)
 
 
+@pytest.mark.fault(38)
 def test_peers_whose_clocks_are_off_by_minutes_and_hours_go_by_the_swarms_and_say_so(tmp_path: Path) -> None:
     skews = {"first": 400.0, "right": 0.0, "ahead": 7200.0, "behind": -3 * 3600.0}
     with nothing_left_behind(), Swarmlet(tmp_path) as swarm:

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.daemons import wait_until
-from tests.support.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, monitoring
+from tests.support.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
 from tests.support.processes import Swarmlet, nothing_left_behind, run_command
 from tests.support.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
+
+
+def wait_for_verified_round(page: StatusPage) -> dict[str, Any]:
+    """Return a round that is certified and that both peers have reported.
+
+    A leader announces the certificate as soon as the round is over. Peers report their state with their next record.
+    """
+    found: list[dict[str, Any]] = []
+
+    def is_there() -> bool:
+        views = page.api("rounds")["rounds"]
+        found[:] = [view for view in views if view["verified"] and view["agrees"] is not None]
+        return bool(found)
+
+    wait_until(is_there, PATIENCE_SECONDS)
+    return found[0]
 
 
 def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
@@ -22,8 +39,7 @@ def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
         first.wait_for_commit(members=2)
         with monitoring(first.link, tmp_path / "history.sqlite", tmp_path / "monitor.log") as page:
             assert page.names() == {"first", "second"}
-            wait_until(lambda: any(view["verified"] for view in page.api("rounds")["rounds"]), PATIENCE_SECONDS)
-            certified = next(view for view in page.api("rounds")["rounds"] if view["verified"])
+            certified = wait_for_verified_round(page)
             assert certified["members"] == certified["contributors"] == 2
             assert certified["tokens"] > 0
             assert certified["agrees"]

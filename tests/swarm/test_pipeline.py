@@ -96,6 +96,7 @@ def wait_for_rounds(log: Path, more: int, seconds: float = 90.0) -> None:
     wait_until(lambda: len(rounds(log)) >= before + more, seconds)
 
 
+@pytest.mark.fault(27)
 def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed_and_stopped(stages: Stages) -> None:
     peers = [stages.join(f"host{number}", "--role", "stage") for number in range(4)]
     _, trainer = stages.join("trainer", "--role", "trainer")

@@ -39,7 +39,7 @@ async def started(directory: Path, name: str, link: SwarmLink | None = None, **n
     """A peer of one swarm; the first one, without a link, starts it."""
     runtime = real_runtime(name)
     settings = Libp2pSettings(**{"listen": LOOPBACK, "auto_nat": True, "local_shortcut": False, **network})
-    with Identity.ephemeral(directory) as identity:
+    with Identity.ephemeral() as identity:
         signed = None if link else SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
         options = PeerOptions("bootstrap" if link is None else "trainer", name, "cpu", directory, settings)
         peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
@@ -87,9 +87,9 @@ def test_a_probe_dials_nothing_on_loopback_and_refuses_nonsense_and_floods(
     run(main)
 
 
-def test_a_daemon_is_recognised_where_it_listens(tmp_path: Path) -> None:
+def test_a_daemon_is_recognised_where_it_listens() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, transport):
+        async with loopback_transport() as (_, transport):
             address = (await transport.addresses())[0]
             assert await speaks_libp2p(host_of(address), tcp_ports([address])[0])
 
@@ -113,6 +113,7 @@ def test_a_relay_carries_from_its_first_start(tmp_path: Path, monkeypatch: pytes
     run(main)
 
 
+@pytest.mark.fault(39)
 def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +163,7 @@ def test_nobody_but_its_own_carrier_can_have_a_peer_carry(tmp_path: Path) -> Non
     async def main() -> None:
         async with started(tmp_path, "seed") as seed:
             runtime = real_runtime("stranger")
-            async with carrier(runtime, seed.swarm), loopback_transport(tmp_path) as (_, transport):
+            async with carrier(runtime, seed.swarm), loopback_transport() as (_, transport):
                 rpc = Rpc(transport, runtime, seed.swarm)
                 await transport.connect(seed.link.addresses, 5)
                 async with rpc.open(seed.identity.peer_id, CARRY, {}, 5) as channel:

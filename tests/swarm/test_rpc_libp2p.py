@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,11 +28,11 @@ SERVER = RPC_SERVER.format(handler=HANG, serve="serve")
 
 
 @asynccontextmanager
-async def rpc_pair(directory: Path, **settings: Any) -> AsyncIterator[tuple[Rpc, Rpc]]:
+async def rpc_pair(**settings: Any) -> AsyncIterator[tuple[Rpc, Rpc]]:
     """Two connected peers in this process, each with a daemon of its own."""
     async with (
-        loopback_transport(directory, **settings) as (_, first),
-        loopback_transport(directory, **settings) as (_, second),
+        loopback_transport(**settings) as (_, first),
+        loopback_transport(**settings) as (_, second),
     ):
         runtime = real_runtime()
         caller, server = Rpc(first, runtime, SWARM), Rpc(second, runtime, SWARM)
@@ -48,11 +46,9 @@ async def rpc_pair(directory: Path, **settings: Any) -> AsyncIterator[tuple[Rpc,
 
 
 @pytest.mark.parametrize("local_shortcut", [False, True])
-def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(
-    tmp_path: Path, local_shortcut: bool
-) -> None:
+def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(local_shortcut: bool) -> None:
     async def main() -> None:
-        async with rpc_pair(tmp_path, local_shortcut=local_shortcut) as (caller, server):
+        async with rpc_pair(local_shortcut=local_shortcut) as (caller, server):
             ended: list[str] = []
             await serve_scenario(server, ended)
 
@@ -76,20 +72,19 @@ def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(
         runner.run(main())
 
 
-def test_a_stopped_process_is_noticed_within_15_seconds(tmp_path: Path) -> None:
+def test_a_stopped_process_is_noticed_long_before_a_call_s_deadline() -> None:
     async def main() -> None:
-        async with loopback_transport(tmp_path) as (_, transport):
+        async with loopback_transport() as (_, transport):
             rpc = Rpc(transport, real_runtime(), SWARM)
-            with peer_process(SERVER, str(tmp_path)) as (process, told):
+            with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
-                call = asyncio.create_task(rpc.call(peer, "hang", {}, 60))
+                call = asyncio.create_task(rpc.call(peer, "hang", {}, 3600))
                 await asyncio.sleep(1)
                 assert not call.done()
                 os.kill(process.pid, signal.SIGSTOP)
-                stopped_at = time.monotonic()
-                with pytest.raises(PeerLostError, match="sent nothing"):
-                    await call
-                assert time.monotonic() - stopped_at < 15
+                async with asyncio.timeout(60):
+                    with pytest.raises(PeerLostError, match="sent nothing"):
+                        await call
             await rpc.close()
             rpc.runtime.close()
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2ptrain.averaging.settle import SETTLE_SECONDS
+from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.network.channel import ChannelLimits
 from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.tellers import Event
@@ -47,7 +47,7 @@ def promised_seconds(swarm: Swarmlet) -> float:
     """
     spec = swarm.manifest["averaging"]
     attempt = min(spec["round_seconds"], spec["grace_seconds"] + ChannelLimits().silence_seconds)
-    return float(2 * (spec["matchmaking_seconds"] + attempt) + SETTLE_SECONDS)
+    return float(2 * (spec["matchmaking_seconds"] + attempt) + patience_seconds(attempt, spec["grace_seconds"]))
 
 
 def wait_for_peace(swarm: Swarmlet) -> Event:
@@ -80,6 +80,7 @@ def assert_work_counts_once(swarm: Swarmlet, agreed: Event) -> None:
         assert 0 < totals[worker.wait_for("joined")["peer"]] <= told["made"] - told["waiting"], worker.name
 
 
+@pytest.mark.fault(2, 16)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_peer_that_stops_in_any_phase_delays_one_round_by_its_deadlines_and_its_work_counts_once(
     swarm: Swarmlet, phase: str
@@ -127,6 +128,7 @@ def slowed_down(worker: Worker, share: float) -> Iterator[None]:
         worker.signal(signal.SIGCONT)
 
 
+@pytest.mark.fault(17)
 def test_a_peer_at_a_tenth_of_the_speed_holds_nobody_up_and_its_work_counts(swarm: Swarmlet) -> None:
     slow, *others = swarm.workers
     marks = {worker.name: len(worker.events) for worker in swarm.workers}
@@ -142,6 +144,7 @@ def test_a_peer_at_a_tenth_of_the_speed_holds_nobody_up_and_its_work_counts(swar
     assert_work_counts_once(swarm, agreed)
 
 
+@pytest.mark.fault(4)
 def test_eight_peers_on_few_cores_go_on_when_two_of_them_stop_at_once(swarm: Swarmlet) -> None:
     for worker in swarm.workers:  # Starting four processes takes both cores.
         worker.order("hold 0")

@@ -125,19 +125,31 @@ def test_alone_with_a_global_batch_it_is_the_wrapped_optimizer(tmp_path: Path) -
         assert opt.round == 4
 
 
-def test_a_learning_rate_scheduler_acts_on_the_shared_optimizer(tmp_path: Path) -> None:
+def test_a_schedule_by_round_gives_what_a_torch_scheduler_gives_one_process(tmp_path: Path) -> None:
     with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4, clip_norm=0.0) as swarm:
         model, reference = make_model(8), make_model(8)
-        opt, plain = swarm.optimizer(model, make_optimizer(model)), make_optimizer(reference)
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (opt, plain)]
+        opt = swarm.optimizer(model, make_optimizer(model), schedule=lambda round_: 0.5**round_)
+        plain = make_optimizer(reference)
+        schedulers = [opt.scheduler(), torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)]
         for number in range(4):
             samples = list(range(4 * number, 4 * number + 4))
             take_step(model, opt, samples)
             take_step(reference, plain, samples)
-            for schedule in schedules:
-                schedule.step()
+            for scheduler in schedulers:
+                scheduler.step()
             assert opt.inner.param_groups[0]["lr"] == plain.param_groups[0]["lr"] == 0.01 * 0.5 ** (number + 1)
         torch.testing.assert_close(values_of(model), values_of(reference), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scheduler_that_counts_this_peers_steps_is_refused_with_a_global_batch(tmp_path: Path) -> None:
+    with lone_swarm(tmp_path, every=1, local_batch=4, global_batch=4) as swarm:
+        model = make_model(8)
+        opt = swarm.optimizer(model, make_optimizer(model))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        take_step(model, opt, [0, 1, 2, 3])
+        scheduler.step()
+        with pytest.raises(UsageError, match="schedule=lambda round"):
+            take_step(model, opt, [4, 5, 6, 7])
 
 
 def test_local_steps_are_clipped_and_the_outer_step_is_nesterov(tmp_path: Path) -> None:

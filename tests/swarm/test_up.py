@@ -47,8 +47,8 @@ def committed(run_dir: Path, trainer: str, members: int) -> bool:
 def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> None:
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
-        "--minutes",
-        "0.5",
+        "--rounds",
+        "60",
         "--summary",
         summary_file,
         "--run-dir",
@@ -62,7 +62,7 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     for summary in each:
         assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 1
         assert summary["rounds_committed"] > 0
-        assert summary["exit_reason"] == "signal"
+        assert summary["exit_reason"] == "rounds"
         held_out = [m for m in metrics(run_dir, summary["name"]) if m["kind"] == "held_out"]
         assert held_out[0]["loss"] == summary["heldout_loss_before"]
         assert held_out[-1]["loss"] == summary["heldout_loss_after"]

@@ -12,9 +12,10 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from tests.support.daemons import wait_until
 from tests.support.services import ServiceMachine, why_unavailable
+from tests.support.tools import needed
 
 pytestmark = [
-    pytest.mark.skipif(bool(_reason := why_unavailable()), reason=_reason or "available"),
+    needed(why_unavailable(), "systemd-nspawn"),
     pytest.mark.timeout(300),
 ]
 
@@ -47,7 +48,7 @@ def machine(tmp_path: Path) -> Iterator[ServiceMachine]:
                 "training": {"every": 4, "warmup_steps": 4},
             }
         )
-        with Identity.ephemeral(tmp_path) as organizer:
+        with Identity.ephemeral() as organizer:
             signed = SignedManifest.create(manifest, organizer).to_bytes()
         (made.root / "etc/p2ptrain/manifest.bin").write_bytes(signed)
         made.write("/etc/p2ptrain/lone.toml", ROLE)

@@ -24,8 +24,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"codecs"}),
     frozenset({"models"}),
     frozenset({"kernels"}),
-    frozenset({"buffers", "errors", "config", "manifest", "hashing", "jobs", "runtime", "signing", "_version"}),
-)
+    frozenset(
+        {
+            "buffers", "errors", "config", "manifest", "hashing", "jobs", "runtime", "sections", "signing", "tasks",
+            "_version",
+        }
+    ),
+)  # fmt: skip
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 
 TORCH_FREE = LAYERS[-1] | {"network", "kernels", "cli", "__main__"}

@@ -22,6 +22,7 @@ from benchmarks.plot import Learning, plot_convergence
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.training.text import Corpus
+from tests.support.tools import unavailable, why_no_pictures
 
 MODEL = ModelSpec(layers=2, hidden=8, heads=2, kv_heads=2, intermediate=16, vocabulary=16, context=8)
 SETTING = Setting(MODEL, steps=8, local_batch=2, workers=3)
@@ -129,7 +130,7 @@ def test_a_swarm_begins_where_another_ended() -> None:
 
 
 def test_the_picture_is_small_and_its_words_are_text(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    unavailable(why_no_pictures(), "matplotlib")
     found = [
         Learning(f"method {i}", float(i), 1 + i / 100, [(t, 2.0 - t / 100) for t in range(1, 11)]) for i in range(12)
     ]

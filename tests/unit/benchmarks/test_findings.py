@@ -16,6 +16,7 @@ from benchmarks.bench_averaging import size
 from benchmarks.findings import Finding, Section, faster
 from benchmarks.harness import Measured
 from benchmarks.plot import PlotError, plot
+from tests.support.tools import unavailable, why_no_pictures
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
@@ -59,7 +60,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_a_picture_is_drawn_with_and_without_goals(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", exc_type=ImportError)
+    unavailable(why_no_pictures(), "matplotlib")
     found = [
         Finding("round", 0.4, "hivemind", 0.45),
         Finding("matchmaking", 0.4, "hivemind"),
@@ -72,6 +73,6 @@ def test_a_picture_is_drawn_with_and_without_goals(tmp_path: Path) -> None:
 
 
 def test_nothing_to_draw_is_said() -> None:
-    pytest.importorskip("matplotlib", exc_type=ImportError)
+    unavailable(why_no_pictures(), "matplotlib")
     with pytest.raises(PlotError, match="no ratio"):
         plot([Finding("stopped", math.inf, "normal + grace", 1.2)], "unused.svg")

@@ -1,0 +1,113 @@
+"""A peer whose contributions cannot count says so, begins anew, and ends with a clear error if that does not help."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from p2ptrain.errors import DivergedError
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.sync import MAX_DROPS
+from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+
+SECONDS = 300.0
+
+Spoil = Callable[[torch.Tensor], None]
+
+
+def spoil_updates(trainer: SimulatedTrainer, spoil: Spoil, while_: Callable[[], bool] = lambda: True) -> None:
+    """Change what is read from the live model."""
+    collect = trainer.work.collect
+
+    def collect_spoiled(out: torch.Tensor, *rest: object) -> None:
+        collect(out, *rest)  # type: ignore[arg-type]
+        if while_():
+            spoil(out)
+
+    trainer.work.collect = collect_spoiled  # type: ignore[method-assign, assignment]
+
+
+def not_a_number(out: torch.Tensor) -> None:
+    out[0] = math.nan
+
+
+def too_large_to_encode(out: torch.Tensor) -> None:
+    out.fill_(1e7)  # Beyond `averaging.max_value`.
+
+
+def out_of_proportion(out: torch.Tensor) -> None:
+    out.mul_(1000)
+
+
+SPOILS: dict[str, Spoil] = {
+    "not finite": not_a_number,
+    "too large": too_large_to_encode,
+    "refused by the others": out_of_proportion,
+}
+each = pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
+
+
+async def start(network: SimulatedNetwork) -> tuple[SimulatedSwarm, SimulatedTrainer]:
+    swarm = SimulatedSwarm(network, make_manifest(codec="fp32"), 0)
+    for index in range(3):
+        swarm.start(f"sound{index}")
+    broken = swarm.start("broken")
+    await swarm.until(lambda: swarm.in_agreement(1), 90, "the swarm trains")
+    return swarm, broken
+
+
+@pytest.mark.fault(32)
+@each
+def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_others_go_on(
+    spoil: Spoil, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, broken = await start(network)
+        task = swarm.tasks.pop("broken")
+        spoil_updates(broken, spoil)
+        await swarm.until(task.done, SECONDS, "the broken peer ends")
+        error = task.exception()
+        assert isinstance(error, DivergedError), error
+        assert f"{MAX_DROPS} contributions of this peer in a row" in str(error)
+        assert "\n" not in str(error)
+        sound = [trainer for trainer in swarm.alive if trainer is not broken]
+        front = max(trainer.sync.head.round for trainer in sound)
+        await swarm.until(lambda: min(t.sync.head.round for t in sound) >= front + 3, SECONDS, "the others go on")
+        assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
+        await swarm.end()
+
+    with caplog.at_level(logging.WARNING, "p2ptrain.training.sync"):
+        simulate(main, seed=3)
+    told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
+    assert len(told) == MAX_DROPS - 1
+
+
+@pytest.mark.fault(32)
+def test_a_peer_whose_contributions_count_again_is_not_ended_by_those_before() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, broken = await start(network)
+        begun: list[int] = []
+        begin_anew = broken.work.begin_anew
+
+        def watched() -> None:
+            begun.append(broken.sync.head.round)
+            begin_anew()
+
+        broken.work.begin_anew = watched  # type: ignore[method-assign]
+        for drops in (MAX_DROPS - 1, 2 * (MAX_DROPS - 1)):
+            spoil_updates(broken, not_a_number, while_=lambda: len(begun) < drops)  # noqa: B023
+            await swarm.until(lambda: len(begun) == drops, SECONDS, "its updates are dropped")  # noqa: B023
+            seen = len(broken.results)
+            await swarm.until(
+                lambda: any(result.contributed for result in broken.results[seen:]),  # noqa: B023
+                SECONDS,
+                "it takes part again",
+            )
+        assert len(begun) == 2 * (MAX_DROPS - 1)
+        await swarm.end()
+
+    simulate(main, seed=4)

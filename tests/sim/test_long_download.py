@@ -1,0 +1,210 @@
+"""A newcomer arrives however long its download takes, while rounds go on every few seconds and sources leave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2ptrain.network.pace import LeastRate
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
+from p2ptrain.training import digest, downloading, state_server
+from p2ptrain.training.partial_download import PartialDownload
+from p2ptrain.training.state import SharedState, Stamp
+from p2ptrain.training.state_server import ServeLimits
+from p2ptrain.training.transfer import TransferTimes, download_state
+from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+
+WIDTH = 100
+STATE_BYTES = 8 * WIDTH * (WIDTH + 1)
+"""Parameters and outer momentum."""
+CHUNK_BYTES = 2048
+NUM_CHUNKS = -(-STATE_BYTES // CHUNK_BYTES)
+HISTORY_ROUNDS = 4
+
+
+class Swarm(SimulatedSwarm):
+    """Trainers of a model of some chunks, whose sources send them slowly, at so many bytes per second each.
+
+    Attributes:
+        kept: Chunks that each peer's downloads kept, by name; over all of its processes.
+    """
+
+    def __init__(self, network: SimulatedNetwork, patch: pytest.MonkeyPatch, upload: float, disk: Path) -> None:
+        super().__init__(network, make_manifest(history_rounds=HISTORY_ROUNDS), 1)
+        self._disk = disk
+        self.kept: Counter[str] = Counter()
+        digest.cut_of.cache_clear()
+        patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
+        patch.setattr(state_server, "ServeLimits", partial(ServeLimits, bytes_per_second=upload))
+        times = TransferTimes(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
+        patch.setattr(downloading, "download_state", partial(download_state, times=times))
+        put, kept, disk_ = PartialDownload.put, self.kept, disk
+
+        def counted(download: PartialDownload, *chunk: Any) -> bool:
+            assert download._folder is not None
+            kept[download._folder.relative_to(disk_).parts[0]] += 1
+            return put(download, *chunk)
+
+        patch.setattr(PartialDownload, "put", counted)
+
+    def _launch(self, peer: SimulatedPeer, step_seconds: float) -> SimulatedTrainer:
+        peer.runtime.scratch = self._disk / peer.name
+        trainer = SimulatedTrainer(peer, self.manifest, self.ledger, step_seconds, self.seed, width=WIDTH)
+        self.trainers[peer.name] = trainer
+        self.tasks[peer.name] = peer.spawn(trainer.run())
+        return trainer
+
+    async def train(self, names: str) -> None:
+        """Start these trainers, and wait until no newcomer can replay the rounds that they had."""
+        for name in names:
+            self.start(name, step_seconds=2.0)
+        await self.until(lambda: self.in_agreement(HISTORY_ROUNDS + 2), 300, "a few rounds")
+
+    async def arrives(self, *newcomers: SimulatedTrainer, seconds: float) -> None:
+        """Wait until these have downloaded the state, take part, and hold the same bits as the others."""
+        await self.until(lambda: all(each.status == "training" for each in newcomers), seconds, "the download")
+        last = max(each.sync.head.round for each in self.alive)
+        await self.until(lambda: self.in_agreement(last + 2), 120, "the newcomers take part")
+        heads = {trainer.sync.head.lineage: trainer.sync.head.digest for trainer in self.alive}
+        assert all(heads[trainer.sync.head.lineage] == trainer.sync.head.digest for trainer in self.alive)
+        assert all(each.sync.resyncs == 1 for each in newcomers)
+        assert not list(self._disk.glob("*/*/*")), "what was downloaded is of no use any more"
+
+
+def tear(disk: Path) -> None:
+    """Damage the first chunk of what a newcomer has on its disk."""
+    chunks = next(disk.glob("n/*/state/chunks"))
+    torn = bytearray(chunks.read_bytes())
+    torn[100:200] = bytes(100)
+    chunks.write_bytes(torn)
+
+
+@pytest.mark.fault(54)
+@pytest.mark.parametrize("seconds", [300, pytest.param(3600, marks=pytest.mark.slow)])
+def test_a_long_download_arrives_though_rounds_go_on_and_sources_leave(
+    seconds: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / seconds / 3, tmp_path)
+        await swarm.train("abcd")
+        newcomer = swarm.start("n", step_seconds=2.0)
+        began, first = network.loop.time(), swarm.trainers["d"].sync.head.round
+        for name in "ab":
+            await asyncio.sleep(seconds / 3)
+            assert newcomer.status == "syncing"
+            swarm.crash(name)
+        await swarm.arrives(newcomer, seconds=2 * seconds)
+        took = network.loop.time() - began
+        assert took >= seconds
+        assert took < 15 * (swarm.trainers["d"].sync.head.round - first), "the others' rounds go on"
+        assert swarm.kept["n"] <= 1.2 * NUM_CHUNKS
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.fault(9)
+def test_a_newcomer_that_restarts_goes_on_from_its_disk_though_rounds_went_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 300 / 2, tmp_path)
+        await swarm.train("ab")
+        swarm.start("n", step_seconds=2.0)
+        await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
+        swarm.crash("n")
+        tear(tmp_path)
+        await asyncio.sleep(10.0)
+        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
+        assert NUM_CHUNKS < swarm.kept["n"] <= 1.2 * NUM_CHUNKS
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+def test_a_newcomer_that_was_away_for_longer_than_histories_last_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
+        await swarm.train("ab")
+        swarm.start("n", step_seconds=2.0)
+        await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 2, 600, "half of the download")
+        swarm.crash("n")
+        await asyncio.sleep(30.0 * HISTORY_ROUNDS)
+        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
+        assert swarm.kept["n"] >= 1.4 * NUM_CHUNKS
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.fault(43)
+def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 2, tmp_path)
+        await swarm.train("abc")
+        late = swarm.trainers["c"]
+        network.cut(late.peer)
+        await asyncio.sleep(30.0 * HISTORY_ROUNDS)
+        network.mend(late.peer)
+        began = network.loop.time()
+        await swarm.until(lambda: late.sync.resyncs == 1, 900, "the download")
+        assert network.loop.time() - began > 150
+        times = [at for at, name, _ in swarm.ledger.commits if name == "a" and at > began]
+        gaps = sorted(later - earlier for earlier, later in pairwise(times))
+        assert len(gaps) > 10
+        assert gaps[-1] <= 2 * gaps[len(gaps) // 2], "longer than usual by a grace period at the most"
+        await swarm.arrives(seconds=0)
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+def test_eight_newcomers_at_once_arrive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, 8 * STATE_BYTES / 200 / 2, tmp_path)
+        await swarm.train("ab")
+        newcomers = [swarm.start(f"n{index}", step_seconds=2.0) for index in range(8)]
+        await swarm.arrives(*newcomers, seconds=600)
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.fault(9)
+def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 200 / 3, tmp_path)
+        await swarm.train("abc")
+        liar = swarm.trainers["b"]
+        read = SharedState.read
+
+        def forge(state: SharedState, index: int, out: memoryview, *rest: Any, **options: Any) -> int:
+            size = read(state, index, out, *rest, **options)
+            if state is liar.state and size >= 0 and swarm.kept["n"] >= 10:
+                end = size - len(state._tree.proof(index)) - Stamp.NUM_BYTES  # type: ignore[union-attr]
+                stamp = Stamp(state.head.round, state.head.lineage, b"\x01" * 32)
+                out[end : end + Stamp.NUM_BYTES] = stamp.to_bytes()
+            return size
+
+        monkeypatch.setattr(SharedState, "read", forge)
+        newcomer = swarm.start("n", step_seconds=2.0)
+        await swarm.arrives(newcomer, seconds=900)
+        assert newcomer.rpc.refusals[liar.peer.peer_id, "bad state"] == 1
+        for name in "ac":
+            assert newcomer.rpc.refusals[swarm.trainers[name].peer.peer_id, "bad state"] == 0
+        await swarm.end()
+
+    simulate(main, seed=1)

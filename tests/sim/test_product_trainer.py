@@ -1,0 +1,73 @@
+"""The trainer that `p2ptrain peer` runs, thread and checkpoints included, on a simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.trainer import Trainer
+from tests.support.product_trainer import ProductSwarm, small_manifest, use_virtual_time
+
+ROUNDS = 6
+EVERY = {1: {"every": 1, "global_batch": 12, "warmup_steps": 4}, 4: {"every": 4, "warmup_steps": 4}}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
+    return path
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_trainers_commit_rounds_and_hold_the_same_bits(
+    every: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        use_virtual_time(monkeypatch, network)
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[every]), tmp_path)
+        for name in "abc":
+            swarm.start(name, ROUNDS)
+        await asyncio.gather(*swarm.tasks.values())
+        assert len(swarm.heads()) == 1
+        syncs = [node.synchronizer for node in swarm.nodes.values()]
+        heads = [sync.head for sync in syncs if sync is not None]
+        assert heads[0].round == ROUNDS
+        assert sum(sync.trained_tokens for sync in syncs if sync is not None) == heads[0].tokens
+        assert all(sync.rounds_committed for sync in syncs if sync is not None)
+
+    simulate(main, seed=every)
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("every", EVERY)
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
+    every: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        use_virtual_time(monkeypatch, network)
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[every]), tmp_path)
+        has_saved = asyncio.Event()
+
+        def look(name: str, trainer: Trainer) -> None:
+            if (tmp_path / "c" / "checkpoints").is_dir():
+                has_saved.set()
+
+        swarm.before_step = look
+        for name in "abc":
+            swarm.start(name, 4 * ROUNDS)
+        await has_saved.wait()
+        network.crash(network.peers["c"])
+        await asyncio.gather(swarm.tasks["c"], return_exceptions=True)
+        await asyncio.sleep(20.0)
+        swarm.start("c", 4 * ROUNDS)
+        await asyncio.gather(*swarm.tasks.values())
+        assert len(swarm.heads()) == 1
+        again = swarm.nodes["c"].synchronizer
+        assert again is not None
+        assert again.trained_rounds > 0
+
+    simulate(main, seed=every)

@@ -1,0 +1,119 @@
+"""A training thread in a simulation: thread and event loop take turns, so that virtual time and order replay.
+
+The product trains on a thread that waits for coroutines on the event loop (`p2ptrain.training.optimizer.Bridge`). Here
+the loop stands still while the thread runs, and the thread stands still until the loop comes to its next turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError as FutureCancelledError
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from p2ptrain.errors import TemporaryError
+from p2ptrain.training.optimizer import Bridge
+
+T = TypeVar("T")
+
+TURN_SECONDS = 60.0
+"""Real time that a turn of the thread may take."""
+
+
+class _KilledError(BaseException):
+    """Ends the thread of a peer that crashed."""
+
+
+@dataclass
+class _End:
+    """The thread's last turn."""
+
+    error: BaseException | None
+
+
+class LockstepBridge(Bridge):
+    """The product's bridge, whose thread runs only while the loop waits for it.
+
+    Args:
+        loop: The simulation's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._turns: queue.SimpleQueue[Callable[[], Coroutine[Any, Any, None]] | _End] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._is_killed = False
+        # The loop is still while the thread runs, so what the thread schedules needs no wake-up.
+        loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on a thread, in turns with the loop; cancelled, it ends the thread in its next turn."""
+        result: list[T] = []
+
+        def body() -> None:
+            error: BaseException | None = None
+            try:
+                result.append(work())
+            except BaseException as caught:
+                error = caught
+            self._turns.put(_End(error))
+
+        thread = threading.Thread(target=body, name="lockstep", daemon=True)
+        thread.start()
+        try:
+            while not isinstance(turn := self._turns.get(timeout=TURN_SECONDS), _End):
+                await turn()
+                self._answers.put(True)
+        except BaseException:
+            self._is_killed = True
+            self._answers.put(False)
+            raise
+        finally:
+            thread.join(TURN_SECONDS)
+        if turn.error is not None:
+            raise turn.error
+        return result[0]
+
+    # --- the thread's side
+
+    def _hand_over(self, turn: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if not self._is_killed:
+            self._turns.put(turn)
+        if self._is_killed or not self._answers.get():
+            raise _KilledError
+
+    def rest(self, seconds: float) -> None:
+        self._hand_over(lambda: asyncio.sleep(seconds))
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def copy(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                future.cancel()
+            elif (error := task.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(task.result())
+
+        async def turn() -> None:
+            asyncio.create_task(coroutine, name="bridge").add_done_callback(copy)
+
+        self._hand_over(turn)
+        return future
+
+    def finish(self, future: Future[T]) -> T:
+        async def turn() -> None:
+            is_done = asyncio.Event()
+            future.add_done_callback(lambda _: is_done.set())
+            await is_done.wait()
+
+        self._hand_over(turn)
+        try:
+            return future.result(timeout=0)
+        except FutureCancelledError as error:
+            raise TemporaryError("the swarm is closing") from error

@@ -1,0 +1,193 @@
+"""A `SwarmOptimizer` whose swarm is this process alone: every contribution is applied at once, without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from p2ptrain.averaging.head import Head
+from p2ptrain.manifest import Manifest
+from p2ptrain.node.thread import LoopThread
+from p2ptrain.training.beginning import initial_state
+from p2ptrain.training.learning_rate import LearningRates, Schedule
+from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
+from p2ptrain.training.save_policy import SavePolicy
+from p2ptrain.training.saving import Saver
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.sync import RoundResult
+from tests.support.settings import training_over
+
+PEER = "me"
+
+
+class LoneSynchronizer:
+    """The part of `Synchronizer` that an optimizer and a saver use.
+
+    Attributes:
+        forgot: The parts of which the saver said that work of an earlier process waits.
+        fail_rounds: Commit nothing.
+    """
+
+    def __init__(self, state: SharedState, global_batch: int) -> None:
+        self.state = state
+        self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
+        self.averager = SimpleNamespace(own_work=self)
+        self.forgot: list[int] = []
+        self.fail_rounds = False
+        self.place: tuple[int, int] | None = (0, 1)
+        self._global_batch = global_batch
+
+    @property
+    def head(self) -> Head:
+        return self.state.head
+
+    def forget(self, waiting: Any = ()) -> None:
+        self.forgot += waiting
+
+    def restore_residual(self, residual: torch.Tensor) -> None:
+        self.feedback.residual.copy_(residual)
+
+    def is_closing(self) -> bool:
+        return False
+
+    async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
+        return samples >= self._global_batch
+
+    async def begin_anew(self, work: LocalWork) -> None:
+        work.begin_anew()
+
+    async def synchronize(self, work: LocalWork) -> RoundResult:
+        head, fragment = self.head, self.state.fragments.of_round(self.head.round)
+        if self.fail_rounds:
+            return RoundResult(False, head.round, "the test says so")
+        contribution = torch.empty(fragment.num_values)
+        counted = work.tokens_of(fragment), work.samples
+        work.collect(contribution, fragment)
+        self.state.apply(contribution, head.round, fragment)
+        work.adopt(True, None, fragment, counted)
+        self.state.head = dataclasses.replace(
+            head, round=head.round + 1, tokens=head.tokens + counted[0], samples=head.samples + counted[1],
+            digest=self.state.tree().root, members=(PEER,),
+        )  # fmt: skip
+        return RoundResult(True, self.head.round, "", contributed=True, members=1, contributors=1)
+
+
+@dataclasses.dataclass
+class LonePeer:
+    """What `Swarm.optimizer` makes, without its network."""
+
+    module: torch.nn.Module
+    optimizer: SwarmOptimizer
+    synchronizer: LoneSynchronizer
+    saver: Saver
+
+
+@contextmanager
+def lone_peer(
+    directory: Path,
+    module: torch.nn.Module,
+    inner: torch.optim.Optimizer,
+    policy: SavePolicy | None = None,
+    clip_norm: float = 0.0,
+    **training: Any,
+) -> Iterator[LonePeer]:
+    """One peer that trains ``module``."""
+    manifest = Manifest.model_validate(
+        {"name": "lone", "model": {"family": "custom"}, "data": {"source": "custom"}, "training": training}
+    )
+    thread = LoopThread()
+    try:
+        state = initial_state(module, inner, manifest, manifest.digest, clip_norm)
+        synchronizer: Any = LoneSynchronizer(state, manifest.training.global_batch)
+        optimizer = SwarmOptimizer(
+            module, inner, synchronizer, Bridge(thread.loop), manifest.training, 10, clip_norm=clip_norm
+        )
+        saver = Saver(directory, policy or SavePolicy(), synchronizer, optimizer, manifest.digest)
+        yield LonePeer(module, optimizer, synchronizer, saver)
+        saver.close()
+    finally:
+        thread.stop()
+
+
+class InlineBridge(Bridge):
+    """Runs a coroutine to its end at once, in the calling thread."""
+
+    def __init__(self) -> None:
+        """No loop is needed."""
+
+    def is_over(self) -> bool:
+        return False
+
+    def start(self, coroutine: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(asyncio.run(coroutine))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+@dataclasses.dataclass
+class LoneOptimizer:
+    """What `lone_optimizer` makes.
+
+    Attributes:
+        applied_rates: Learning rate of each step that the wrapped optimizer took.
+    """
+
+    module: torch.nn.Module
+    optimizer: SwarmOptimizer
+    synchronizer: LoneSynchronizer
+    applied_rates: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, gradient: float = 1.0) -> None:
+        """Take one step with this gradient everywhere."""
+        for parameter in self.module.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+
+def lone_optimizer(
+    schedule: Schedule | None = None,
+    round_: int = 0,
+    make: Callable[[torch.nn.Module], torch.optim.Optimizer] = sgd,
+    module: torch.nn.Module | None = None,
+    clip_norm: float = 0.0,
+    **training: Any,
+) -> LoneOptimizer:
+    """Make an optimizer of a swarm of one, without threads, around SGD of rate 0.1 unless told otherwise.
+
+    Args:
+        schedule: By the swarm's step.
+        round_: The round in progress.
+        make: Makes the wrapped optimizer.
+        module: The model; a linear layer by default.
+        clip_norm: Norm limit of gradients; 0 for none.
+        training: Of the manifest.
+    """
+    module = module or torch.nn.Linear(3, 2)
+    usual = {"local_batch": 1, "global_batch": 1, "outer_learning_rate": 1.0}
+    manifest = Manifest.model_validate({"name": "lone", "training": training_over(usual, training)})
+    inner = make(module)
+    rates = LearningRates(inner, schedule)
+    state = initial_state(module, inner, manifest, manifest.digest, clip_norm, rates)
+    state.head = dataclasses.replace(state.head, round=round_)
+    synchronizer: Any = LoneSynchronizer(state, manifest.training.global_batch)
+    optimizer = SwarmOptimizer(module, inner, synchronizer, InlineBridge(), manifest.training, 10, clip_norm, rates)
+    lone = LoneOptimizer(module, optimizer, synchronizer)
+    inner.register_step_pre_hook(lambda *_: lone.applied_rates.append(float(inner.param_groups[0]["lr"])))
+    return lone

@@ -1,0 +1,64 @@
+"""Tools that some tests need beside Python: without them these tests are skipped, or fail where the tool is required.
+
+``P2PTRAIN_REQUIRE`` names the tools whose absence is a failure: a list with commas of `TOOLS`, or ``all``. Continuous
+integration names those that it installed, so that a test that did not run cannot look like one that passed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+
+VARIABLE = "P2PTRAIN_REQUIRE"
+TOOLS = (
+    "ip", "tc", "nft", "systemd-nspawn", "chromium", "docker", "compose-v2", "compose-1.29", "kernels", "matplotlib",
+)  # fmt: skip
+"""``kernels`` are the compiled codecs of x86-64."""
+
+
+def required() -> frozenset[str]:
+    """Return the tools that must be here.
+
+    Raises:
+        pytest.UsageError: `VARIABLE` names something else than `TOOLS`.
+    """
+    named = {word.strip() for word in os.environ.get(VARIABLE, "").split(",")} - {""}
+    if unknown := named - {*TOOLS, "all"}:
+        raise pytest.UsageError(f"{VARIABLE}: {', '.join(sorted(unknown))} is none of {', '.join(TOOLS)}, all")
+    return frozenset(TOOLS if "all" in named else named)
+
+
+def unavailable(reason: str, *tools: str) -> None:
+    """Skip the test that runs; fail it instead if one of its tools is required.
+
+    Args:
+        reason: Why it cannot run here. Empty if it can: nothing happens.
+        tools: What it needs, of `TOOLS`.
+    """
+    _fail_if_required(reason, tools)
+    if reason:
+        pytest.skip(reason)
+
+
+def needed(reason: str, *tools: str) -> pytest.MarkDecorator:
+    """Return a mark that skips the tests of a module as `unavailable` does; fail the import if a tool is required."""
+    _fail_if_required(reason, tools)
+    return pytest.mark.skipif(bool(reason), reason=reason or "available")
+
+
+def _fail_if_required(reason: str, tools: tuple[str, ...]) -> None:
+    assert tools
+    assert set(tools) <= set(TOOLS)
+    if reason and (missed := required().intersection(tools)):
+        pytest.fail(f"{VARIABLE} names {', '.join(sorted(missed))}: {reason}", pytrace=False)
+
+
+def why_no_pictures() -> str:
+    """Return why matplotlib cannot be used; empty if it can."""
+    try:
+        importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        return f"matplotlib is not there: make venv ({error})"
+    return ""

@@ -1,0 +1,206 @@
+"""SIGTERM while a round, or a batch, does not end: the last committed state is on disk, and the process is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from p2ptrain.cli.manifests import LINK_FILE
+from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.network.identity import Identity
+from p2ptrain.pipeline.folders import stage_folder
+from p2ptrain.training.checkpoint import LoadedCheckpoint, list_checkpoints, load_newest_valid, verify_checkpoint
+from tests.support.daemons import ROOT, wait_until
+from tests.support.processes import background_command, nothing_left_behind
+from tests.support.tellers import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.timeout(240)
+
+DRAIN_SECONDS = 9.0
+ROLE = """
+role = "{role}"
+name = "{name}"
+run_dir = "{name}"
+drain_seconds = {seconds}
+{where}
+[network]
+listen = ["/ip4/127.0.0.1/tcp/0"]
+[resources]
+device = "cpu"
+threads = 1
+[checkpoints]
+every_rounds = 0
+[pipeline]
+stage = {stage}
+"""
+STUCK = """
+import sys, time
+import p2ptrain.pipeline.compute as compute
+import p2ptrain.training.trainer as trainer
+from p2ptrain.cli.main import main
+
+def stuck(function):
+    def call(*arguments):
+        if call.number == 12:
+            print("stuck in a batch", flush=True)
+            while True:
+                time.sleep(1000)
+        call.number += 1
+        return function(*arguments)
+
+    call.number = 0
+    return call
+
+trainer.language_model_loss = stuck(trainer.language_model_loss)
+compute.StageCompute.loss = stuck(compute.StageCompute.loss)
+sys.exit(main(sys.argv[1:]))
+"""
+"""A trainer, or a host of the last stage, whose thirteenth batch never ends."""
+
+
+class Trainers:
+    """Trainers of one tiny swarm that save nothing until they leave."""
+
+    def __init__(self, directory: Path, **sections: object) -> None:
+        text = directory / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog. " * 500)
+        self.directory = directory
+        self.manifest = Manifest.model_validate(
+            {
+                "name": "draining",
+                "model": {"layers": 1, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 128, "context": 32},
+                "data": {"source": f"path:{text}"},
+                "training": {"every": 4, "warmup_steps": 4},
+                "averaging": {"grace_seconds": 60.0, "matchmaking_seconds": 300.0, "round_seconds": 300.0},
+                **sections,
+            }
+        )
+        with Identity.ephemeral() as organizer:
+            (directory / "manifest").write_bytes(SignedManifest.create(self.manifest, organizer).to_bytes())
+
+    def role(self, name: str, link: str = "", *, stage: int = -1) -> Path:
+        """Write a role file; the first trainer starts the swarm, others join by its link."""
+        where = f'link = "{link}"' if link else f'manifest = "{self.directory / "manifest"}"'
+        path = self.directory / f"{name}.toml"
+        role = "trainer" if stage < 0 else "both"
+        path.write_text(ROLE.format(role=role, name=name, seconds=DRAIN_SECONDS, where=where, stage=stage))
+        return path
+
+    def log(self, name: str) -> Path:
+        return self.directory / f"{name}.log"
+
+    def rounds(self, name: str) -> int:
+        """The rounds that it has committed."""
+        path = self.directory / name / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        return max((values["round"] for values in found if values.get("committed")), default=0)
+
+    def link(self, name: str) -> str:
+        path = self.directory / name / LINK_FILE
+        self.wait(name, path.exists)
+        return path.read_text().strip()
+
+    def wait(self, name: str, condition: Callable[[], bool]) -> None:
+        try:
+            wait_until(condition, PATIENCE_SECONDS)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.log(name).read_text()[-2000:]}") from error
+
+    def saved(self, name: str) -> LoadedCheckpoint:
+        """Its newest checkpoint, every byte of which is verified."""
+        found = load_newest_valid(self.directory / name / "checkpoints", self.manifest.digest)
+        assert found is not None, self.log(name).read_text()[-2000:]
+        return found
+
+
+@pytest.fixture
+def trainers(tmp_path: Path) -> Trainers:
+    return Trainers(tmp_path)
+
+
+@contextlib.contextmanager
+def stuck_trainer(trainers: Trainers, link: str = "", *, stage: int = -1) -> Iterator[subprocess.Popen[bytes]]:
+    log, role = trainers.log("stuck"), trainers.role("stuck", link, stage=stage)
+    with nothing_left_behind(), log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", STUCK, "peer", str(role)], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        try:
+            trainers.wait("stuck", lambda: "stuck in a batch" in log.read_text())
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_a_round_that_waits_for_a_stopped_peer_is_given_up_and_the_state_is_saved(trainers: Trainers) -> None:
+    with (
+        nothing_left_behind(),
+        background_command(trainers.log("a"), "peer", trainers.role("a")) as a,
+        background_command(trainers.log("b"), "peer", trainers.role("b", trainers.link("a"))) as b,
+    ):
+        trainers.wait("b", lambda: min(trainers.rounds("a"), trainers.rounds("b")) >= 3)
+        stopped = [psutil.Process(b.pid), *psutil.Process(b.pid).children(recursive=True)]
+        for process in stopped:
+            process.suspend()
+        a.send_signal(signal.SIGTERM)
+        assert a.wait(PATIENCE_SECONDS) == 0, trainers.log("a").read_text()[-2000:]
+        for process in stopped:
+            process.resume()
+    saved = trainers.saved("a")
+    assert saved.head.round >= trainers.rounds("a") >= 3
+    assert "optimizer_state" in saved.extra
+
+
+def test_a_batch_that_does_not_end_is_left_behind_and_the_shared_state_is_saved(trainers: Trainers) -> None:
+    with stuck_trainer(trainers) as process:
+        committed = trainers.rounds("stuck")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0, trainers.log("stuck").read_text()[-2000:]
+    assert trainers.saved("stuck").head.round >= committed > 0
+    log = trainers.log("stuck").read_text()
+    assert "the training thread does not save: saved what the swarm shares in" in log
+    assert "Traceback" not in log
+    assert json.loads((trainers.directory / "stuck" / "summary.json").read_text())["exit_reason"] == "signal"
+
+
+def test_a_drain_whose_checkpoint_does_not_fit_the_disk_says_so_and_exits_with_7(trainers: Trainers) -> None:
+    with stuck_trainer(trainers) as process:
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, hard))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 7, trainers.log("stuck").read_text()[-2000:]
+    assert "p2ptrain: error: cannot save a checkpoint" in trainers.log("stuck").read_text()
+
+
+def test_a_host_whose_device_is_stuck_saves_its_stage_and_ends(tmp_path: Path) -> None:
+    trainers = Trainers(
+        tmp_path,
+        model={"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "intermediate": 128, "context": 32},
+        training={"every": 1, "global_batch": 16, "local_batch": 4, "warmup_steps": 0},
+        averaging={"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0},
+        pipeline={"stages": 2},
+    )
+    with (
+        background_command(trainers.log("a"), "peer", trainers.role("a", stage=0)),
+        stuck_trainer(trainers, trainers.link("a"), stage=1) as process,
+    ):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_SECONDS) == 0, trainers.log("stuck").read_text()[-2000:]
+    folder = trainers.directory / "stuck" / "checkpoints" / stage_folder(1)
+    saved = list_checkpoints(folder)
+    assert saved
+    verify_checkpoint(saved[-1].path)
+    assert "the device thread does not end" in trainers.log("stuck").read_text()

@@ -1,0 +1,64 @@
+"""The examples run as a reader would run them: each alone, one with two peers and a restart."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemons import ROOT
+from tests.support.processes import nothing_left_behind
+
+TIMEOUT_SECONDS = 200
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    """Start an example."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.support.run_example", f"examples/{name}.py", *map(str, arguments)],
+        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def link_of(process: subprocess.Popen[str]) -> str:
+    """The link that it prints."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(r"p2ptrain://[^']+", line):
+            return found[0]
+    raise AssertionError("it ended without a link")
+
+
+def end_of(process: subprocess.Popen[str]) -> list[tuple[int, float, str]]:
+    """Wait for its end: its rounds, their losses, and what follows."""
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0, output
+    found = re.findall(r"^round (\d+): loss ([\d.]+)(.*)$", output, flags=re.MULTILINE)
+    return [(int(number), float(loss), rest) for number, loss, rest in found]
+
+
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "lightning_module"])
+def test_a_framework_trains_with_a_swarm_s_optimizer(name: str) -> None:
+    with nothing_left_behind():
+        process = start(name)
+        link_of(process)
+        rounds = end_of(process)
+    assert rounds[-1][0] == 3
+    assert 0.0 < rounds[-1][1] < 5.4, "it sees the loss, and that is no longer that of a guess"
+
+
+def test_two_loops_with_mixed_precision_train_together_and_go_on_later(tmp_path: Path) -> None:
+    with nothing_left_behind():
+        first = start("amp_loop", "--peers", "2", "--run-dir", tmp_path / "a")
+        second = start("amp_loop", link_of(first), "--run-dir", tmp_path / "b")
+        rounds = [*end_of(first), *end_of(second)]
+        assert max(number for number, *_ in rounds) == 6
+        assert all(rest == ", 2 peers" for *_, rest in rounds)
+        assert list((tmp_path / "a" / "checkpoints").glob("*-round-6"))
+        again = end_of(start("amp_loop", "--peers", "2", "--run-dir", tmp_path / "a"))
+    assert again == [], "it has nothing left to do"
