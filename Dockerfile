@@ -18,6 +18,8 @@ ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=igno
 # pip is a tool of the build and stays out of the image. A folder that may be missing can be copied beside a file.
 RUN python3 -m venv /tools && python3 -m venv --without-pip /opt/p2ptrain
 COPY constraints.txt wheel[s] /wheels/
+# Unlike -c, it holds for what builds the package, too.
+ENV PIP_CONSTRAINT=/wheels/constraints.txt
 COPY pyproject.toml /src/
 RUN set -eu; \
     if [ "$DEVICE" = cuda ]; then rm -f /wheels/torch-*+cpu*; fi; \
@@ -26,7 +28,7 @@ RUN set -eu; \
     /tools/bin/python -c 'import tomllib; print(*tomllib.load(open("/src/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
         >/src/requirements.txt; \
     /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet --no-compile $PIP_OPTIONS \
-        --find-links /wheels -c /wheels/constraints.txt -r /src/requirements.txt; \
+        --find-links /wheels -r /src/requirements.txt; \
     cd "$(/opt/p2ptrain/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"; \
     echo /opt/p2ptrain/app >p2ptrain-app.pth; \
     # What only developers of those packages need: tests, C++ headers, compilers.
@@ -40,7 +42,7 @@ RUN set -eu; \
 FROM dependencies AS package
 COPY pyproject.toml README.md LICENSE /src/
 COPY p2ptrain /src/p2ptrain
-RUN /tools/bin/pip wheel --quiet $PIP_OPTIONS --find-links /wheels -c /wheels/constraints.txt --no-deps -w /dist /src \
+RUN /tools/bin/pip wheel --quiet $PIP_OPTIONS --find-links /wheels --no-deps -w /dist /src \
     && /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet --no-index --no-deps --target /opt/p2ptrain/app /dist/*.whl
 
 FROM ${BASE}

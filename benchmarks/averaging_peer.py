@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import sys
 import threading
 import time
@@ -59,6 +61,7 @@ class Peer:
         self.averager.matchmaker.participates = True
         self.averager.on_phase = self._on_phase
         self._stood = 0.0
+        self._freeze = ""
 
     def meet(self, peers: list[str]) -> None:
         """Wait for these peers in each round."""
@@ -69,10 +72,19 @@ class Peer:
         if phase == "scatter" and not self._stood:
             self._stood = time.monotonic()
             say(stood=self._stood)
+        if phase == self._freeze:
+            say(frozen=time.monotonic())
+            os.kill(os.getpid(), signal.SIGSTOP)
 
-    async def go(self, delay: float) -> dict[str, Any]:
-        """After a delay: average, replace the vector by the mean, and move on. Says so once the group stands."""
+    async def go(self, delay: float, freeze: str = "") -> dict[str, Any]:
+        """After a delay: average, replace the vector by the mean, and move on. Says so once the group stands.
+
+        Args:
+            delay: Seconds.
+            freeze: A phase on whose beginning this process stops itself (SIGSTOP).
+        """
         await asyncio.sleep(delay)
+        self._freeze = freeze
         self._stood, ready = 0.0, time.monotonic()
         try:
             outcome = await self.averager.average(self._vector, tokens=1000, samples=1)

@@ -21,12 +21,13 @@ from benchmarks.answers import hear, say
 from benchmarks.harness import Measured, exit_on_signals, report
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
-from p2ptrain.averaging.head import genesis
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.errors import IntegrityError
 from p2ptrain.network.transport import Stream
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.outer import AverageStep
-from p2ptrain.training.state import SharedState
-from p2ptrain.training.transfer import StateServer, download_state, fetch_head
+from p2ptrain.training.state import SharedState, Stamp
+from p2ptrain.training.transfer import PartialDownload, StateServer, download_state, fetch_head
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
@@ -81,8 +82,23 @@ async def serve(role: str, num_values: int) -> None:
 
 
 async def _download(peer: LoopbackPeer, source: str, fingerprint: bytes) -> None:
-    head = await fetch_head(peer.rpc, source)
-    await download_state(peer.rpc, peer.runtime, [source], head, fingerprint, TURN_SECONDS)
+    async with asyncio.timeout(TURN_SECONDS):
+        admission = _Admission(await fetch_head(peer.rpc, source))
+        await download_state(peer.rpc, peer.runtime, lambda: [source], fingerprint, PartialDownload(), admission)
+
+
+class _Admission:
+    """Takes the chunks of one state; see `p2ptrain.training.transfer.Admission`."""
+
+    def __init__(self, head: Head) -> None:
+        self._stamp = Stamp.of(head)
+
+    async def admit(self, source: str, stamp: Stamp) -> None:
+        if stamp != self._stamp:
+            raise IntegrityError("the source sent a chunk of another state")
+
+    async def wait_for_turn(self) -> None:
+        pass
 
 
 async def _send_raw(stream: Stream, num_bytes: int) -> None:

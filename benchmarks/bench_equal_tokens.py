@@ -30,7 +30,7 @@ from p2ptrain.training.checkpoint import list_checkpoints, load_checkpoint
 from p2ptrain.training.data import Sampler, advance
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.layout import Layout
-from p2ptrain.training.learning_rate import learning_rate_factor
+from p2ptrain.training.learning_rate import manifest_schedule
 from p2ptrain.training.text import Corpus, load_corpus
 
 SWARM_SECONDS = 1800.0
@@ -70,8 +70,7 @@ class Worker:
 
     def step(self, samples: torch.Tensor, step: int) -> None:
         """One inner step on ``samples``, ``[batch, context + 1]``."""
-        factor = learning_rate_factor(step, warmup_steps=self.training.warmup_steps)
-        self.optimizer.param_groups[0]["lr"] = self.training.learning_rate * factor
+        self.optimizer.param_groups[0]["lr"] = self.training.learning_rate * manifest_schedule(self.training)(step)
         self.optimizer.zero_grad()
         language_model_loss(self.model, samples).backward()  # type: ignore[no-untyped-call]
         if self.training.clip_norm:

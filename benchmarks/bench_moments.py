@@ -51,11 +51,11 @@ def train(moments: Moments, seed: int, steps: int, train_on: torch.Tensor, held_
     stepper, vector, mean = AdamWStep(layout, TRAINING, moments), layout.new_vector(), layout.new_vector()
     layout.read(model, vector)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
+    for step in range(steps):
         model.zero_grad()
         torch.autograd.backward(loss_of(model, windows(train_on, BATCH, generator)))
         layout.read_gradients(model, mean)
-        stepper.step(vector, mean)
+        stepper.step(vector, mean, step)
         layout.write(vector, model)
     with torch.no_grad():
         parts = windows(held_out, HELD_OUT, torch.Generator().manual_seed(0)).split(32)  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def step_seconds(num_values: int, repeats: int) -> dict[str, float]:
     steppers = {moments: AdamWStep(layout, TRAINING, moments) for moments in MOMENTS}
     of_torch = GradientStep(torch.optim.AdamW(module.parameters(), lr=1e-3), module, layout, TRAINING.clip_norm)
     steps: dict[str, Stepper] = {"torch": of_torch} | {str(name): each for name, each in steppers.items()}
-    cases = {name: thread_seconds(partial(stepper.step, vector, mean)) for name, stepper in steps.items()}
+    cases = {name: thread_seconds(partial(stepper.step, vector, mean, 0)) for name, stepper in steps.items()}
     return {name: measured.median for name, measured in alternate(cases, repeats).items()}
 
 

@@ -1,4 +1,4 @@
-"""Where the CPU time of p2ptrain's round goes: event loop, compute thread, daemon; from /proc, by thread.
+"""Where the CPU time of p2ptrain's round goes: event loop, compute threads, daemon; from /proc, by thread.
 
 Part of `benchmarks.bench_averaging`.
 """
@@ -18,7 +18,7 @@ from benchmarks.swarms import P2PTrainSwarm, Setup
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 SETTLE_SECONDS = 0.2
-PARTS = ("event loop", "compute thread", "other threads", "daemon")
+PARTS = ("event loop", "compute threads", "other threads", "daemon")
 
 Parts = dict[tuple[str, str], float]
 """CPU seconds, by (part of a peer, ``user`` or ``system``)."""
@@ -39,7 +39,7 @@ def part_of(thread: str) -> str:
     """What a thread of a peer's own process is for; one of `PARTS`."""
     if thread == "MainThread":
         return "event loop"
-    return "compute thread" if thread.startswith("compute-") else "other threads"
+    return "compute threads" if thread.startswith(("state-", "pool-", "device-")) else "other threads"
 
 
 def parts(swarm: P2PTrainSwarm) -> Parts:

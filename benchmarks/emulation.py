@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +26,7 @@ from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.data import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
 from p2ptrain.training.fragments import Fragment
-from p2ptrain.training.learning_rate import Schedule, learning_rate_factor
+from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
 from p2ptrain.training.local_work import LocalWork
 from p2ptrain.training.text import Corpus
 
@@ -53,7 +54,7 @@ class Method:
     gathered: bool = False
     feedback_decay: float = 1.0
     workers: int = 4
-    schedule: Schedule = "cosine"
+    schedule: Shape = "cosine"
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,16 @@ class Swarm:
             for module in self.modules
         ]  # fmt: skip
         manifest = Manifest(model=model, training=self.spec)
-        self.state = initial_state(self.modules[0], self.inner[0], manifest, manifest.digest, self.spec.clip_norm)
+        at_a_time = method.workers * self.spec.local_batch
+        self.total_steps = setting.steps * setting.workers * setting.local_batch // at_a_time
+        schedule = partial(
+            learning_rate_factor, warmup_steps=self.total_steps // 20, schedule=method.schedule,
+            total_steps=self.total_steps,
+        )  # fmt: skip
+        self.rates = [LearningRates(inner, schedule) for inner in self.inner]
+        self.state = initial_state(
+            self.modules[0], self.inner[0], manifest, manifest.digest, self.spec.clip_norm, self.rates[0]
+        )
         mixing = self.spec.mixing if self.spec.overlap_steps else None
         self.works = [LocalWork(module, self.state, accumulate=False, mixing=mixing) for module in self.modules]
         self.codec = get_codec(method.codec)
@@ -136,8 +146,6 @@ class Swarm:
             for _ in range(method.workers)
         ]
         self.sampler = Sampler(corpus.train, model.context, seed)
-        at_a_time = method.workers * self.spec.local_batch
-        self.total_steps = setting.steps * setting.workers * setting.local_batch // at_a_time
         self.sent_bytes = self.rounds = 0
         self.seconds: list[float] = []
 
@@ -184,12 +192,6 @@ class Swarm:
             samples = self.sampler.batch(step * count * size, (rank, count), f"peer{rank}", step, 0, size)
             yield torch.from_numpy(samples)
 
-    def _set_rate(self, worker: int, step: int) -> None:
-        factor = learning_rate_factor(
-            step, warmup_steps=self.total_steps // 20, schedule=self.method.schedule, total_steps=self.total_steps
-        )
-        self.inner[worker].param_groups[0]["lr"] = self.spec.learning_rate * factor
-
     def _backward(self, worker: int, samples: torch.Tensor) -> None:
         started = time.thread_time()
         self.inner[worker].zero_grad()
@@ -197,7 +199,7 @@ class Swarm:
         self.seconds.append(time.thread_time() - started)
 
     def _local_step(self, worker: int, samples: torch.Tensor, step: int) -> None:
-        self._set_rate(worker, step)
+        self.rates[worker].set(step)
         self._backward(worker, samples)
         torch.nn.utils.clip_grad_norm_(self.modules[worker].parameters(), self.spec.clip_norm)
         self.inner[worker].step()
@@ -211,8 +213,7 @@ class Swarm:
             contribution = torch.zeros(fragment.num_values)
             self.state.layout.read_gradients(self.modules[0], contribution)
             contributions.append(contribution)
-        self._set_rate(0, step)
-        self.state.apply(self._mean(contributions, fragment), fragment)
+        self.state.apply(self._mean(contributions, fragment), step, fragment)
 
     # --- synchronising ----------------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ class Swarm:
         return fragment, self._mean(contributions, fragment), counted
 
     def _apply(self, fragment: Fragment, mean: torch.Tensor, counted: list[tuple[int, int]]) -> None:
-        self.state.apply(mean, fragment)
+        self.state.apply(mean, self.rounds, fragment)
         for work, own in zip(self.works, counted, strict=True):
             work.adopt(True, None, fragment, own)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ async def loopback_peer(
         local_shortcut: Whether streams to others of this process may leave the network out, and what is measured.
     """
     runtime = real_runtime()
-    with Identity.ephemeral(tempfile.gettempdir()) as identity:
+    with Identity.ephemeral() as identity:
         transport = await Libp2pTransport.start(
             identity, Libp2pSettings(listen=(listen,), local_shortcut=local_shortcut)
         )

@@ -196,7 +196,7 @@ def parts(workers: Workers) -> dict[str, float]:
             elif process.pid == root:
                 part = "trainer"
             else:
-                part = "hosts: event loop" if thread == process.pid else "hosts: compute thread"
+                part = "hosts: event loop" if thread == process.pid else "hosts: compute threads"
             found[part] = found.get(part, 0.0) + user + system
     return found
 

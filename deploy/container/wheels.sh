@@ -9,6 +9,6 @@ cd "$(dirname "$0")/../.."
     echo "wheels.sh: the image has Python 3.11, so its wheels must come from one: make PYTHON=python3.11 wheels" >&2
     exit 1
 }
-"$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir wheels --find-links wheels -c constraints.txt \
-    . hatchling
+PIP_CONSTRAINT=constraints.txt "$python" -m pip wheel --quiet --disable-pip-version-check --wheel-dir wheels \
+    --find-links wheels . hatchling
 rm -f wheels/p2ptrain-*.whl # made from the sources, in the image
