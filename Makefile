@@ -54,7 +54,7 @@ test-browser: $(STAMP)  ## the status page in a browser; needs Chromium; P2PTRAI
 	$(PYTEST) -n 2 --dist loadfile tests/browser $(ARGS)
 
 test-docker: $(STAMP)  ## a swarm in containers; needs a Docker engine: see tests/docker/engine.sh
-	@PYTHONPATH=. $(BIN)/python -c 'from tests.support.containers import why_unavailable as why; import sys; sys.exit(why() or 0)'
+	@PYTHONPATH=. $(BIN)/python -c 'from tests.support.containers.compose import why_unavailable as why; import sys; sys.exit(why() or 0)'
 	$(PYTEST) $(or $(DOCKER_TESTS),tests/docker) $(ARGS)
 
 test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
@@ -62,19 +62,19 @@ test-gpu: $(STAMP)  ## what needs a CUDA device; skipped without one
 
 test-all: $(STAMP)  ## all that .ci/run checks, slow tests, containers, a soak, and SEEDS=N schedules of each kind
 	P2PTRAIN_ALL=1 .ci/run
-	$(BIN)/python -m tests.support.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
-	$(BIN)/python -m tests.support.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
+	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds schedules) --count $(SEEDS)
+	$(BIN)/python -m tests.support.sim.schedules --first $$($(BIN)/python -m tests.support.seeds pipelines) --count $(SEEDS) --pipelines
 	$(MAKE) soak HOURS=0.1
 	@if [ -e tests/mutants.py ]; then $(BIN)/python -m tests.mutants; fi
 
 soak: $(STAMP)  ## HOURS=N of random faults, real and simulated; fails when memory, files, tasks or processes grow
-	$(BIN)/python -m tests.support.soak --hours $(HOURS) $(ARGS)
+	$(BIN)/python -m tests.support.processes.soak --hours $(HOURS) $(ARGS)
 
 wheels: $(STAMP)  ## fill wheels/, from which an image is built without a registry
 	deploy/container/wheels.sh $(BIN)/python
 
 schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 --count 5000 [--pipelines]"
-	$(BIN)/python -m tests.support.schedules $(ARGS)
+	$(BIN)/python -m tests.support.sim.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check $(SOURCES)

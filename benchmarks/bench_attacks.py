@@ -1,7 +1,7 @@
 """What a training loses to two liars in a group of ten, by attack and rule of aggregation.
 
 Each cell is the held-out loss as a multiple of that of ten honest peers under plain mean: the median over seeds, with
-the worst behind it. See `tests.support.attacks` for the model and the attacks.
+the worst behind it. See `tests.support.sim.attacks` for the model and the attacks.
 
     python -m benchmarks.bench_attacks --json results/attacks.json
 """
@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import Measured, report
 from p2ptrain.manifest import AveragingSpec
-from tests.support.attacks import ATTACKS, Study
+from tests.support.sim.attacks import ATTACKS, Study
 
 RULES: dict[str, dict[str, Any]] = {
     "mean": {"aggregation": "mean"},

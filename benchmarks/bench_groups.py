@@ -32,8 +32,8 @@ from p2ptrain.averaging.rally import Rally
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.node.presence import Presence
-from tests.support.averagers import AveragingPeer, record_of, start_averagers, stop_averagers
-from tests.support.simulation import SWARM
+from tests.support.sim.averagers import AveragingPeer, record_of, start_averagers, stop_averagers
+from tests.support.sim.peers import SWARM
 
 T = TypeVar("T")
 

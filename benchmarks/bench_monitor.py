@@ -1,6 +1,6 @@
 """How the status page bears a swarm of 2,000 peers and 50 viewers: snapshots, the API, a browser, and memory over time.
 
-The swarm is made up (`tests.support.made_up_swarm`), the web application, the history and the watch are real, in a
+The swarm is made up (`tests.support.web.made_up_swarm`), the web application, the history and the watch are real, in a
 process of their own. Viewers do what the page's scripts do, at the same pace: each holds a stream of changes, and asks
 for the table, the charts and the lists. Where there is Chromium, it loads the page. ``--soak-minutes 10`` then goes on
 and samples the server's resident memory; a slope near zero is what is wanted.
@@ -30,7 +30,7 @@ from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
-from tests.support.made_up_swarm import MadeUpSwarm
+from tests.support.web.made_up_swarm import MadeUpSwarm
 
 LOOKS = 12
 START_SECONDS = 120.0
@@ -154,7 +154,7 @@ def server(num_peers: int, folder: Path) -> Iterator[tuple[str, psutil.Process]]
         Its URL, and the process.
     """
     options = ["--peers", str(num_peers), "--port", "0", "--db", str(folder / "history.sqlite")]
-    command = [sys.executable, "-m", "tests.support.made_up_swarm", *options]
+    command = [sys.executable, "-m", "tests.support.web.made_up_swarm", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -178,7 +178,7 @@ def load_page(url: str) -> dict[str, Measured] | None:
     try:
         from playwright.sync_api import sync_playwright
 
-        from tests.support.visits import CHROMIUM, HOW_TO_GET_ONE, launch, visiting
+        from tests.support.web.visits import CHROMIUM, HOW_TO_GET_ONE, launch, visiting
     except ImportError as error:
         progress(f"no page is loaded: {error}")
         return None

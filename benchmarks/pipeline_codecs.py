@@ -28,8 +28,8 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.data import Sampler
 from p2ptrain.training.learning_rate import learning_rate_factor
 from p2ptrain.training.text import load_corpus
-from tests.support.pipelines import Pipeline, PipelinePeer, make_manifest
-from tests.support.simulation import until
+from tests.support.sim.peers import until
+from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 
 CODECS = ("fp32", "fp16", "int8", "int4")
 STAGES = (2, 4)

@@ -30,9 +30,9 @@ from benchmarks.harness import Measured, progress
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.pipeline.feeder import LostError
 from p2ptrain.pipeline.hops import HopLimits
-from tests.support.counting import PLACES, CountedPipeline
-from tests.support.pipelines import PipelinePeer, make_manifest
-from tests.support.simulation import until
+from tests.support.sim.counting import PLACES, CountedPipeline
+from tests.support.sim.peers import until
+from tests.support.sim.pipelines import PipelinePeer, make_manifest
 
 KINDS = ("killed", "stopped")
 LATENCY_SECONDS = (0.005, 0.050)
@@ -164,8 +164,8 @@ def run(case: tuple[str, int]) -> Outcome:
         )  # fmt: skip
 
     with (
-        mock.patch("tests.support.pipelines.HOP_LIMITS", HopLimits()),
-        mock.patch("tests.support.counting.HOP_LIMITS", HopLimits()),
+        mock.patch("tests.support.sim.pipelines.HOP_LIMITS", HopLimits()),
+        mock.patch("tests.support.sim.counting.HOP_LIMITS", HopLimits()),
     ):
         return simulate(main, seed, model=LinkModel(LATENCY_SECONDS))
 

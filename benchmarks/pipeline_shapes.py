@@ -20,8 +20,8 @@ from p2ptrain.pipeline.compute import LossPass
 from p2ptrain.pipeline.device import Device, Pass
 from p2ptrain.pipeline.messages import IDS, Payload, pack, payload_bytes
 from p2ptrain.training.hosted_stage import HostedStage
-from tests.support.counting import CountingCompute, CountingPlan, CountingStage
-from tests.support.pipelines import PipelinePeer
+from tests.support.sim.counting import CountingCompute, CountingPlan, CountingStage
+from tests.support.sim.pipelines import PipelinePeer
 
 T = TypeVar("T")
 

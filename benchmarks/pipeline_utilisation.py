@@ -37,8 +37,8 @@ from benchmarks.pipeline_shapes import (
     lengths_alone,
 )
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from tests.support.pipelines import Pipeline, PipelinePeer, make_manifest
-from tests.support.simulation import until
+from tests.support.sim.peers import until
+from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 
 STAGES = 4
 BITS_PER_SECOND = (500e6, 100e6)

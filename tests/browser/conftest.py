@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 
 from tests.support.tools import unavailable
-from tests.support.visits import CHROMIUM, HOW_TO_GET_ONE, launch
+from tests.support.web.visits import CHROMIUM, HOW_TO_GET_ONE, launch
 
 
 @pytest.fixture(scope="session")

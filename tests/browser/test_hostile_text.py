@@ -14,11 +14,22 @@ from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.views import Alert, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
-from tests.support.daemons import wait_until
-from tests.support.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
-from tests.support.visits import PHONE, Visit, visiting
-from tests.support.watched import LINEAGE, START, SWARM, FakeSource, aborted, host, report, result, snapshot_of, trainer
-from tests.support.web_thread import ServedPage, served_page
+from tests.support.processes.daemons import wait_until
+from tests.support.web.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
+from tests.support.web.visits import PHONE, Visit, visiting
+from tests.support.web.watched import (
+    LINEAGE,
+    START,
+    SWARM,
+    FakeSource,
+    aborted,
+    host,
+    report,
+    result,
+    snapshot_of,
+    trainer,
+)
+from tests.support.web.web_thread import ServedPage, served_page
 
 pytestmark = pytest.mark.timeout(240)
 

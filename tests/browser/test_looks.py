@@ -13,10 +13,10 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from p2ptrain.monitor.store import Event, Store
-from tests.support.made_up_swarm import MadeUpSwarm, fill
-from tests.support.visits import DESKTOP, PHONE, Visit, screenshot, visiting
-from tests.support.watched import trainer, views_of
-from tests.support.web_thread import ServedPage, served_page
+from tests.support.web.made_up_swarm import MadeUpSwarm, fill
+from tests.support.web.visits import DESKTOP, PHONE, Visit, screenshot, visiting
+from tests.support.web.watched import trainer, views_of
+from tests.support.web.web_thread import ServedPage, served_page
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -13,11 +13,11 @@ import pytest
 from playwright.sync_api import Browser
 
 from p2ptrain.network.link import SwarmLink
-from tests.support.daemons import wait_until
-from tests.support.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
-from tests.support.processes import Swarmlet, background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
-from tests.support.visits import PHONE, Visit, screenshot, visiting
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.web.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
+from tests.support.web.visits import PHONE, Visit, screenshot, visiting
 
 pytestmark = pytest.mark.timeout(400)
 

@@ -20,7 +20,7 @@ VARIABLE = "P2PTRAIN_BASE"
 UPSTREAM = "origin/main"
 CONTAINERS = (
     "Dockerfile", ".dockerignore", "compose*.yaml", "deploy/container/*", "deploy/public/*", "tests/docker/*",
-    "tests/support/containers.py",
+    "tests/support/containers/compose.py",
 )  # fmt: skip
 """What the tests of containers are about: a change asks for all of them."""
 IMAGE = ("constraints.txt", "pyproject.toml", "p2ptrain/cli/main.py", "p2ptrain/config.py", "p2ptrain/native/*")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.containers import Containers, build_image, why_unavailable
+from tests.support.containers.compose import Containers, build_image, why_unavailable
 from tests.support.tools import unavailable
 
 

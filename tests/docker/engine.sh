@@ -14,7 +14,7 @@ BASE=python:3.11-slim-bookworm # as in the Dockerfile
 UNAVAILABLE=69
 READY_SECONDS=60
 END_SECONDS=60
-COMPOSE_V2=build/compose-v2/docker-compose # tests/support/containers.py looks for it here
+COMPOSE_V2=build/compose-v2/docker-compose # tests/support/containers/compose.py looks for it here
 COMPOSE_SUITE=trixie                       # the first of Debian's releases with Compose v2
 DOWNLOAD_SECONDS=180
 

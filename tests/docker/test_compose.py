@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.containers import Containers, compose_of
+from tests.support.containers.compose import Containers, compose_of
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.containers import docker, inspect
+from tests.support.containers.compose import docker, inspect
 
 pytestmark = pytest.mark.timeout(1500)
 

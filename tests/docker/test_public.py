@@ -11,7 +11,7 @@ import pytest
 from p2ptrain.cli.manifests import load_manifest, sign_manifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
-from tests.support.containers import Containers, compose_of, docker, inspect
+from tests.support.containers.compose import Containers, compose_of, docker, inspect
 
 pytestmark = pytest.mark.timeout(900)
 

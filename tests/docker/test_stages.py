@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.containers import Containers, docker, inspect
+from tests.support.containers.compose import Containers, docker, inspect
 
 pytestmark = pytest.mark.timeout(900)
 

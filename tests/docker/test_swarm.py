@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.containers import Containers, docker, inspect
+from tests.support.containers.compose import Containers, docker, inspect
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.nat import Internet, why_unavailable
-from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.nat import Internet, why_unavailable
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.tools import needed
 
 pytestmark = [

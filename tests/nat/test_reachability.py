@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.nat import Host, Internet, NatPeer, why_unavailable
+from tests.support.processes.nat import Host, Internet, NatPeer, why_unavailable
 from tests.support.tools import needed
 
 pytestmark = [

@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 
 from p2ptrain.manifest import AveragingSpec
-from tests.support.attacks import ATTACKS, ROW_33, Outcome, Study
+from tests.support.sim.attacks import ATTACKS, ROW_33, Outcome, Study
 
 STUDY = Study(seed=0)
 MEAN = AveragingSpec(aggregation="mean")

@@ -15,8 +15,8 @@ from p2ptrain.averaging.lending import Lender
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averagers import AveragingPeer, LendingPeer, start_averagers, start_lender, stop_averagers
-from tests.support.false_owners import falsify
+from tests.support.sim.averagers import AveragingPeer, LendingPeer, start_averagers, start_lender, stop_averagers
+from tests.support.sim.false_owners import falsify
 
 NUM_VALUES = 150_000
 SPEC = AveragingSpec(codec="fp32", aggregation="mean", grace_seconds=3.0, auxiliaries=2)

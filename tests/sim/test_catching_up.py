@@ -17,7 +17,7 @@ from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training import following
 from p2ptrain.training.catching_up import Way
-from tests.support.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
+from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
 WIDTH = 200
 NUM_VALUES = WIDTH * (WIDTH + 1)

@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.following import MAX_HEALINGS
-from tests.support.trainers import SimulatedSwarm, make_manifest
+from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
 @pytest.mark.parametrize("seed", range(5))

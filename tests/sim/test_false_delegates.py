@@ -15,11 +15,11 @@ from p2ptrain.averaging.descent import FALSE_PIECE
 from p2ptrain.averaging.head import Head
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
-from tests.support import false_owners
-from tests.support.averagers import AveragingPeer
-from tests.support.false_owners import Corrupt, corrupt_rounds, falsify
-from tests.support.simulation import until
-from tests.support.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
+from tests.support.sim import false_owners
+from tests.support.sim.averagers import AveragingPeer
+from tests.support.sim.false_owners import Corrupt, corrupt_rounds, falsify
+from tests.support.sim.peers import until
+from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
 
 
 @pytest.mark.parametrize("seed", [2, 4, 5, 1002])

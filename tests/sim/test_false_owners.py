@@ -13,10 +13,10 @@ from p2ptrain.averaging.reduction import CHUNK_VALUES
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from tests.support import false_owners
-from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
-from tests.support.false_owners import Corrupt, corrupt_rounds, falsify
-from tests.support.simulation import SWARM, until
+from tests.support.sim import false_owners
+from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.false_owners import Corrupt, corrupt_rounds, falsify
+from tests.support.sim.peers import SWARM, until
 
 CHUNKS = 2
 """In each share of four."""

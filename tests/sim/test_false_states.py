@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain.averaging.head import Head
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.trainers import Ledger, SimulatedTrainer, make_manifest
+from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 
 @asynccontextmanager

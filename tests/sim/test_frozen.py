@@ -12,8 +12,8 @@ import pytest
 
 from p2ptrain.averaging.settle import Settlements
 from p2ptrain.manifest import AveragingSpec
-from tests.support.averagers import AveragingPeer
-from tests.support.frozen import Arm, Cost, Swarm, in_phase, measure
+from tests.support.sim.averagers import AveragingPeer
+from tests.support.sim.frozen import Arm, Cost, Swarm, in_phase, measure
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 SLACK = 0.2

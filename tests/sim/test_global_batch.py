@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.accounts import Accounts
-from tests.support.trainers import BASE_RATE, SimulatedSwarm, SimulatedTrainer, make_manifest, rate_factor
+from tests.support.sim.accounts import Accounts
+from tests.support.sim.trainers import BASE_RATE, SimulatedSwarm, SimulatedTrainer, make_manifest, rate_factor
 
 SECONDS = 300.0
 TRAINING = {"every": 1, "global_batch": 12, "local_batch": 1}

@@ -18,7 +18,7 @@ from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import SharedState, Stamp
 from p2ptrain.training.state_server import ServeLimits
 from p2ptrain.training.transfer import TransferTimes, download_state
-from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100
 STATE_BYTES = 8 * WIDTH * (WIDTH + 1)

@@ -15,8 +15,8 @@ from p2ptrain.pipeline.placement import Host
 from p2ptrain.training.hosted_stage import HostedStage
 from p2ptrain.training.moving import LEAST_STAY_SECONDS, PROMISE_SECONDS
 from p2ptrain.training.pipeline_view import PipelineView
-from tests.support.pipelines import Pipeline, PipelinePeer, make_manifest
-from tests.support.simulation import until
+from tests.support.sim.peers import until
+from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 
 DOWNLOAD_SECONDS = 60.0
 SPREADING_SECONDS = LEAST_PAUSE_SECONDS + 0.5

@@ -14,8 +14,8 @@ from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.averaging.membership import rank
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.simulated.streams import Endpoint
-from tests.support.accounts import Accounts
-from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+from tests.support.sim.accounts import Accounts
+from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 FAULTY_ROUND = 2

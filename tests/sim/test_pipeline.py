@@ -13,8 +13,8 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.feeder import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
-from tests.support.simulation import until
+from tests.support.sim.peers import until
+from tests.support.sim.pipelines import Pipeline, PipelinePeer, WholeModel, make_manifest, sample, tell
 
 ROUND = 6
 """Microbatches in a round."""

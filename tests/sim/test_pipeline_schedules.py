@@ -1,6 +1,6 @@
 """Random faults in simulated pipelines: what counts, counts once; nothing that was reported done is missing.
 
-What must hold is said and checked in `tests.support.pipeline_schedules`. A failure names its seed and the command that
+What must hold is said and checked in `tests.support.sim.pipeline_schedules`. A failure names its seed and the command that
 runs it again; ``make schedules ARGS=--pipelines`` runs as many other seeds as one likes.
 """
 
@@ -12,17 +12,17 @@ from collections import Counter
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.counting import PLACES, CountedPipeline, CountingPeer
-from tests.support.pipeline_schedules import (
+from tests.support.seeds import changing_seeds
+from tests.support.sim.counting import PLACES, CountedPipeline, CountingPeer
+from tests.support.sim.peers import until
+from tests.support.sim.pipeline_schedules import (
     FAULTS_IN,
     PHASES,
     PipelineSchedule,
     draw_pipeline_schedule,
     find_pipeline_problems,
 )
-from tests.support.pipelines import PipelinePeer, make_manifest, tell
-from tests.support.seeds import changing_seeds
-from tests.support.simulation import until
+from tests.support.sim.pipelines import PipelinePeer, make_manifest, tell
 
 
 def settled(peer: PipelinePeer) -> int:

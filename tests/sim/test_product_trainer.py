@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.trainer import Trainer
-from tests.support.product_trainer import ProductSwarm, small_manifest, use_virtual_time
+from tests.support.sim.product_trainer import ProductSwarm, small_manifest, use_virtual_time
 
 ROUNDS = 6
 EVERY = {1: {"every": 1, "global_batch": 12, "warmup_steps": 4}, 4: {"every": 4, "warmup_steps": 4}}

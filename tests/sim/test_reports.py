@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.trainers import SimulatedSwarm, make_manifest
+from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
 @pytest.mark.parametrize(("num_peers", "group_size"), [(1, 8), (3, 8), (6, 3)], ids=["alone", "group", "tree"])

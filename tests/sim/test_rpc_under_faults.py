@@ -13,7 +13,7 @@ from p2ptrain.errors import DeadlineError, PeerError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
-from tests.support.simulation import SWARM
+from tests.support.sim.peers import SWARM
 
 NUM_PEERS = 6
 LATE_SECONDS = 6.0

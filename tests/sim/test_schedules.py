@@ -1,6 +1,6 @@
 """Seeded schedules of crashes, stalls, losses, cuts, partitions, joins, slow peers and liars.
 
-What must hold in each of them is said and checked in `tests.support.schedules`. Fifty seeds are always the same, fifty
+What must hold in each of them is said and checked in `tests.support.sim.schedules`. Fifty seeds are always the same, fifty
 change with the commit (`tests.support.seeds`). A failure names its seed and the command that runs it again, event by
 event. ``make test-all`` tries thousands; ``make schedules`` runs as many other seeds as one likes.
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.schedules import Schedule, draw_schedule, find_problems
 from tests.support.seeds import changing_seeds
+from tests.support.sim.schedules import Schedule, draw_schedule, find_problems
 
 SMALL = 2, 6, 6
 KINDS = {"small": (SMALL, 40), "medium": ((7, 12, 8), 6), "long": ((4, 6, 16), 3), "large": ((13, 24, 5), 1)}

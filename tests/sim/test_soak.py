@@ -9,7 +9,7 @@ import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.seeds import changing_seeds
-from tests.support.trainers import SimulatedSwarm, make_manifest
+from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 UNHARMED = ("a", "b")
 HARMED = ("c", "d", "e")

@@ -15,7 +15,7 @@ from p2ptrain.averaging.history import Result
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
 
 NUM_VALUES = 6 * 4096 + 1000
 ROUNDS = 8

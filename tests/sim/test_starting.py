@@ -8,7 +8,7 @@ import random
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.trainers import SimulatedSwarm, make_manifest
+from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
 @pytest.mark.fault(7, 26)

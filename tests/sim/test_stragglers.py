@@ -12,8 +12,8 @@ import torch
 
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
-from tests.support.simulation import until
+from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.peers import until
 
 NUM_VALUES = 2_000_000
 RATE = 1e6

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.accounts import Accounts
-from tests.support.schedules import draw_schedule, find_problems
 from tests.support.seeds import changing_seeds
-from tests.support.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
+from tests.support.sim.accounts import Accounts
+from tests.support.sim.schedules import draw_schedule, find_problems
+from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 FRAGMENTS = {"fragments": 2, "outer": "adam", "outer_learning_rate": 0.01}
 

@@ -13,9 +13,9 @@ from p2ptrain.averaging.cells import Cells
 from p2ptrain.averaging.feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averagers import AveragingPeer, start_averagers, stop_averagers
-from tests.support.simulation import until
-from tests.support.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
+from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+from tests.support.sim.peers import until
+from tests.support.sim.trees import SPEC, assert_all_took_part, exact_mean, grow, hit_first_delegate, run
 
 
 @pytest.mark.parametrize(("num_peers", "seed"), [(12, 1), (12, 2), (24, 3), (64, 4)])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import ROOT
+from tests.support.processes.daemons import ROOT
 
 LOG_VARIABLE = "P2PTRAIN_REPEAT_LOG"
 BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(100_000))\n"

@@ -11,7 +11,7 @@ import hashlib
 import os
 import subprocess
 
-from tests.support.commands import ROOT
+from tests.support.processes.commands import ROOT
 
 VARIABLE = "P2PTRAIN_SEED"
 FIRST = 1_000_000

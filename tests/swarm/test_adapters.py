@@ -18,9 +18,9 @@ from p2ptrain.errors import UsageError
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models import build_model, export_hugging_face
 from p2ptrain.models.weights import SINGLE
-from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -17,9 +17,9 @@ import pytest
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.training.checkpoint import SHARED_FILE, load_newest_valid
-from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemons import free_port, wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.daemons import free_port, wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -24,10 +24,10 @@ from p2ptrain.errors import BootstrapError
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import Observer
-from tests.support.commands import HEAVY
-from tests.support.daemons import is_alive, peer_process, wait_until
-from tests.support.processes import Swarmlet, background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.commands import HEAVY
+from tests.support.processes.daemons import is_alive, peer_process, wait_until
+from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -23,7 +23,7 @@ from p2ptrain.errors import (
 from p2ptrain.network import daemon as daemon_module
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
-from tests.support.daemons import (
+from tests.support.processes.daemons import (
     ECHO,
     LOOPBACK,
     ROOT,

@@ -13,7 +13,7 @@ from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
-from tests.support.daemons import ECHO, RPC_SERVER, echo, loopback_transport, peer_process, run
+from tests.support.processes.daemons import ECHO, RPC_SERVER, echo, loopback_transport, peer_process, run
 
 SWARM = b"\x07" * 32
 MUCH = 1 << 30

@@ -20,9 +20,9 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.folders import stage_folder
 from p2ptrain.training.checkpoint import LoadedCheckpoint, list_checkpoints, load_newest_valid, verify_checkpoint
-from tests.support.daemons import ROOT, wait_until
-from tests.support.processes import background_command, nothing_left_behind
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.daemons import ROOT, wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(240)
 

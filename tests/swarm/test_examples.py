@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import ROOT
-from tests.support.processes import nothing_left_behind
+from tests.support.processes.daemons import ROOT
+from tests.support.processes.swarmlet import nothing_left_behind
 
 TIMEOUT_SECONDS = 200
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(300)
 def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """Start an example."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.run_example", f"examples/{name}.py", *map(str, arguments)],
+        [sys.executable, "-m", "tests.support.processes.run_example", f"examples/{name}.py", *map(str, arguments)],
         cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

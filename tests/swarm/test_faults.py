@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 
 NAMES = ("a", "b", "c")
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")

@@ -9,9 +9,9 @@ import pytest
 
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.training.digest import CHUNK_BYTES
-from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
-from tests.support.tellers import PATIENCE_SECONDS
-from tests.support.worker import DOWNLOADED_CHUNKS
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.processes.worker import DOWNLOADED_CHUNKS
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -19,7 +19,7 @@ from p2ptrain.errors import (
 )
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.transport import Stream
-from tests.support.daemons import (
+from tests.support.processes.daemons import (
     ECHO,
     echo,
     eventually,

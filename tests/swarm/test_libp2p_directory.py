@@ -19,7 +19,7 @@ from p2ptrain.network.libp2p import Libp2pTransport
 from p2ptrain.network.libp2p_directory import MAX_LIFETIME_SECONDS, Libp2pDirectory
 from p2ptrain.network.records import open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
-from tests.support.daemons import eventually, free_port, loopback_transport, peer_process
+from tests.support.processes.daemons import eventually, free_port, loopback_transport, peer_process
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
 KEY = peers_key(SWARM)

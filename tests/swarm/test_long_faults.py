@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.network.link import SwarmLink
-from tests.support.processes import (
+from tests.support.processes.relay import slow_relay
+from tests.support.processes.swarmlet import (
     Swarmlet,
     Worker,
     check_states,
@@ -22,7 +23,6 @@ from tests.support.processes import (
     run_command,
     wait_for_agreement,
 )
-from tests.support.relay import slow_relay
 
 pytestmark = pytest.mark.timeout(300)
 

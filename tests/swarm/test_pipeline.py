@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.errors import UsageError
-from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.timeout(300)
 

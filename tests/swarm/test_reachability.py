@@ -22,8 +22,8 @@ from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.probing import PROBE, ask_back
 from p2ptrain.node.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.runtime import real_runtime
-from tests.support.daemons import LOOPBACK, eventually, free_port, loopback_transport
-from tests.support.processes import MANIFEST
+from tests.support.processes.daemons import LOOPBACK, eventually, free_port, loopback_transport
+from tests.support.processes.swarmlet import MANIFEST
 
 
 def run(main: Callable[[], Awaitable[None]]) -> None:

@@ -10,8 +10,8 @@ import torch
 
 from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import IncompatibleError, UsageError
-from tests.support.processes import Swarmlet, make_manifest, nothing_left_behind
-from tests.support.worker import loss_of, make_model, make_optimizer
+from tests.support.processes.swarmlet import Swarmlet, make_manifest, nothing_left_behind
+from tests.support.processes.worker import loss_of, make_model, make_optimizer
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 

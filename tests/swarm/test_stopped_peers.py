@@ -17,8 +17,8 @@ import pytest
 
 from p2ptrain.averaging.patience import patience_seconds
 from p2ptrain.network.channel import ChannelLimits
-from tests.support.processes import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
-from tests.support.tellers import Event
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.tellers import Event
 
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 NAMES = ("a", "b", "c", "d")

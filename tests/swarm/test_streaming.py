@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import Swarmlet, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_agreement
 
 TRAINING = {
     "every": 6,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
-from tests.support.tellers import PATIENCE_SECONDS
-from tests.support.terminals import CTRL_C, TerminalCommand
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
+from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
 pytestmark = pytest.mark.timeout(300)
 

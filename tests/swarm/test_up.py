@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemons import wait_until
-from tests.support.processes import background_command, nothing_left_behind, run_command
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 
 TINY = (
     "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",

@@ -10,8 +10,8 @@ import pytest
 
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from tests.support.daemons import wait_until
-from tests.support.services import ServiceMachine, why_unavailable
+from tests.support.containers.services import ServiceMachine, why_unavailable
+from tests.support.processes.daemons import wait_until
 from tests.support.tools import needed
 
 pytestmark = [

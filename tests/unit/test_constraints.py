@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.commands import ROOT
+from tests.support.processes.commands import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINED = {

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.docker.changed import changed_paths, decide
-from tests.support import seeds, soak, summary, tools
+from tests.support import seeds, summary, tools
+from tests.support.processes import soak
 
 
 def test_a_missing_tool_skips_where_it_is_not_required(monkeypatch: pytest.MonkeyPatch) -> None:

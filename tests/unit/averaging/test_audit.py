@@ -21,7 +21,7 @@ from p2ptrain.codecs import codec_names, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
-from tests.support.shares import SWARM, VERIFIER, Group, run_check, vectors
+from tests.support.sim.shares import SWARM, VERIFIER, Group, run_check, vectors
 
 RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
 SIZE = 3 * (2 * CHUNK_VALUES + 4096)

@@ -15,7 +15,7 @@ from p2ptrain.averaging.patience import beat_seconds, quiet_seconds
 from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.simulation import Member, members
+from tests.support.sim.peers import Member, members
 
 GRACE = 2.0
 SECONDS = st.floats(0, 600)

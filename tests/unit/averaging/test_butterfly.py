@@ -12,8 +12,8 @@ from p2ptrain.averaging.certificate import Certificate
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
-from tests.support.simulation import SWARM, members
+from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
+from tests.support.sim.peers import SWARM, members
 
 TOKENS = [10, 20, 70]
 MIXED = by_size(get_codec("fp32"), get_codec("bf16"), [15, 10, 30, 5], 10)

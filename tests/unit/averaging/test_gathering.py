@@ -19,8 +19,8 @@ from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import SPEC, RosterMember, make_roster, stop
-from tests.support.simulation import Member, members
+from tests.support.sim.averaging import SPEC, RosterMember, make_roster, stop
+from tests.support.sim.peers import Member, members
 
 SIZE = 5 * 4096 + 100
 BOUNDS = (0, 2 * 4096, 2 * 4096, 3 * 4096, SIZE)

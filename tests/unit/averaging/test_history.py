@@ -15,8 +15,8 @@ from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
-from tests.support.simulation import SWARM, Member, members
+from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
+from tests.support.sim.peers import SWARM, Member, members
 
 
 async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[list[RosterMember], Result]:

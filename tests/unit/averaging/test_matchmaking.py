@@ -22,8 +22,8 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import HEAD, make_ticket
-from tests.support.simulation import SWARM, Member, members
+from tests.support.sim.averaging import HEAD, make_ticket
+from tests.support.sim.peers import SWARM, Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 KEY = Key(HEAD.round, HEAD.lineage)

@@ -13,8 +13,8 @@ from p2ptrain.averaging.attempt import Standing
 from p2ptrain.averaging.certificate import vote
 from p2ptrain.averaging.settle import MAX_ATTEMPTS_KEPT, can_complete, may_renounce
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averaging import NUM_VALUES, RosterMember, make_roster, stop
-from tests.support.simulation import members
+from tests.support.sim.averaging import NUM_VALUES, RosterMember, make_roster, stop
+from tests.support.sim.peers import members
 
 
 async def complete(roster: list[RosterMember]) -> None:

@@ -18,9 +18,9 @@ from p2ptrain.averaging.standby import Standby
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.averagers import record_of
-from tests.support.averaging import HEAD, make_ticket
-from tests.support.simulation import SWARM, Member, members
+from tests.support.sim.averagers import record_of
+from tests.support.sim.averaging import HEAD, make_ticket
+from tests.support.sim.peers import SWARM, Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 NEXT = replace(HEAD, round=1, lineage=b"n" * 32, tokens=10)

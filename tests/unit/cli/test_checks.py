@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.cli import checks
 from p2ptrain.cli.doctor import add_arguments, run
 from p2ptrain.cli.main import Parser
-from tests.support.commands import p2ptrain
+from tests.support.processes.commands import p2ptrain
 
 
 def script(folder: Path, text: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import HEAVY
+from tests.support.processes.commands import HEAVY
 
 REPORT = f"\nimport sys; print('loaded:', *sorted({HEAVY!r} & sys.modules.keys()))"
 

@@ -9,7 +9,7 @@ import pytest
 from p2ptrain.cli.init import COMMON
 from p2ptrain.cli.manifests import load_manifest
 from p2ptrain.manifest import Manifest
-from tests.support.commands import assert_one_line_error, p2ptrain
+from tests.support.processes.commands import assert_one_line_error, p2ptrain
 
 
 def test_init_writes_a_run_that_is_valid_and_a_private_key(tmp_path: Path) -> None:

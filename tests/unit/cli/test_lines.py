@@ -17,7 +17,7 @@ from p2ptrain.monitor.views import Snapshot, StageView
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.node.progress import Job, PeerProgress
-from tests.support.made_up_swarm import MadeUpSwarm
+from tests.support.web.made_up_swarm import MadeUpSwarm
 from tests.unit.cli.test_table import COMMITTED, TRAINER
 
 WIDTHS = (40, 80, 120)

@@ -11,7 +11,7 @@ import pytest
 from p2ptrain._version import __version__
 from p2ptrain.cli import main as cli
 from p2ptrain.errors import ConfigError, IntegrityError, P2PTrainError, ResourceError
-from tests.support.commands import ROOT, assert_one_line_error, p2ptrain
+from tests.support.processes.commands import ROOT, assert_one_line_error, p2ptrain
 
 HEAVY = ("torch", "hivemind", "transformers", "numpy", "bitsandbytes")
 QUICK = [["--help"], ["--version"], [], *([name, "--help"] for name in cli.COMMANDS)]

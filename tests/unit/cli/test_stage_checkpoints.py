@@ -18,7 +18,7 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage_list import STAGES_FILE, StageList, write_stage_list
 from p2ptrain.training.checkpoint import save_checkpoint
 from p2ptrain.training.stage_work import Part, unit_state
-from tests.support.pipelines import make_manifest
+from tests.support.sim.pipelines import make_manifest
 
 PLAN = PipelinePlan(make_manifest(2, tied=True))
 

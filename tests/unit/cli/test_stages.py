@@ -16,9 +16,9 @@ from p2ptrain.cli.table import COLUMNS, committed_rounds, most_tokens, peer_row,
 from p2ptrain.monitor.serving import NONE, Served
 from p2ptrain.monitor.views import StageView
 from p2ptrain.network.records import PeerRecord
-from tests.support.made_up_swarm import MadeUpSwarm
-from tests.support.served import served
-from tests.support.watched import CUT, STRANGE, feeder, host, pipeline, report, snapshot_of, trainer
+from tests.support.web.made_up_swarm import MadeUpSwarm
+from tests.support.web.served import served
+from tests.support.web.watched import CUT, STRANGE, feeder, host, pipeline, report, snapshot_of, trainer
 from tests.unit.cli.test_lines import PROGRESS, fits, plain
 
 LINK = MadeUpSwarm(1).link

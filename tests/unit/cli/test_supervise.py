@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from p2ptrain.cli.supervise import Child, Supervisor
-from tests.support.commands import ROOT
+from tests.support.processes.commands import ROOT
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + SLEEPER

@@ -12,7 +12,7 @@ from p2ptrain.monitor.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.views import Alert, RoundView
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import START, aborted, report, snapshot_of, trainer
+from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
 
 ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
 FACTS = Facts(since=START - 3600.0, stall_seconds=600.0, last_commit=START - 5.0, bootstraps=())

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.store import MAX_CONTRIBUTED, Contribution, Store
-from tests.support.stores import peer, with_store
-from tests.support.watched import START
+from tests.support.web.stores import peer, with_store
+from tests.support.web.watched import START
 
 
 def contributions(*told: tuple[float, int, int]) -> Contribution:

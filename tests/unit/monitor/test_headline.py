@@ -12,7 +12,7 @@ from p2ptrain.monitor.headline import seconds_between
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.views import Headline, RoundView
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import START, aborted, report, snapshot_of, trainer
+from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
 LATE = (report(5), aborted(6), aborted(6), report(6), aborted(7))

@@ -12,7 +12,7 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records import PeerRecord
-from tests.support.made_up_swarm import HOSTILE_NAMES, MadeUpSwarm
+from tests.support.web.made_up_swarm import HOSTILE_NAMES, MadeUpSwarm
 
 START = 1_800_000_000.0
 

@@ -14,8 +14,8 @@ from p2ptrain.monitor.metrics import MAX_LABELLED_PEERS, exposition
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.serving import Served
 from p2ptrain.monitor.views import Snapshot
-from tests.support.served import served
-from tests.support.watched import START, report, snapshot_of, trainer
+from tests.support.web.served import served
+from tests.support.web.watched import START, report, snapshot_of, trainer
 
 
 def scraped(snapshot: Snapshot) -> dict[str, Metric]:

@@ -11,7 +11,7 @@ from p2ptrain.averaging.head import Head
 from p2ptrain.monitor.rounds import MAX_ABSENCES, MAX_ROUNDS, OPEN_ROUNDS, RoundBook
 from p2ptrain.monitor.views import RoundView
 from p2ptrain.network.records import RoundReport
-from tests.support.watched import LINEAGE, START, aborted, chain, digest_after, report, result, trainer
+from tests.support.web.watched import LINEAGE, START, aborted, chain, digest_after, report, result, trainer
 
 
 def tell(book: RoundBook, peer: str, *reports: RoundReport, usual: int = 8, at: float = START) -> list[int]:

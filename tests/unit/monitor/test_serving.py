@@ -27,8 +27,8 @@ from p2ptrain.monitor.store import Amount, Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.serving_report import Latencies, ServingReport, ServingTotals
-from tests.support.served import TOKENS, served
-from tests.support.watched import START, SWARM, FakeSource, snapshot_of, trainer
+from tests.support.web.served import TOKENS, served
+from tests.support.web.watched import START, SWARM, FakeSource, snapshot_of, trainer
 
 STEP = 5.0
 

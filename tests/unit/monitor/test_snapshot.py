@@ -17,7 +17,7 @@ from p2ptrain.monitor.stages import stage_views
 from p2ptrain.monitor.web import to_json
 from p2ptrain.network.records import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
 from p2ptrain.network.serving_report import Latencies, ServingReport, ServingTotals
-from tests.support.watched import CUT, START, snapshot_of, trainer, views_of
+from tests.support.web.watched import CUT, START, snapshot_of, trainer, views_of
 
 A, B = b"a" * 32, b"b" * 32
 OTHER_LINEAGE = b"o" * 32

@@ -18,8 +18,8 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.views import RoundView, Snapshot
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
-from tests.support.site import Site, served
-from tests.support.watched import (
+from tests.support.web.site import Site, served
+from tests.support.web.watched import (
     CUT,
     START,
     STRANGE,

@@ -31,8 +31,8 @@ from p2ptrain.monitor.store import (
 )
 from p2ptrain.monitor.views import RoundView
 from p2ptrain.network.serving_report import Latencies
-from tests.support.stores import SWARM, peer, with_store
-from tests.support.watched import START, report, trainer
+from tests.support.web.stores import SWARM, peer, with_store
+from tests.support.web.watched import START, report, trainer
 
 OTHER_SWARM = "cd" * 32
 ON_THE_WEEK = START - START % 900

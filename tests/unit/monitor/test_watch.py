@@ -27,7 +27,7 @@ from p2ptrain.monitor.watch import (
     watching,
 )
 from p2ptrain.network.records import PeerRecord
-from tests.support.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
+from tests.support.web.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
 Scenario = Callable[[Watch, FakeSource, Store], Awaitable[None]]

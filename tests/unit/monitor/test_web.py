@@ -12,9 +12,9 @@ import pytest
 from p2ptrain.monitor import web
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.web import HEADERS, STALE_SECONDS
-from tests.support.schemas import misfits
-from tests.support.site import Site, served
-from tests.support.watched import START, aborted, chain, report, trainer
+from tests.support.web.schemas import misfits
+from tests.support.web.site import Site, served
+from tests.support.web.watched import START, aborted, chain, report, trainer
 
 ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
 EVIL = trainer("e", name="</script><script>alert(1)</script>", note="<img src=x onerror=alert(1)>")

@@ -7,9 +7,9 @@ from dataclasses import fields, replace
 from p2ptrain.monitor.store import ALL_SERIES, Event
 from p2ptrain.monitor.views import PeerView
 from p2ptrain.monitor.web import TABLE_COLUMNS
-from tests.support.served import served as report_of
-from tests.support.site import Site, served
-from tests.support.watched import START, report, trainer
+from tests.support.web.served import served as report_of
+from tests.support.web.site import Site, served
+from tests.support.web.watched import START, report, trainer
 
 ADA, BOB = trainer("a", name="Ada"), trainer("b", name="bob", loss=None)
 

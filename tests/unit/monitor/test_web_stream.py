@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from p2ptrain.monitor import web
-from tests.support.site import Site, served
-from tests.support.stream_reader import Reader
-from tests.support.watched import trainer
+from tests.support.web.site import Site, served
+from tests.support.web.stream_reader import Reader
+from tests.support.web.watched import trainer
 
 ADA, BOB = trainer("a"), trainer("b")
 

@@ -19,7 +19,7 @@ from p2ptrain.monitor.alert_book import HOLD_SECONDS
 from p2ptrain.monitor.store import Event, Store
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
-from tests.support.watched import START, SWARM, FakeSource
+from tests.support.web.watched import START, SWARM, FakeSource
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
 

@@ -15,9 +15,9 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import FRAME, error_frame
 from p2ptrain.network.simulated import SimulatedNetwork
 from p2ptrain.network.transport import Stream
-from tests.support.channels import conversation, talkers
-from tests.support.local import in_memory
-from tests.support.simulation import members, until
+from tests.support.sim.channels import conversation, talkers
+from tests.support.sim.local import in_memory
+from tests.support.sim.peers import members, until
 
 Simulate = Callable[[Callable[[SimulatedNetwork], Awaitable[None]], int], None]
 

@@ -17,7 +17,7 @@ from p2ptrain.network.direct_listener import TOKEN_BYTES, DirectLimits
 from p2ptrain.network.direct_tls import Certificate, TlsSocket
 from p2ptrain.network.frames import Kind, frame, pack
 from p2ptrain.network.socket_stream import SocketStream
-from tests.support.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
+from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
 
 Main = Callable[[], Awaitable[None]]
 

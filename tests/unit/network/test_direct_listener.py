@@ -11,7 +11,7 @@ import pytest
 
 from p2ptrain.network.direct_listener import START, TOKEN_BYTES, DirectLimits, server_name
 from p2ptrain.network.direct_tls import Certificate, TlsSocket, check_certificate
-from tests.support.direct import BULK, dial, direct_peers, is_refused, offer, opened, until
+from tests.support.processes.direct import BULK, dial, direct_peers, is_refused, offer, opened, until
 
 Main = Callable[[], Awaitable[None]]
 

@@ -11,7 +11,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
-from tests.support.channels import against, conversation
+from tests.support.sim.channels import against, conversation
 
 
 @pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])

@@ -11,7 +11,7 @@ from p2ptrain.errors import PeerLostError, PeerSilentError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.heartbeat import Heartbeat
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from tests.support.channels import against, conversation, talkers
+from tests.support.sim.channels import against, conversation, talkers
 
 
 def test_an_idle_channel_stays_alive_by_heartbeat() -> None:

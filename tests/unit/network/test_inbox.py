@@ -12,7 +12,7 @@ from p2ptrain.network.frames import MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.inbox import Inbox, Sink
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
-from tests.support.channels import against, conversation
+from tests.support.sim.channels import against, conversation
 
 
 def test_what_is_buffered_for_an_owner_that_does_not_read_is_bounded() -> None:

@@ -21,9 +21,9 @@ from p2ptrain.network.rpc import Rpc, RpcLimits
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
-from tests.support.averagers import start_averagers, stop_averagers
-from tests.support.direct import until
-from tests.support.local import LocalTransport, in_memory
+from tests.support.processes.direct import until
+from tests.support.sim.averagers import start_averagers, stop_averagers
+from tests.support.sim.local import LocalTransport, in_memory
 
 ECHO = "/test/echo"
 

@@ -13,7 +13,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.rates import RateLimit
 from p2ptrain.network.rpc import Rpc, RpcLimits
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from tests.support.simulation import start_member
+from tests.support.sim.peers import start_member
 
 FAST = LinkModel(up_bytes_per_second=None, down_bytes_per_second=None)
 NUM_BYTES = 4_000_000

@@ -20,8 +20,8 @@ from p2ptrain.network.frames import Kind, frame
 from p2ptrain.network.rpc import PROTOCOL
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
-from tests.support.rpc_scenario import double, hang, run_scenario, serve_scenario
-from tests.support.simulation import Member, members, until
+from tests.support.sim.peers import Member, members, until
+from tests.support.sim.rpc_scenario import double, hang, run_scenario, serve_scenario
 
 FIXED = LinkModel(latency_seconds=(0.05, 0.05), jitter=0.0)
 

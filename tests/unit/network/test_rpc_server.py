@@ -19,8 +19,8 @@ from p2ptrain.network.rpc import PROTOCOL, Rpc, RpcLimits
 from p2ptrain.network.rpc_server import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
-from tests.support.rpc_scenario import double, hang
-from tests.support.simulation import SWARM, Member, members, start_member, until
+from tests.support.sim.peers import SWARM, Member, members, start_member, until
+from tests.support.sim.rpc_scenario import double, hang
 
 
 def header(**changes: object) -> bytes:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.records import MAX_RECORD_BYTES, PeerRecord, seal_record
 from p2ptrain.network.serving_report import BOUNDS, MAX_TOTAL, Latencies, ServingReport, ServingTotals
-from tests.support.served import served
 from tests.support.signers import NamedSigner
-from tests.support.watched import trainer
+from tests.support.web.served import served
+from tests.support.web.watched import trainer
 
 SAMPLES = st.lists(st.floats(0, 5000), min_size=1, max_size=60)
 SHARES = (0.0, 0.01, 0.5, 0.9, 0.95, 0.99, 1.0)

@@ -12,7 +12,7 @@ from p2ptrain.network.directory import Directory, Entry
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.presence import LIFETIME_SECONDS, Presence
-from tests.support.watched import trainer
+from tests.support.web.watched import trainer
 
 SWARM = bytes(32)
 

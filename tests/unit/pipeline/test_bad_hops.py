@@ -15,7 +15,7 @@ from p2ptrain.errors import PeerRefusedError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.ledger import Limits
 from p2ptrain.pipeline.messages import IDS, Hop, Payload, pack
-from tests.support.stage_hosts import (
+from tests.support.sim.stage_hosts import (
     bits,
     check_untouched,
     heads,

@@ -15,7 +15,7 @@ from p2ptrain.pipeline import feeder as feeder_module
 from p2ptrain.pipeline.feeder import Feeder
 from p2ptrain.pipeline.hops import Caller
 from p2ptrain.pipeline.outputs import Outputs
-from tests.support.stage_hosts import HOP_LIMITS, Hosts, hosts
+from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
 
 AVERAGING_SECONDS = 120.0
 

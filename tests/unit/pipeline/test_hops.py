@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from tests.support.stage_hosts import HOP_LIMITS, check_sums, hosts
+from tests.support.sim.stage_hosts import HOP_LIMITS, check_sums, hosts
 
 
 def test_a_host_that_stops_before_it_has_the_tensors_is_noticed_as_soon_as_one_that_stops_later() -> None:

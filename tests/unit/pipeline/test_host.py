@@ -14,8 +14,8 @@ from p2ptrain.pipeline.hops import HopFailedError, OtherRoundError
 from p2ptrain.pipeline.host import FORGET_SECONDS
 from p2ptrain.pipeline.messages import Payload, pack
 from p2ptrain.pipeline.running import ORPHAN_SECONDS
-from tests.support.simulation import until
-from tests.support.stage_hosts import (
+from tests.support.sim.peers import until
+from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
     check_sums,
     check_untouched,

@@ -16,7 +16,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.hops import HopFailedError
 from p2ptrain.pipeline.messages import IDS
-from tests.support.stage_hosts import (
+from tests.support.sim.stage_hosts import (
     check_untouched,
     hosts,
     lie,

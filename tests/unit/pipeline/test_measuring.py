@@ -13,7 +13,7 @@ from p2ptrain.models import Span
 from p2ptrain.pipeline import measuring
 from p2ptrain.pipeline.measuring import available_memory, measure_speed
 from p2ptrain.pipeline.plan import PipelinePlan
-from tests.support.pipelines import make_manifest
+from tests.support.sim.pipelines import make_manifest
 
 CPU = torch.device("cpu")
 

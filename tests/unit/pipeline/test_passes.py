@@ -16,8 +16,8 @@ from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import Hop, pack
 from p2ptrain.pipeline.passes import Passes
 from p2ptrain.runtime import Runtime
-from tests.support.pipelines import sample
-from tests.support.stage_hosts import plan_of, stage_of
+from tests.support.sim.pipelines import sample
+from tests.support.sim.stage_hosts import plan_of, stage_of
 
 NUM_STAGES = 3
 

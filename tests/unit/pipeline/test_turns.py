@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.turns import Turns
-from tests.support.simulation import until
+from tests.support.sim.peers import until
 
 
 class Sends:

@@ -15,7 +15,7 @@ from p2ptrain.training.outer import AverageStep
 from p2ptrain.training.stage_work import Part, StageWork, unit_state
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.work import Work
-from tests.support.stage_hosts import plan_of, stage_of
+from tests.support.sim.stage_hosts import plan_of, stage_of
 
 TOKENS = 40
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from p2ptrain.errors import UsageError
 from p2ptrain.training.optimizer_checks import check_layout_is_kept, check_optimizer, differences, step_rule
-from tests.support.worker import make_model
+from tests.support.processes.worker import make_model
 
 REFUSED: dict[str, tuple[int, Callable[[nn.Module], torch.optim.Optimizer], str]] = {
     "another model's": (8, lambda model: torch.optim.SGD(make_model(8).parameters(), 0.1), "4 of 4 parameters"),

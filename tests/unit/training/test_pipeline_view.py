@@ -12,7 +12,7 @@ from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing import Router
 from p2ptrain.runtime import Runtime
 from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
-from tests.support.pipelines import make_manifest
+from tests.support.sim.pipelines import make_manifest
 
 OWN = "m-self"
 LATER = 1e12

@@ -14,8 +14,8 @@ from p2ptrain.training.checkpoint import list_checkpoints, load_newest_valid
 from p2ptrain.training.save_policy import SavePolicy
 from p2ptrain.training.saving import restore_shared
 from tests.support.lone import LonePeer, lone_peer
+from tests.support.processes.worker import loss_of, make_model, make_optimizer
 from tests.support.settings import training_over
-from tests.support.worker import loss_of, make_model, make_optimizer
 
 TRAINING: list[dict[str, Any]] = [
     {"every": 3},

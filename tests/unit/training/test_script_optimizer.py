@@ -13,7 +13,7 @@ from torch import nn
 from p2ptrain.errors import UsageError
 from p2ptrain.training import optimizer as optimizer_module
 from tests.support.lone import lone_peer
-from tests.support.worker import make_model, make_optimizer
+from tests.support.processes.worker import make_model, make_optimizer
 
 
 class Told(nn.Module):

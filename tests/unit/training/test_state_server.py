@@ -16,7 +16,7 @@ from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import Stamp, stamped_bytes
 from p2ptrain.training.state_server import MAX_RANGE_CHUNKS, ServeLimits, StateServer
 from p2ptrain.training.transfer import download_state, fetch_head
-from tests.support.downloads import (
+from tests.support.sim.downloads import (
     FAST,
     NUM_CHUNKS,
     NUM_VALUES,
@@ -27,7 +27,7 @@ from tests.support.downloads import (
     until_started,
     with_sources,
 )
-from tests.support.simulation import Member, members
+from tests.support.sim.peers import Member, members
 
 
 def test_too_many_downloads_wait_their_turn() -> None:

@@ -24,7 +24,7 @@ from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import Stamp
 from p2ptrain.training.state_server import ServeLimits, StateServer
 from p2ptrain.training.transfer import TransferTimes, download_state
-from tests.support.downloads import (
+from tests.support.sim.downloads import (
     CHUNK_VALUES,
     FAST,
     NUM_CHUNKS,
@@ -37,7 +37,7 @@ from tests.support.downloads import (
     until_started,
     with_sources,
 )
-from tests.support.simulation import members, start_member
+from tests.support.sim.peers import members, start_member
 
 
 def test_three_sources_share_the_work() -> None:

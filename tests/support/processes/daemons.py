@@ -1,0 +1,137 @@
+"""Real peers for swarm tests: transports on loopback, peers in processes of their own, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.transport import Stream
+
+ROOT = Path(__file__).parents[3]
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+ECHO = "/test/echo"
+
+
+RPC_SERVER = """
+import asyncio, json, sys
+from pathlib import Path
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.runtime import real_runtime
+from tests.support.processes.daemons import loopback_transport
+
+{handler}
+
+async def main():
+    async with loopback_transport() as (_, transport):
+        rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
+        rpc.{serve}("hang", hang)
+        await rpc.start()
+        sys.stdout.write(json.dumps({{"addresses": await transport.addresses()}}) + "\\n")
+        sys.stdout.flush()
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+"""For `peer_process`: a peer of the swarm of 32 bytes 7 that serves ``hang``, when it is told how."""
+
+
+async def echo(stream: Stream) -> None:
+    """Serves `ECHO`: sends every byte back."""
+    while True:
+        await stream.write(await stream.read(1))
+
+
+def run(main: Callable[[], Awaitable[None]], on_uvloop: bool = False) -> None:
+    """Run ``main`` on a loop of its own, for a minute at most."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await main()
+
+    if on_uvloop:
+        uvloop.run(bounded())
+    else:
+        asyncio.run(bounded())
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def is_alive(process_id: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 15.0) -> None:
+    """Poll until ``condition()`` holds; AssertionError when it does not within the time."""
+    deadline = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {timeout_seconds} s"
+        time.sleep(0.02)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 15.0) -> None:
+    """As `wait_until`, for a condition that is awaited."""
+    deadline = time.monotonic() + timeout_seconds
+    while not await condition():
+        assert time.monotonic() < deadline, f"not so within {timeout_seconds} s"
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def loopback_transport(**settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
+    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then.
+
+    Streams between two of them go through the daemons unless ``settings`` say otherwise.
+    """
+    settings = {"listen": LOOPBACK, "local_shortcut": False, **settings}
+    with Identity.ephemeral() as identity:
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
+        try:
+            yield identity, transport
+        finally:
+            await transport.close()
+            assert not is_alive(transport.daemon.process_id)
+            assert not transport.daemon.directory.exists()
+
+
+@contextlib.contextmanager
+def peer_process(script: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Run ``script`` in a process of its own; yields it and the JSON object that it prints first. Killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *arguments],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"the peer ended with status {process.wait()}"
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,154 @@
+"""Peers with direct connections on loopback, whose daemons are pairs of Unix sockets within this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+from p2ptrain.network.control import DaemonControl, DaemonRefusal
+from p2ptrain.network.direct import DirectConnections
+from p2ptrain.network.direct_listener import DirectLimits
+from p2ptrain.network.direct_tls import Certificate, TlsSocket
+from p2ptrain.network.socket_stream import SocketStream
+from tests.support.processes.daemons import eventually
+
+BULK = "/test/bulk"
+HERE = "/ip4/127.0.0.1/tcp/1"
+
+
+class FakeControl:
+    """Daemons that know each other by name, and say that they are connected at ``ways``."""
+
+    def __init__(self, name: str, network: dict[str, FakeControl]) -> None:
+        self.name = name
+        self.ways: list[tuple[str, str]] = []
+        self.num_asked = 0
+        self._network = network
+        self._handlers: dict[str, Callable[[str, SocketStream], Awaitable[None]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        network[name] = self
+
+    async def connections(self) -> list[tuple[str, str]]:
+        return self.ways
+
+    async def serve_stream(self, protocol: str, callback: Callable[[str, SocketStream], Awaitable[None]]) -> None:
+        self._handlers[protocol] = callback
+
+    async def close(self) -> None:
+        """Wait until nobody answers any more, and the sockets are closed."""
+        await asyncio.gather(*self._tasks)
+        await asyncio.sleep(0)
+
+    async def open_stream(self, peer: str, protocol: str) -> SocketStream:
+        self.num_asked += 1
+        callback = self._network[peer]._handlers.get(protocol)
+        if callback is None:
+            raise DaemonRefusal("protocols not supported")
+        loop = asyncio.get_running_loop()
+        near, far = SocketStream(), SocketStream()
+        ends = zip((near, far), socket.socketpair(socket.AF_UNIX), strict=True)
+
+        async def connect() -> None:
+            for stream, one in ends:
+                await loop.create_unix_connection(lambda stream=stream: stream, sock=one)  # type: ignore[misc]
+
+        connecting = asyncio.create_task(connect())
+        try:
+            await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            await connecting
+            near.abort()
+            far.abort()
+            raise
+
+        async def serve() -> None:
+            try:
+                await callback(self.name, far)
+            finally:
+                far.abort()
+
+        self._tasks.add(task := asyncio.create_task(serve()))
+        task.add_done_callback(self._tasks.discard)
+        return near
+
+
+class DirectPeer:
+    """One end: what came in is in ``streams``."""
+
+    def __init__(self, name: str, network: dict[str, FakeControl], limits: DirectLimits) -> None:
+        self.name = name
+        self.control = FakeControl(name, network)
+        self.streams: asyncio.Queue[tuple[str, str, TlsSocket]] = asyncio.Queue()
+        self.direct = DirectConnections(
+            cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,), limits
+        )
+
+
+@asynccontextmanager
+async def direct_peers(
+    names: str = "ab", limits: DirectLimits | None = None, host: str = "127.0.0.1"
+) -> AsyncIterator[list[DirectPeer]]:
+    """Peers that listen and whose daemons are all connected over loopback."""
+    network: dict[str, FakeControl] = {}
+    peers = [DirectPeer(name, network, limits or DirectLimits()) for name in names]
+    way = f"/ip6/{host}/tcp/1" if ":" in host else f"/ip4/{host}/tcp/1"
+    for peer in peers:
+        peer.control.ways = [(other.name, way) for other in peers if other is not peer]
+        await peer.direct.start((host,), 0)
+    try:
+        yield peers
+    finally:
+        for peer in peers:
+            await peer.direct.close()
+        for peer in peers:
+            await peer.control.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def holds() -> bool:
+        return condition()
+
+    await eventually(holds)
+
+
+async def opened(a: DirectPeer, b: DirectPeer) -> tuple[TlsSocket, TlsSocket]:
+    """Both ends of a stream that ``a`` opens to ``b``."""
+    near = await a.direct.open(b.name, BULK, 5)
+    assert near is not None
+    peer, protocol, far = await b.streams.get()
+    assert (peer, protocol) == (a.name, BULK)
+    return near, far
+
+
+async def dial(
+    peer: DirectPeer, certificate: Certificate, name: str | None, token: bytes = b"", trusts: bytes | None = None
+) -> TlsSocket:
+    """Dial a peer's port as anybody can; raises what the event loop raises."""
+    stream = TlsSocket()
+    context = certificate.context(trusts or peer.direct._certificate.der, is_server=False)
+    await asyncio.get_running_loop().create_connection(
+        lambda: stream, "127.0.0.1", peer.direct.port, ssl=context, server_hostname=name or ""
+    )
+    if token:
+        await stream.write(token)
+    return stream
+
+
+def offer(peer: DirectPeer, to: str, certificate: Certificate) -> bytes:
+    """A token, as if ``to`` had asked for it over the daemons."""
+    listener = peer.direct._listener
+    assert listener is not None
+    return listener.offer(to, BULK, certificate.der)
+
+
+async def is_refused(stream: TlsSocket) -> bool:
+    try:
+        await stream.read(1)
+    except (OSError, EOFError):
+        return True
+    finally:
+        stream.abort()
+    return False

@@ -1,0 +1,200 @@
+"""A small internet of network namespaces: public hosts on one wire, private ones behind gateways that translate.
+
+Needs root, ``ip`` and ``nft``. Nothing outside the namespaces made here is touched, and there is no way out of them, so
+hosts have addresses of the public internet: libp2p treats private ones differently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from tests.support.processes.tellers import Teller
+
+WIRE = "45.10.0"
+RULES = """
+table ip nat {
+  chain out { type nat hook postrouting priority 100; oifname "wan" masquerade; }
+}
+table ip gate {
+  chain in { type filter hook forward priority 0; iifname "wan" ct state new drop; }
+  chain own { type filter hook input priority 0; iifname "wan" ct state new drop; }
+}
+"""
+"""A gateway that lets connections out, behind its own address, and none in; what it was not asked for is dropped."""
+
+
+@functools.cache
+def why_unavailable() -> str:
+    """Why this machine cannot make the namespaces; empty when it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found: install iproute2 and nftables"
+    lab = Internet()
+    try:
+        with lab:
+            lab.private("probe")
+    except (OSError, subprocess.CalledProcessError) as error:
+        output = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else str(error)
+        return f"network namespaces with translation cannot be made here: {output[:200]}"
+    return ""
+
+
+class Internet:
+    """Hosts, made by `public` and `private`; a context manager that removes them and ends what runs in them."""
+
+    def __init__(self) -> None:
+        self._prefix = f"p2pt{os.getpid()}"
+        self._namespaces: list[str] = []
+        self._hosts = 0
+        self._outside: dict[str, str] = {}
+        self._ports: dict[str, str] = {}
+
+    def __enter__(self) -> Internet:
+        try:
+            self._wire = self._namespace("wire")
+            _run("ip", "-n", self._wire, "link", "add", "wire", "type", "bridge")
+            _run("ip", "-n", self._wire, "link", "set", "wire", "up")
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def public(self, name: str) -> Host:
+        """A host with an address that all others can dial."""
+        namespace = self._namespace(name)
+        return Host(namespace, self._plug_in(namespace))
+
+    def private(self, name: str) -> Host:
+        """A host behind a gateway of its own, which nobody outside can dial."""
+        gate, host = self._namespace(f"{name}g"), self._namespace(name)
+        self._outside[gate] = self._plug_in(gate)
+        _run("ip", "-n", gate, "link", "add", "lan", "type", "veth", "peer", "name", "eth", "netns", host)
+        _run("ip", "-n", gate, "address", "add", "192.168.7.1/24", "dev", "lan")
+        _run("ip", "-n", gate, "link", "set", "lan", "up")
+        _run("ip", "-n", host, "address", "add", "192.168.7.2/24", "dev", "eth")
+        _run("ip", "-n", host, "link", "set", "eth", "up")
+        _run("ip", "-n", host, "route", "add", "default", "via", "192.168.7.1")
+        _run("ip", "netns", "exec", gate, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+        _run("ip", "netns", "exec", gate, "nft", "-f", "-", text=RULES)
+        return Host(host, "192.168.7.2")
+
+    def _plug_in(self, namespace: str) -> str:
+        self._hosts += 1
+        address, port = f"{WIRE}.{self._hosts}", f"port{self._hosts}"
+        _run("ip", "-n", namespace, "link", "add", "wan", "type", "veth", "peer", "name", port, "netns", self._wire)
+        _run("ip", "-n", self._wire, "link", "set", port, "master", "wire", "up")
+        _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "wan")
+        _run("ip", "-n", namespace, "link", "set", "wan", "up")
+        self._ports[namespace] = port
+        return address
+
+    def unplug(self, host: Host) -> None:
+        """Pull the cable of a public host: nothing gets through any more, and nobody is told."""
+        _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "down")
+
+    def plug_in(self, host: Host) -> None:
+        """Put the cable of a public host back."""
+        _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "up")
+
+    def _namespace(self, name: str) -> str:
+        namespace = f"{self._prefix}-{name}"
+        _run("ip", "netns", "add", namespace)
+        self._namespaces.append(namespace)
+        _run("ip", "-n", namespace, "link", "set", "lo", "up")
+        return namespace
+
+    def _remove(self) -> None:
+        for namespace in reversed(self._namespaces):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "delete", namespace)
+        self._namespaces.clear()
+
+    def forward(self, host: Host, port: int) -> str:
+        """Have the gateway of a private host forward a TCP port to it; returns the gateway's address outside."""
+        gate = f"{host.namespace}g"
+        rules = f"""
+        table ip nat {{
+          chain forwarded {{
+            type nat hook prerouting priority -100;
+            iifname "wan" tcp dport {port} dnat to {host.address}
+          }}
+        }}
+        insert rule ip gate in iifname "wan" tcp dport {port} accept
+        """
+        _run("ip", "netns", "exec", gate, "nft", "-f", "-", text=rules)
+        return self._outside[gate]
+
+
+class Host:
+    """A machine in an `Internet`.
+
+    Attributes:
+        namespace: Its name.
+        address: Its IPv4 address, as it sees it itself.
+    """
+
+    def __init__(self, namespace: str, address: str) -> None:
+        self.namespace = namespace
+        self.address = address
+
+    def command(self, *arguments: str) -> list[str]:
+        """A command line that runs ``arguments`` on this host."""
+        return ["ip", "netns", "exec", self.namespace, *arguments]
+
+    def received_bytes(self) -> int:
+        """What has come over its cable so far."""
+        path = "/sys/class/net/wan/statistics/rx_bytes"
+        return int(subprocess.run(self.command("cat", path), check=True, capture_output=True, text=True).stdout)
+
+
+class NatPeer(Teller):
+    """A process of `tests.support.processes.nat_peer` on a host; a context manager."""
+
+    def __init__(self, host: Host, directory: Path, name: str, **options: Any) -> None:
+        run_dir = directory / name
+        run_dir.mkdir()
+        values = json.dumps({"name": name, "run_dir": str(run_dir), **options})
+        super().__init__(
+            name, host.command(sys.executable, "-m", "tests.support.processes.nat_peer", values), run_dir / "log"
+        )
+
+    def wait_until_reached(self, how: str, since: int = 0) -> dict[str, Any]:
+        """Its first standing, since event number ``since``, with this reachability."""
+        return self.wait_for("standing", lambda standing: standing["reached"] == how, since)
+
+    @property
+    def joined(self) -> dict[str, Any]:
+        """What it said when it had joined: ``peer``, ``link``, ``settle_seconds``."""
+        return self.wait_for("joined")
+
+    def order(self, *order: Any) -> Any:
+        """The result of an order: see `tests.support.processes.nat_peer`."""
+        since = len(self.events)
+        self.tell(json.dumps(order))
+        return self.wait_for("answer", since=since)["result"]
+
+    def __enter__(self) -> NatPeer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+
+def _run(*arguments: str, text: str = "") -> None:
+    subprocess.run(arguments, input=text, text=True, capture_output=True, check=True, timeout=20)

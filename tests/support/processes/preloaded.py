@@ -1,0 +1,160 @@
+"""Workers without their seconds of imports: a process that has imported everything forks each of them.
+
+A worker takes 4.7 s of processor time until its first round, nearly all of it for imports. Its parent is the process
+that asked for it: the server forks twice and, meanwhile, that process adopts what is orphaned below it
+(``PR_SET_CHILD_SUBREAPER``). So signals, exit codes and the tree of processes are those of any child. Linux only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO, Any
+
+from tests.support.processes.commands import ROOT
+
+PROGRAM = "tests.support.processes.worker"
+IMPORTS = (
+    PROGRAM, "torch._dynamo", "cid", "netaddr", "p2ptrain.node.training", "p2ptrain.training.adamw",
+    "p2ptrain.training.moments", "p2ptrain.codecs.norms",
+)  # fmt: skip
+"""What a worker has imported when it ends its first round."""
+MAX_REQUEST_BYTES = 1 << 20
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class ForkedProcess(subprocess.Popen[str]):
+    """A worker that `Server` forked, to be used as what `subprocess.Popen` returns."""
+
+    def __init__(self, arguments: list[str], pid: int, stdin: IO[str], stdout: IO[str]) -> None:
+        self.args = arguments
+        self.pid = pid
+        self.stdin, self.stdout, self.stderr = stdin, stdout, None
+        self.returncode: int | None = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+        self._input: Any = None
+        self._communication_started = False
+        self.text_mode = True
+        self.encoding = self.errors = None
+        self.universal_newlines = True
+
+
+class Server:
+    """Starts the process that forks, at its first use, and talks with it. It ends when this process does."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self.process_ids: set[int] = set()
+
+    def fork(self, arguments: list[str], log: IO[bytes]) -> ForkedProcess:
+        """Start `PROGRAM`.
+
+        Args:
+            arguments: Of its command line.
+            log: Where its standard error goes.
+
+        Raises:
+            OSError: The server has ended.
+        """
+        request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "parent": os.getpid()}).encode()
+        stdin_read, stdin_write = os.pipe()
+        stdout_read, stdout_write = os.pipe()
+        try:
+            with self._lock:
+                server = self._start()
+                _adopt_orphans(True)
+                try:
+                    socket.send_fds(server, [request], [stdin_read, stdout_write, log.fileno()])
+                    answer = server.recv(64)
+                finally:
+                    _adopt_orphans(False)
+        finally:
+            os.close(stdin_read)
+            os.close(stdout_write)
+        if not answer:
+            raise ConnectionResetError("the process that forks workers has ended")
+        stdin, stdout = os.fdopen(stdin_write, "w"), os.fdopen(stdout_read)
+        return ForkedProcess([PROGRAM, *arguments], int(answer), stdin, stdout)
+
+    def _start(self) -> socket.socket:
+        if self._socket is None:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.processes.preloaded", str(theirs.fileno())],
+                cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+            theirs.close()
+            process.returncode = 0  # It outlives this object, and ends with this process: no warning about that.
+            self.process_ids.add(process.pid)
+        return self._socket
+
+
+SERVER = Server()
+
+
+def _adopt_orphans(yes: bool) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0)
+
+
+# In the process that forks:
+
+
+def serve(connection: socket.socket) -> Callable[[], int] | None:
+    """Fork a worker for each request.
+
+    Returns:
+        In a worker, what it runs; in the server, when nobody can ask any more, None.
+    """
+    for name in IMPORTS:
+        importlib.import_module(name)
+    while True:
+        try:
+            request, files, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+        except OSError:
+            return None
+        if not request:
+            return None
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            worker = os.fork()
+            if worker:
+                os.write(writing, str(worker).encode())
+                os._exit(0)
+            for each in (reading, writing):
+                os.close(each)
+            connection.close()
+            return _become(json.loads(request), files)
+        os.waitpid(between, 0)
+        connection.send(os.read(reading, 64))
+        for each in (reading, writing, *files):
+            os.close(each)
+
+
+def _become(request: dict[str, Any], files: list[int]) -> Callable[[], int]:
+    for number, each in enumerate(files):
+        os.dup2(each, number)
+        os.close(each)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [PROGRAM, *request["arguments"]]
+    while os.getppid() != request["parent"]:
+        time.sleep(0.001)
+    run: Callable[[], int] = importlib.import_module(PROGRAM).main
+    return run
+
+
+if __name__ == "__main__":
+    work = serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.exit(work() if work is not None else 0)

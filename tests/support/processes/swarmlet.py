@@ -1,0 +1,226 @@
+"""Swarms of real processes for tests: start workers and commands, follow what they say, and leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from tests.support.processes.daemons import ROOT, is_alive, wait_until
+from tests.support.processes.preloaded import SERVER
+from tests.support.processes.tellers import PATIENCE_SECONDS, Event, Teller
+from tests.support.settings import training_over
+
+MANIFEST: dict[str, Any] = {
+    "name": "test",
+    "model": {"family": "custom"},
+    "data": {"source": "custom"},
+    "training": {"every": 4, "local_batch": 4, "outer": "nesterov", "outer_learning_rate": 0.7, "outer_momentum": 0.5},
+    "averaging": {"grace_seconds": 2.0, "matchmaking_seconds": 10.0, "round_seconds": 15.0},
+}
+"""A manifest with short deadlines, for workers."""
+
+
+def make_manifest(**sections: dict[str, Any]) -> dict[str, Any]:
+    """`MANIFEST` with some values of its sections replaced."""
+    found = {**MANIFEST, **{name: {**MANIFEST[name], **values} for name, values in sections.items()}}
+    return {**found, "training": training_over(MANIFEST["training"], sections.get("training", {}))}
+
+
+class Worker(Teller):
+    """One process of `tests.support.processes.worker`; its name is the last part of its run directory.
+
+    Args:
+        run_dir: Where it keeps its key; its log lies beside it.
+        options: `tests.support.processes.worker.Options`.
+        prefix: Put before its command line, such as ``ip netns exec …``; has to replace itself by the command.
+    """
+
+    def __init__(self, run_dir: Path, options: dict[str, Any], prefix: Sequence[str] = ()) -> None:
+        self.run_dir = run_dir
+        values = json.dumps({"run_dir": str(run_dir), **options})
+        command = [*prefix, sys.executable, "-m", "tests.support.processes.worker", values]
+        super().__init__(run_dir.name, command, run_dir.with_suffix(".log"))
+
+    def _start(self, command: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[str]:
+        *prefix, _, _, _, values = command
+        return super()._start(command, errors) if prefix else SERVER.fork([values], errors)
+
+    @property
+    def link(self) -> str:
+        """The swarm link that leads to it."""
+        return str(self.wait_for("joined")["link"])
+
+    @property
+    def daemon(self) -> int:
+        """The process id of its network daemon."""
+        return int(self.wait_for("joined")["daemon"])
+
+    def rounds(self, since: int = 0) -> list[Event]:
+        """Its synchronisations, from event number ``since`` on."""
+        return [event for event in self.events[since:] if event["event"] == "round"]
+
+    def wait_for_commit(
+        self, members: int = 0, since: int = 0, after_round: int = -1, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> Event:
+        """Its first committed round beyond ``after_round`` with so many members (0: any number)."""
+
+        def fits(event: Event) -> bool:
+            right_size = members in (0, event["members"])
+            return bool(event["committed"]) and right_size and bool(event["round"] > after_round)
+
+        return self.wait_for("round", fits, since, timeout_seconds)
+
+    def order(self, word: str) -> None:
+        """Give it an order: see `tests.support.processes.worker`."""
+        self.tell(word)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        """Send a signal to it and its daemon, as when the whole machine sleeps and wakes."""
+        os.kill(self.daemon, number)
+        self.process.send_signal(number)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal."""
+        self.process.send_signal(number)
+
+    def end(self) -> None:
+        """Have it leave in good order; kill it if it does not."""
+        with contextlib.suppress(OSError, ValueError):
+            self.order("leave")
+        try:
+            self.wait(30)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+class Swarmlet:
+    """Workers of one swarm; a context manager that ends them and checks that no process is left."""
+
+    def __init__(self, directory: Path, **manifest: dict[str, Any]) -> None:
+        self.directory = directory
+        self.manifest = make_manifest(**manifest)
+        self.workers: list[Worker] = []
+
+    def start(self, name: str, link: str | None = None, *, prefix: Sequence[str] = (), **options: Any) -> Worker:
+        """Start a worker. The first one makes the swarm; later ones join it through ``link`` or the first worker."""
+        if link is None and self.workers:
+            link = self.workers[0].link
+        where = {"link": link} if link else {"manifest": self.manifest}
+        worker = Worker(self.directory / name, {**where, "seed": len(self.workers) + 1, **options}, prefix)
+        self.workers.append(worker)
+        return worker
+
+    def start_all(self, *names: str, **options: Any) -> list[Worker]:
+        """Start workers together, and wait until all of them are in one group."""
+        workers = [self.start(name, **options) for name in names]
+        for worker in workers:
+            worker.wait_for_commit(len(workers))
+        return workers
+
+    def __enter__(self) -> Swarmlet:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            for worker in self.workers:
+                error.add_note(f"{worker.name}: {worker.last_words()}")
+        daemons = [e["daemon"] for worker in self.workers for e in worker.events if e["event"] == "joined"]
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.process.kill()
+        for worker in self.workers:
+            worker.wait()
+        wait_until(lambda: not any(map(is_alive, daemons)))
+
+
+def check_states(*workers: Worker, since: int = 0) -> None:
+    """Each worker's state had its digest whenever it told, and holders of one certificate hold the same bits."""
+    digests: dict[str, str] = {}
+    for worker in workers:
+        for event in worker.rounds(since):
+            assert event["intact"], f"{worker.name}: {event}"
+            assert digests.setdefault(event["lineage"], event["digest"]) == event["digest"], worker.name
+
+
+def wait_for_agreement(*workers: Worker, after_round: int = -1) -> Event:
+    """Wait until all workers committed one and the same round beyond ``after_round``; the first one's event."""
+
+    def common() -> str | None:
+        sets = [{e["lineage"] for e in w.rounds() if e["committed"] and e["round"] > after_round} for w in workers]
+        return next(iter(set.intersection(*sets)), None)
+
+    wait_until(lambda: common() is not None, PATIENCE_SECONDS)
+    lineage = common()
+    check_states(*workers)
+    return next(event for event in workers[0].rounds() if event["lineage"] == lineage)
+
+
+def command(*arguments: str | Path) -> list[str]:
+    """The command line of ``p2ptrain``."""
+    return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
+
+
+def run_command(*arguments: str | Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run a ``p2ptrain`` command to its end; its output and exit code."""
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_seconds,
+        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def descendants(but: Collection[int] = ()) -> set[int]:
+    """The process ids of everything below this process, but for these and what is below them."""
+    found = {child.pid for child in psutil.Process().children(recursive=True)}
+    for pid in but:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found -= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Check that what was started inside has ended, daemons and other grandchildren included.
+
+    What runs already when it begins may start further processes and keep them, as a browser does.
+    """
+    before = descendants()
+    seen: set[int] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            seen.update(descendants(but=before) - before - SERVER.process_ids)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    wait_until(lambda: not any(map(is_alive, seen)))

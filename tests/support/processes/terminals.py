@@ -1,0 +1,95 @@
+"""Commands on a terminal of their own, as a person has one: what they draw, and how they leave it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from tests.support.processes.daemons import ROOT, wait_until
+from tests.support.processes.swarmlet import command
+from tests.support.processes.tellers import PATIENCE_SECONDS
+
+SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|.)")
+SHOW_CURSOR, HIDE_CURSOR, OTHER_SCREEN = "\x1b[?25h", "\x1b[?25l", "\x1b[?1049h"
+CTRL_C = b"\x03"
+
+
+class TerminalCommand:
+    """A ``p2ptrain`` command in the foreground of a pseudo-terminal; a context manager that kills it at the end.
+
+    Attributes:
+        process: The command.
+    """
+
+    def __init__(
+        self, *arguments: str | Path, columns: int = 80, lines: int = 24, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._master, self._terminal = pty.openpty()
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        self._before = termios.tcgetattr(self._terminal)
+        self._read: list[bytes] = []
+        unwanted = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}
+        inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
+        self.process = subprocess.Popen(
+            command(*arguments), cwd=ROOT, stdin=self._terminal, stdout=self._terminal, stderr=self._terminal,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            env={**inherited, "TERM": "xterm", "PYTHONPATH": str(ROOT), **(environment or {})},
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._follow, daemon=True)
+        self._reader.start()
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                self._read.append(os.read(self._master, 65536))
+            except OSError:
+                return
+
+    @property
+    def raw(self) -> str:
+        """All that it wrote so far, with what it commanded the terminal to do."""
+        return b"".join(self._read).decode(errors="replace")
+
+    @property
+    def text(self) -> str:
+        """The same without commands."""
+        return SEQUENCE.sub("", self.raw)
+
+    def wait_for(self, text: str, since: int = 0) -> None:
+        """Wait until it wrote this, after so many characters of `text`."""
+        wait_until(lambda: text in self.text[since:] or self.process.poll() is not None, 2 * PATIENCE_SECONDS)
+        assert text in self.text[since:], self.text[-3000:]
+
+    def press(self, keys: bytes) -> None:
+        """Type."""
+        os.write(self._master, keys)
+
+    def wait(self) -> int:
+        """Its exit code."""
+        return self.process.wait(PATIENCE_SECONDS)
+
+    def is_as_before(self) -> bool:
+        """Whether the terminal is as it was: its settings, its screen, its cursor, and that at the start of a line."""
+        shown = self.raw.rfind(SHOW_CURSOR) >= self.raw.rfind(HIDE_CURSOR)
+        same = termios.tcgetattr(self._terminal) == self._before
+        return same and shown and OTHER_SCREEN not in self.raw and self.text.endswith("\n")
+
+    def __enter__(self) -> TerminalCommand:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._terminal)  # Then nobody has it open, and the reader's next read fails.
+        self._reader.join(10)
+        os.close(self._master)
+        if error is not None:
+            error.add_note(self.text[-3000:])

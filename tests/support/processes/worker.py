@@ -1,0 +1,327 @@
+"""A training script for swarm tests: one peer that trains a tiny model and says what it does, one JSON object a line.
+
+Run by `tests.support.processes.swarmlet.Swarmlet` as ``python -m tests.support.processes.worker OPTIONS``; `Options` says what can be set.
+It obeys one order a line on standard input, and leaves when that ends:
+
+``hold ROUND``, ``go``
+    Stop training in this round or a later one; start again.
+``corrupt``
+    Change one value of the shared state behind its back.
+``census``
+    Say how many tasks its event loop has.
+``fault PHASE SIGNAL``
+    Send itself this signal when it next enters this phase of a round; ``serving`` and ``downloading`` are phases, too:
+    in the middle of sending its state to somebody, or of downloading it.
+``leave``
+    Say goodbye and end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import torch
+
+from p2ptrain import Manifest, SavePolicy, Swarm
+from p2ptrain.averaging.certificate import Body
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.node import swarm as swarm_module
+from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.training import state_server
+from p2ptrain.training.optimizer import SwarmOptimizer
+from p2ptrain.training.partial_download import PartialDownload
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.state_server import ServeLimits
+from p2ptrain.training.sync import RoundResult, Synchronizer
+from tests.support.web.served import served
+
+WIDTH = 8
+SERVED_CHUNKS = 3
+"""The phase ``serving`` begins when so many chunks of a state have been sent."""
+DOWNLOADED_CHUNKS = 20
+"""The phase ``downloading`` begins when so many chunks of a state have been kept."""
+TRUTH = torch.linspace(-1.0, 1.0, WIDTH)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one worker does; JSON on its command line.
+
+    Attributes:
+        link: The swarm to join; without one, ``manifest`` starts one.
+        manifest: Values of a manifest.
+        run_dir: Where its key is kept; its last part is its name.
+        hidden: Width of the model.
+        seed: Of the samples that it draws.
+        step_seconds: Pause before each step, so that many workers can share a machine.
+        hold: Begin without training, until told to ``go``.
+        tell_values: Tell all parameters and the indices of the samples with every round.
+        listen: Where it listens.
+        save_rounds: Rounds between checkpoints; 0 saves at the end only.
+        serves: Requests per second that its record says it serves; 0 for a record without that part.
+        upload: Bytes per second that it sends of its state; 0 for no limit.
+        clock_seconds: How far this machine's wall clock is ahead, as this process sees it.
+    """
+
+    run_dir: str
+    link: str = ""
+    manifest: dict[str, Any] = field(default_factory=dict)
+    hidden: int = 8
+    seed: int = 0
+    step_seconds: float = 0.05
+    hold: bool = False
+    tell_values: bool = False
+    listen: str = "/ip4/127.0.0.1/tcp/0"
+    save_rounds: int = 0
+    serves: float = 0.0
+    upload: float = 0.0
+    clock_seconds: float = 0.0
+
+
+def make_model(hidden: int) -> torch.nn.Module:
+    """Two layers, the same on every peer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, hidden), torch.nn.Tanh(), torch.nn.Linear(hidden, 1))
+
+
+def make_samples(indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs ``[n, WIDTH]`` and targets ``[n, 1]``, each a function of its index."""
+    points = torch.stack([torch.randn(WIDTH, generator=torch.Generator().manual_seed(i)) for i in indices])
+    return points, (points @ TRUTH).sin().unsqueeze(1)
+
+
+def loss_of(model: torch.nn.Module, indices: list[int]) -> torch.Tensor:
+    """Mean squared error on these samples."""
+    points, targets = make_samples(indices)
+    return torch.nn.functional.mse_loss(model(points), targets)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """What every worker wraps."""
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+_say_lock = threading.Lock()
+
+
+def say(event: str, **values: Any) -> None:
+    """Tell the test something."""
+    with _say_lock:
+        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+        sys.stdout.flush()
+
+
+class Orders:
+    """What the test wants, from standard input."""
+
+    def __init__(self, hold: bool) -> None:
+        self.leave = threading.Event()
+        self.corrupt = threading.Event()
+        self.hold_from: int | None = 0 if hold else None
+        self.fault: tuple[str, signal.Signals] | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            match line.split():
+                case ["hold", number]:
+                    self.hold_from = int(number)
+                case ["go"]:
+                    self.hold_from = None
+                case ["corrupt"]:
+                    self.corrupt.set()
+                case ["census"] if self.loop is not None:
+                    self.loop.call_soon_threadsafe(self.count_tasks)
+                case ["fault", phase, name]:
+                    self.fault = phase, signal.Signals[name]
+                case ["leave"]:
+                    break
+        self.leave.set()
+
+    def count_tasks(self) -> None:
+        """Say how many tasks there are; on the event loop."""
+        say("census", tasks=len(asyncio.all_tasks()))
+
+    def on_phase(self, phase: str, round_: int) -> None:
+        """Carry out the fault that was ordered, if this is its phase."""
+        if self.fault is not None and self.fault[0] == phase:
+            number, self.fault = self.fault[1], None
+            say("fault", phase=phase, round=round_)
+            os.kill(os.getpid(), number)
+
+
+def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
+    """Let faults happen in the middle of a round, and in the middle of serving state."""
+    synchronizer.averager.on_phase = orders.on_phase
+    read = SharedState.read
+
+    def read_chunk(state: SharedState, index: int, *rest: Any, **options: Any) -> int:
+        if index >= SERVED_CHUNKS:
+            orders.on_phase("serving", state.head.round)
+        return read(state, index, *rest, **options)
+
+    SharedState.read = read_chunk  # type: ignore[method-assign, assignment]
+
+
+downloaded_bytes = 0
+"""Of chunks of a state that this process kept."""
+
+
+def follow_downloads(orders: Orders) -> None:
+    """Count what is downloaded, and let faults happen in the middle of it."""
+    put = PartialDownload.put
+
+    def put_chunk(partial: PartialDownload, index: int, data: memoryview, *rest: Any) -> bool:
+        global downloaded_bytes
+        kept = put(partial, index, data, *rest)
+        downloaded_bytes += len(data)
+        if partial.num_done >= DOWNLOADED_CHUNKS:
+            orders.on_phase("downloading", 0)
+        return kept
+
+    PartialDownload.put = put_chunk  # type: ignore[method-assign, assignment]
+
+
+def train(swarm: Swarm, options: Options, orders: Orders) -> None:
+    """Train until told to leave."""
+    model, spec = make_model(options.hidden), swarm.manifest.training
+    opt = swarm.optimizer(model, make_optimizer(model), clip_norm=spec.clip_norm, tokens_per_step=spec.local_batch)
+    synchronizer = swarm._peer.synchronizer
+    assert synchronizer is not None
+    follow_phases(orders, synchronizer)
+
+    def wait_for_others(result: RoundResult) -> bool:
+        say("round", **{**dataclasses.asdict(result), **describe(synchronizer)})
+        return not orders.leave.wait(0.2)
+
+    opt.on_pause = wait_for_others
+    say("training", downloaded=downloaded_bytes, **describe(synchronizer))
+    size = swarm.manifest.training.local_batch
+    index = 1_000_000 * options.seed
+    pending: list[int] = []
+    while not orders.leave.is_set():
+        hold_from = orders.hold_from
+        if hold_from is not None and synchronizer.head.round >= hold_from:
+            time.sleep(0.05)
+            continue
+        if orders.corrupt.is_set():
+            orders.corrupt.clear()
+            synchronizer.state.vector[3] += 1.0
+            say("corrupted", **describe(synchronizer))
+        time.sleep(options.step_seconds)
+        batch = list(range(index, index + size))
+        index += size
+        loss = loss_of(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        pending += batch
+        opt.loss = loss.item()
+        step(opt, synchronizer, options, pending, loss.item())
+
+
+def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pending: list[int], loss: float) -> None:
+    """Take one step, and tell of the synchronisation if there was one."""
+    opt.last_result = None
+    opt.step()
+    opt.zero_grad()
+    result: RoundResult | None = opt.last_result
+    if result is None:
+        return
+    told = {"loss": loss, **dataclasses.asdict(result), **describe(synchronizer), **account(opt, synchronizer)}
+    if options.tell_values:
+        told |= {"samples": list(pending), "values": synchronizer.state.vector.tolist()}
+    say("round", **told)
+    if opt.samples_in_round == 0:
+        pending.clear()
+
+
+def describe(synchronizer: Synchronizer) -> dict[str, Any]:
+    """Where this peer stands, and whether what it holds is what its head says."""
+    head = synchronizer.head
+    return {
+        "round": head.round,
+        "lineage": head.lineage.hex(),
+        "digest": head.digest.hex(),
+        "intact": synchronizer.state.tree().root == head.digest,
+        "resyncs": synchronizer.resyncs,
+        "tokens": head.tokens,
+    }
+
+
+def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
+    """The tokens that this process made, those that wait, and those that each peer has in the newest round."""
+    told: dict[str, Any] = {"made": opt.total_tokens, "waiting": opt.tokens_in_round, "counted": {}, "extends": ""}
+    if synchronizer.head.certificate:
+        body = Body.from_bytes(msgpack.unpackb(synchronizer.head.certificate)[0])
+        told["counted"] = {body.members[index]: tokens for index, tokens, _ in body.contributors}
+        told["extends"] = body.lineage.hex()
+    return told
+
+
+def report_serving(swarm: Swarm, per_second: float) -> None:
+    """Have its record say that it serves, as a peer's does that serves."""
+    since = time.monotonic()
+    swarm._peer.status.serving = lambda: served(time.monotonic() - since, per_second)
+
+
+def set_clock(ahead_seconds: float) -> None:
+    """Give the peers of this process a wall clock that is off."""
+
+    def make_runtime(name: str = "cpu", scratch: Path | None = None) -> Runtime:
+        return dataclasses.replace(real_runtime(name, scratch), clock=lambda: time.time() + ahead_seconds)
+
+    swarm_module.real_runtime = make_runtime  # type: ignore[attr-defined]
+
+
+def main() -> int:
+    """Run one worker; the exit code is the error's, as on the command line."""
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    options = Options(**json.loads(sys.argv[1]))
+    orders = Orders(options.hold)
+    name, listen = os.path.basename(options.run_dir), (options.listen,)
+    saving = SavePolicy(options.save_rounds, 0)
+    set_clock(options.clock_seconds)
+    follow_downloads(orders)
+    if options.upload:
+        state_server.ServeLimits = functools.partial(  # type: ignore[misc, assignment]
+            ServeLimits, bytes_per_second=options.upload
+        )
+    with contextlib.ExitStack() as stack:
+        try:
+            if options.link:
+                swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
+            else:
+                manifest = Manifest.model_validate(options.manifest)
+                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
+            stack.enter_context(swarm)
+            orders.loop = swarm._thread.loop
+            daemon = swarm._peer.transport.daemon.process_id
+            if options.serves:
+                report_serving(swarm, options.serves)
+            say("joined", peer=swarm.peer_id, link=swarm.link, daemon=daemon)
+            train(swarm, options, orders)
+        except P2PTrainError as error:
+            say("error", kind=type(error).__name__, exit_code=error.exit_code, message=str(error))
+            return error.exit_code
+    say("left")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

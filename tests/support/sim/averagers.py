@@ -1,0 +1,185 @@
+"""Averagers on a simulated network, without a model: they average vectors round after round."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.encodings import decode_means
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.averaging.lending import Lender, Plan
+from p2ptrain.averaging.matchmaking import BehindError
+from p2ptrain.averaging.membership import Membership
+from p2ptrain.codecs import get_codec
+from p2ptrain.errors import TemporaryError
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.transport import Transport
+from tests.support.sim.peers import SWARM
+
+LAYOUT = b"y" * 32
+RECORD_SECONDS = 120.0
+"""How long a record counts; the real ones are renewed all the time."""
+
+
+@dataclass(eq=False, repr=False)
+class AveragingPeer:
+    """A peer that has a vector to average and nothing else.
+
+    Attributes:
+        outcomes: What each round gave here, in order.
+        seconds: How long each took, from the roster to the certificate.
+        sizes: How much of ``vector`` rounds average, in turn; all of it if empty.
+    """
+
+    peer: SimulatedPeer
+    rpc: Rpc
+    membership: Membership
+    averager: Averager
+    spec: AveragingSpec
+    vector: torch.Tensor
+    others: list[AveragingPeer] = field(default_factory=list)
+    outcomes: list[RoundOutcome] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    sizes: tuple[int, ...] = ()
+
+    def follow(self) -> None:
+        """Learn where the others are, and go to the best head among them, as if that took no time."""
+        for other in self.others:
+            if other.peer.alive and not other.peer.frozen:
+                runtime, head = self.peer.runtime, other.averager.head
+                self.membership.update(
+                    record_of(other.peer, head), round(1e3 * runtime.now()), runtime.now() + RECORD_SECONDS
+                )
+                if head.outranks(self.averager.head):
+                    self.averager.set_head(head)
+
+    async def round(self, tokens: int = 10) -> RoundOutcome:
+        """Average once, and go on to the next head; catch up first when the others are ahead."""
+        self.follow()
+        try:
+            size = self.sizes[self.averager.head.round % len(self.sizes)] if self.sizes else len(self.vector)
+            outcome = await self.averager.average(self.vector[:size], tokens, 1)
+        except BehindError:
+            return await self.round(tokens)
+        self.outcomes.append(outcome)
+        self.seconds.append(outcome.transfer_seconds)
+        certificate = outcome.result.certificate
+        self.averager.set_head(certificate.body.next_head(b"d" * 32, certificate.to_bytes()))
+        return outcome
+
+    async def try_round(self, tokens: int = 10) -> bool:
+        """As `round`; whether it was committed."""
+        try:
+            await self.round(tokens)
+        except TemporaryError:
+            return False
+        return True
+
+    async def round_until_committed(self) -> None:
+        """As `round`, again and again until it is committed; `seconds` then tells of all of it but the matchmaking."""
+        while not await self.try_round():
+            pass
+
+    def mean(self) -> torch.Tensor:
+        """The last round's mean, decoded."""
+        result, out = self.outcomes[-1].result, torch.zeros_like(self.vector)
+        decode_means(self.spec, get_codec(self.spec.codec), result.certificate.body, result.means, out)
+        return out
+
+
+def record_of(peer: SimulatedPeer, head: Head) -> PeerRecord:
+    """What a peer that trains from this head publishes."""
+    return PeerRecord(
+        peer=peer.peer_id, name=peer.name, version="0", protocol=1, role="trainer", state="training", device="cpu",
+        round=head.round, lineage=head.lineage, digest=head.digest, lineage_tokens=0, round_tokens=0, loss=None,
+        tokens_per_second=0.0, bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0,
+        last_rounds=(),
+    )  # fmt: skip
+
+
+async def start_averagers(
+    network: SimulatedNetwork,
+    peers: list[SimulatedPeer],
+    spec: AveragingSpec,
+    num_values: int,
+    transport_of: Callable[[SimulatedPeer], Transport] = lambda peer: peer.transport,
+) -> list[AveragingPeer]:
+    """One averager on each of ``peers``, over its transport or what stands before it; all know of each other."""
+    head = genesis(SWARM, b"d" * 32)
+    started = []
+    for index, peer in enumerate(peers):
+        rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
+        membership = Membership(peer.peer_id, peer.runtime)
+        averager = Averager(
+            rpc, peer.runtime, peer.signer, SWARM, spec, get_codec(spec.codec), membership, head, num_values, LAYOUT
+        )
+        averager.matchmaker.participates = True
+        await rpc.start()
+        vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
+        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector))
+    for each in started:
+        each.others = [other for other in started if other is not each]
+    return started
+
+
+async def stop_averagers(started: list[AveragingPeer]) -> None:
+    """Close those that still live."""
+    for each in started:
+        if each.peer.alive:
+            await each.averager.close()
+            await each.rpc.close()
+            await each.peer.close()
+
+
+@dataclass(eq=False, repr=False)
+class LendingPeer:
+    """An auxiliary among averaging peers."""
+
+    peer: SimulatedPeer
+    rpc: Rpc
+    membership: Membership
+    lender: Lender
+    task: asyncio.Task[None]
+    others: list[AveragingPeer]
+
+    def introduce(self) -> None:
+        """Learn where the averaging peers are, and let them know of this one, as if that took no time."""
+        now = self.peer.runtime.now()
+        for other in self.others:
+            if other.peer.alive and self.peer.alive:
+                record = record_of(other.peer, other.averager.head)
+                self.membership.update(record, round(1e3 * now), now + RECORD_SECONDS)
+                own = replace(record_of(self.peer, other.averager.head), role="auxiliary", state="lending")
+                other.membership.update(own, round(1e3 * now), now + RECORD_SECONDS)
+
+    async def stop(self) -> None:
+        """End it, wherever it stands."""
+        if self.peer.alive:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+            await self.lender.close()
+            await self.rpc.close()
+            await self.peer.close()
+
+
+async def start_lender(peer: SimulatedPeer, others: list[AveragingPeer]) -> LendingPeer:
+    """An auxiliary on ``peer`` that offers itself to ``others``."""
+    spec, num_values = others[0].spec, len(others[0].vector)
+    rpc = Rpc(peer.transport, peer.runtime, SWARM)
+    membership = Membership(peer.peer_id, peer.runtime)
+
+    async def learn(source: str) -> Plan:
+        return Plan(LAYOUT, [get_codec(spec.codec)], [num_values])
+
+    lender = Lender(rpc, peer.runtime, peer.signer, SWARM, spec, membership, learn)
+    await rpc.start()
+    started = LendingPeer(peer, rpc, membership, lender, peer.spawn(lender.run()), others)
+    started.introduce()
+    return started

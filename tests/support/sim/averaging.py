@@ -1,0 +1,83 @@
+"""Members of one roster on a simulated network, below matchmaking."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from p2ptrain.averaging.attempt import Attempt
+from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.certificate import Roster, Ticket
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.averaging.history import History
+from p2ptrain.averaging.patience import beat_seconds
+from p2ptrain.averaging.settle import Settlements
+from p2ptrain.codecs import Codec, get_codec
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.channel import Channel
+from tests.support.sim.peers import SWARM, Member
+
+SPEC = AveragingSpec(grace_seconds=1.0, round_seconds=10.0)
+HEAD = genesis(SWARM, b"d" * 32)
+NUM_VALUES = 60
+
+
+@dataclass
+class RosterMember:
+    """One member's side of one attempt."""
+
+    member: Member
+    attempt: Attempt
+    butterfly: Butterfly
+    history: History
+    settlements: Settlements
+
+
+def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
+    """A ticket of this member for the round of ``head``."""
+    nonce = random.Random(member.rpc.peer_id).randbytes(16)
+    peer = member.rpc.peer_id
+    ticket = Ticket(peer, head.round, head.lineage, head.digest, b"y" * 32, tokens, 1, 0, True, b"", nonce)
+    return ticket.signed(SWARM, member.peer.signer)
+
+
+def make_roster(
+    swarm: list[Member],
+    vectors: list[torch.Tensor],
+    tokens: list[int],
+    codec_or_name: str | Codec = "fp32",
+    bounds: tuple[int, ...] = (),
+    spec: AveragingSpec = SPEC,
+) -> list[RosterMember]:
+    """Everybody's side of one attempt, in roster order, with equal shares unless ``bounds`` says otherwise."""
+    codec = get_codec(codec_or_name) if isinstance(codec_or_name, str) else codec_or_name
+    order = sorted(range(len(swarm)), key=lambda i: swarm[i].rpc.peer_id)
+    roster = Roster(tuple(make_ticket(swarm[i], tokens[i]) for i in order))
+    bounds = bounds or tuple(round(NUM_VALUES * i / len(swarm)) for i in range(len(swarm) + 1))
+    result = []
+    for i in order:
+        member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
+        rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
+        butterfly = Butterfly(attempt, vectors[i], rpc, runtime, signer, spec)
+        history = History(rpc, runtime, signer, SWARM, codec, spec, 1 << 20)
+        settlements = Settlements(rpc, signer, history)
+        settlements.remember(attempt)
+
+        async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
+            channel.beat(beat_seconds(spec.grace_seconds))
+            await butterfly.serve(channel, request)
+
+        rpc.serve_channel("butterfly", serve)
+        result.append(RosterMember(member, attempt, butterfly, history, settlements))
+    return result
+
+
+async def stop(roster: list[RosterMember], linger: bool = False) -> None:
+    """End all streams."""
+    for each in roster:
+        await each.butterfly.stop_sending()
+    for each in roster:
+        await each.butterfly.stop_serving(linger)

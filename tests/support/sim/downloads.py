@@ -1,0 +1,124 @@
+"""A newcomer and peers that serve it their state, in simulation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.errors import IntegrityError, TemporaryError
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.training.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
+from p2ptrain.training.layout import Layout
+from p2ptrain.training.outer import NesterovStep
+from p2ptrain.training.partial_download import PartialDownload
+from p2ptrain.training.state import SharedState, Stamp
+from p2ptrain.training.state_server import ServeLimits, StateServer
+from p2ptrain.training.transfer import DownloadReport, download_state
+from tests.support.sim.peers import Member, members
+
+NUM_VALUES = 1_500_000  # 11.4 MiB with momentum: 12 chunks
+NUM_CHUNKS = 12
+CHUNK_VALUES = 131_072
+FAST = LinkModel(latency_seconds=(0.005, 0.02), up_bytes_per_second=4e6, down_bytes_per_second=40e6)
+
+
+def shared_state(num_values: int = NUM_VALUES) -> SharedState:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.randn(num_values, generator=torch.Generator().manual_seed(3)))
+    layout = Layout.from_module(module)
+    state = SharedState.from_module(module, layout, NesterovStep(layout, 0.7, 0.9))
+    state.stepper.state_tensors()[0][1].copy_(torch.randn(num_values, generator=torch.Generator().manual_seed(4)))
+    state.head = genesis(b"s" * 32, state.tree().root)
+    return state
+
+
+def advance(state: SharedState) -> None:
+    state.apply(torch.ones(state.layout.num_values), 0)
+    root = state.tree().root
+    state.head = replace(state.head, round=state.head.round + 1, lineage=root, digest=root)
+
+
+class OneState:
+    """Admits chunks of one state alone; implements `p2ptrain.training.transfer.Admission`."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+
+    async def admit(self, source: str, stamp: Stamp) -> None:
+        if stamp.lineage != self.head.lineage:
+            raise TemporaryError(f"moved on to round {stamp.round}")
+        if stamp.digest != self.head.digest:
+            raise IntegrityError("another digest")
+
+    async def wait_for_turn(self) -> None:
+        pass
+
+
+def tensors_of(partial: PartialDownload) -> NamedTensors:
+    """What arrived, put in place."""
+    tensors = new_tensors(partial.specs)
+    chunks = ChunkedBytes(tensors)
+    for index, _ in partial.chunks():
+        chunks.write(index, partial.chunk(index))
+    return tensors
+
+
+class Sources:
+    """A newcomer (member 0) and sources with equal states."""
+
+    def __init__(self, network: SimulatedNetwork, everyone: list[Member], limits: ServeLimits | None = None) -> None:
+        self.network = network
+        self.newcomer, *self.sources = everyone
+        self.states = [shared_state() for _ in self.sources]
+        self.head = self.states[0].head
+        self.layout = self.states[0].layout.fingerprint
+        for member, state in zip(self.sources, self.states, strict=True):
+            StateServer(member.rpc, state, member.peer.runtime, limits)
+
+    @property
+    def ids(self) -> list[str]:
+        return [member.rpc.peer_id for member in self.sources]
+
+    async def download(self, resume: PartialDownload | None = None, **options: Any) -> DownloadReport:
+        self.partial = resume if resume is not None else PartialDownload()
+        layout = options.pop("layout", self.layout)
+        return await download_state(
+            self.newcomer.rpc, self.newcomer.peer.runtime, lambda: self.ids, layout, self.partial, OneState(self.head),
+            **options,
+        )  # fmt: skip
+
+    def start(self, **options: Any) -> asyncio.Task[DownloadReport]:
+        return self.newcomer.peer.spawn(self.download(**options))
+
+    def is_right(self) -> bool:
+        return self.partial.is_complete and merkle_tree(tensors_of(self.partial)).root == self.head.digest
+
+    def refusals(self, source: int) -> int:
+        """How often the newcomer counted that a source sent bad state."""
+        return self.newcomer.rpc.refusals[self.ids[source], "bad state"]
+
+
+def with_sources(
+    num_sources: int,
+    check: Callable[[Sources], Awaitable[None]],
+    limits: ServeLimits | None = None,
+    model: LinkModel = FAST,
+    seed: int = 1,
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, num_sources + 1) as everyone:
+            await check(Sources(network, everyone, limits))
+
+    simulate(main, seed=seed, model=model)
+
+
+async def until_started(swarm: Sources, partial: PartialDownload, chunks: int = 1) -> None:
+    async with asyncio.timeout(60):
+        while partial.num_done < chunks:  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(0.01)

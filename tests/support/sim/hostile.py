@@ -1,0 +1,136 @@
+"""Trainers that lie: what they send is changed on its way out, below the protocol code that would never say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from p2ptrain.network.channel import Channel
+from tests.support.sim.trainers import SimulatedTrainer
+
+Message = dict[str, Any]
+Lie = Callable[[str, Message], Message]
+"""(receiver, message) -> what is sent instead."""
+BulkLie = Callable[[bytes], bytes]
+
+
+class LyingChannel:
+    """A channel that changes what its owner sends."""
+
+    def __init__(self, channel: Channel, lie: Lie, bulk_lie: BulkLie) -> None:
+        self._channel = channel
+        self._lie = lie
+        self._bulk_lie = bulk_lie
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    async def send(self, message: Message) -> None:
+        """Send something else."""
+        await self._channel.send(self._lie(self._channel.remote, message))
+
+    async def send_bytes(self, data: bytes, **options: Any) -> None:
+        """Send other bytes."""
+        await self._channel.send_bytes(self._bulk_lie(bytes(data)), **options)
+
+
+def lie_in_rounds(
+    trainer: SimulatedTrainer, lie: Lie = lambda to, message: message, bulk_lie: BulkLie = lambda data: data
+) -> None:
+    """Change what a trainer sends in butterflies, on the streams that it opens and on those that it serves."""
+    serve, open_ = trainer.sync.averager._attempts._serve_butterfly, trainer.rpc.open
+
+    async def lying_serve(channel: Channel, request: Message) -> None:
+        await serve(LyingChannel(channel, lie, bulk_lie), request)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def lying_open(
+        peer: str, name: str, request: Message, timeout_seconds: float, **options: Any
+    ) -> AsyncIterator[Any]:
+        async with open_(peer, name, request, timeout_seconds, **options) as channel:
+            yield LyingChannel(channel, lie, bulk_lie) if name == "butterfly" else channel
+
+    def opened(*args: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
+        return lying_open(*args, **options)
+
+    trainer.rpc.serve_channel("butterfly", lying_serve)
+    trainer.rpc.open = opened  # type: ignore[method-assign]
+
+
+def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Message], Awaitable[Message]]) -> list[str]:
+    """Answer every ticket with ``answer(all requests so far, this one)``; the list fills with who asked."""
+    asked: list[str] = []
+    requests: list[Message] = []
+
+    async def join(channel: Channel, request: Message) -> None:
+        asked.append(channel.remote)
+        requests.append(request)
+        reply = await answer(requests, request)
+        await channel.send(reply)
+
+    trainer.rpc.serve_channel("rally.join", join)
+    return asked
+
+
+async def never(*args: object) -> Any:
+    """Does not answer in any deadline's time."""
+    await asyncio.sleep(3600)
+
+
+def with_field(name: str, value: object) -> Lie:
+    """Change one field wherever it is sent."""
+    return lambda to, message: {**message, name: value} if name in message else message
+
+
+def without_field(name: str) -> Lie:
+    """Leave one field out wherever it is sent."""
+    return lambda to, message: {key: value for key, value in message.items() if key != name} or {"nothing": 0}
+
+
+BROKEN_PARTS: dict[str, BulkLie] = {
+    "not finite": lambda data: b"\xff" * len(data),
+    "too short": lambda data: data[:-1],
+    "too long": lambda data: data + bytes(5000),
+    "nothing": lambda data: b"",
+}
+"""Parts and means that no codec takes."""
+
+BAD_MESSAGES: dict[str, Lie] = {
+    "mask of nobody": with_field("mask", []),
+    "mask of one": with_field("mask", [0]),
+    "mask out of range": with_field("mask", [0, 99]),
+    "mask of words": with_field("mask", "everybody"),
+    "mask of nested lists": with_field("mask", [[0], [1]]),
+    "no mask": without_field("mask"),
+    "another body": with_field("body", b"b" * 32),
+    "a body of words": with_field("body", "body"),
+    "a forged signature": with_field("proof", b"p" * 32),
+    "no signature": with_field("proof", None),
+    "an endless signature": with_field("proof", b"p" * 60_000),
+}
+"""Messages of a round that are wrong."""
+
+
+def boast(trainer: SimulatedTrainer) -> None:
+    """Announce a head far ahead of everybody's."""
+    describe = trainer.describe
+    claim = {"round": 1000, "lineage": b"f" * 32, "digest": b"f" * 32, "lineage_tokens": 1 << 60}
+    trainer.presence._describe = lambda: replace(describe(), **claim)  # type: ignore[arg-type]
+
+
+def hide_in_leading(trainer: SimulatedTrainer) -> None:
+    """Never answer a ticket."""
+    lead_badly(trainer, never)
+
+
+HOSTILITIES: dict[str, Callable[[SimulatedTrainer], object]] = {
+    **{name: partial(lie_in_rounds, bulk_lie=lie) for name, lie in BROKEN_PARTS.items()},
+    **{name: partial(lie_in_rounds, lie=lie) for name, lie in BAD_MESSAGES.items()},
+    "boasts": boast,
+    "leads nobody": hide_in_leading,
+}
+"""What a hostile trainer can do from its start on."""

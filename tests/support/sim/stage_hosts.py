@@ -1,0 +1,278 @@
+"""Stage hosts on a simulated network, without rounds: real stages, real hops, and sums that can be compared exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from p2ptrain.models import build_stage
+from p2ptrain.models.stage import Stage
+from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.pipeline.compute import StageCompute
+from p2ptrain.pipeline.hops import Caller, HopLimits, service
+from p2ptrain.pipeline.host import StageHost
+from p2ptrain.pipeline.ledger import Limits, MicrobatchId
+from p2ptrain.pipeline.messages import Hop, Reply, pack, payload_bytes
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.routing import HostState, Router
+from tests.support.sim.peers import SWARM, Member
+from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
+
+GRID = 1024.0
+PASS_SECONDS = 0.05
+HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0, longest_seconds=60.0)
+
+
+async def no_news(stage: int, host: str) -> None:
+    """Nobody wants to know."""
+
+
+class ExactCompute(StageCompute):
+    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__(stage)
+        self.passes = 0
+
+    def _backward(self, *arguments: Any) -> torch.Tensor | None:
+        total, self.sum = self.sum, torch.zeros_like(self.sum)
+        try:
+            back = super()._backward(*arguments)
+            total.add_((self.sum * GRID).round() / GRID)
+            self.passes += 1
+        finally:
+            self.sum = total
+        return back
+
+
+@cache
+def stage_of(plan: PipelinePlan, stage: int) -> Stage:
+    """A stage that nobody changes."""
+    return build_stage(plan.manifest.model, plan.spans[stage])
+
+
+@cache
+def plan_of(num_stages: int) -> PipelinePlan:
+    """The plan of a small model, always the same."""
+    return PipelinePlan(make_manifest(num_stages))
+
+
+@dataclass
+class HostPeer:
+    """A simulated peer with one stage.
+
+    Attributes:
+        router: Of whom its host calls.
+    """
+
+    peer: SimulatedPeer
+    rpc: Rpc
+    host: StageHost
+    compute: ExactCompute
+    router: Router
+
+    @property
+    def id(self) -> str:
+        return self.rpc.peer_id
+
+    @property
+    def service(self) -> str:
+        return service(self.host.stage)
+
+
+@dataclass
+class Hosts:
+    """Hosts of a small model's stages, and trainers, none of which does more than it is told."""
+
+    network: SimulatedNetwork
+    plan: PipelinePlan
+    limits: Limits
+    hosts: list[HostPeer]
+    trainers: list[Member]
+
+    @property
+    def codec(self) -> str:
+        return self.plan.manifest.pipeline.codec
+
+    async def add_host(self, name: str, stage: int) -> HostPeer:
+        """A host in round 0; all others know of it."""
+        plan, peer = self.plan, self.network.add_peer(name)
+        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        router = Router(plan.num_stages, peer.runtime.random)
+        compute = ExactCompute(stage_of(plan, stage))
+        caller = Caller(rpc, router, peer.runtime.random, {}, HOP_LIMITS)
+        host = StageHost(
+            rpc.peer_id, stage, plan.num_stages, compute, SlowDevice(peer.runtime, PASS_SECONDS), caller, self.codec,
+            self.limits, 0, lambda *arguments: plan.check(stage, *arguments), plan.num_ids, plan.num_classes,
+        )  # fmt: skip
+        host.listen(rpc)
+        await rpc.start()
+        made = HostPeer(peer, rpc, host, compute, router)
+        self.hosts.append(made)
+        self.introduce()
+        return made
+
+    async def add_trainer(self, name: str) -> Member:
+        """A peer without a stage."""
+        peer = self.network.add_peer(name)
+        rpc = Rpc(peer.transport, peer.runtime, SWARM)
+        await rpc.start()
+        self.trainers.append(Member(peer, rpc))
+        return self.trainers[-1]
+
+    def introduce(self, sequence: int = 1, **liars: int) -> None:
+        """Let all hosts know who hosts what; of peers that only say so, too."""
+        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+        for each in self.hosts:
+            states[each.host.stage][each.id] = HostState(1.0, sequence)
+        for name, stage in liars.items():
+            states[stage][self.network.peers[name].peer_id] = HostState(1.0, sequence)
+        for each in self.hosts:
+            each.router.update(states)
+
+    def router(self, member: Member) -> Router:
+        """A trainer's."""
+        router = Router(self.plan.num_stages, member.peer.runtime.random)
+        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+        for each in self.hosts:
+            states[each.host.stage][each.id] = HostState(1.0, 1)
+        router.update(states)
+        return router
+
+    def hop(self, trainer: Member, number: int, *route: HostPeer, round: int = 0) -> Hop:
+        """A microbatch for the first stage; the data follow from its number."""
+        tokens = sample(self.plan.manifest, number)
+        inputs, targets = pack(tokens[:, :-1], self.codec), pack(tokens[:, 1:], self.codec)
+        id = MicrobatchId(trainer.rpc.peer_id, round, number)
+        return Hop(id, 0, SAMPLES, tokens[:, 1:].numel(), tuple(each.id for each in route), inputs, targets)
+
+    def hidden(self, trainer: Member, number: int, *route: HostPeer, stage: int = 1) -> Hop:
+        """The same as it comes to a later stage."""
+        hop = self.hop(trainer, number, *route)
+        values = StageCompute(stage_of(self.plan, 0))
+        output = values.forward(sample(self.plan.manifest, number)[:, :-1])
+        return Hop(hop.id, stage, hop.samples, hop.tokens, hop.route, pack(output, self.codec), hop.targets)
+
+    async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
+        """Send it as a trainer does."""
+        caller = Caller(trainer.rpc, self.router(trainer), trainer.peer.runtime.random, {}, HOP_LIMITS)
+        return await trainer.peer.spawn(caller.through(hop, planned.id, no_news))
+
+    async def settle(
+        self, trainer: Member, host: HostPeer, *numbers: int, abandoned: tuple[int, ...] = ()
+    ) -> list[bool]:
+        """Tell a host what is settled and what is given up; whether it counted the former."""
+        request = {"settled": [[0, number] for number in numbers], "abandoned": [[0, number] for number in abandoned]}
+        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, 5.0)
+        counted: list[bool] = reply["counted"]
+        return counted
+
+
+def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
+    """Stage by stage: what hosts that counted these microbatches alone must have in their sums, bit by bit."""
+    computes = [ExactCompute(stage_of(plan, stage)) for stage in range(plan.num_stages)]
+    for number in numbers:
+        tokens = sample(plan.manifest, number)
+        weight, inputs = float(tokens[:, 1:].numel()), [tokens[:, :-1]]
+        for compute in computes[:-1]:
+            inputs.append(compute.forward(inputs[-1]))
+        gradient = computes[-1].loss(inputs[-1], tokens[:, 1:], weight).gradient
+        for compute, entry in zip(computes[-2::-1], inputs[-2::-1], strict=True):
+            assert gradient is not None
+            gradient = compute.backward(entry, gradient, weight)
+    return [compute.sum for compute in computes]
+
+
+def bits(each: HostPeer) -> bytes:
+    """Of a host's sum."""
+    return each.compute.sum.numpy().tobytes()
+
+
+def check_sums(swarm: Hosts, numbers: list[int]) -> None:
+    """Each host's sum is, bit by bit, that of these microbatches and no others."""
+    expected = expected_sums(swarm.plan, numbers)
+    for each in swarm.hosts:
+        assert torch.equal(each.compute.sum, expected[each.host.stage]), f"stage {each.host.stage}"
+
+
+def check_untouched(swarm: Hosts, *numbers: int) -> None:
+    """What is in the sums is what was settled, and nothing is kept of anything else."""
+    check_sums(swarm, list(numbers))
+    for each in swarm.hosts:
+        assert {id.number for id in each.host.ledger.settled()} == set(numbers)
+        assert (each.host.ledger.num_bytes, each.host.ledger.num_unsettled) == (0, 0)
+
+
+async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: list[HostPeer]) -> None:
+    """An honest microbatch, from its way there to its settlement."""
+    reply = await swarm.send(trainer, swarm.hop(trainer, number, *route[1:]), route[0])
+    assert [leg.host for leg in reply.legs] == [each.id for each in route]
+    for each in route:
+        assert await swarm.settle(trainer, each, number) == [True]
+
+
+def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+    """A hop as it goes over the wire."""
+    return hop.to_wire(), [hop.inputs.data, hop.targets.data]
+
+
+@asynccontextmanager
+async def hosts(
+    network: SimulatedNetwork, stages: tuple[int, ...] = (0, 1), limits: Limits | None = None, num_trainers: int = 1
+) -> AsyncIterator[Hosts]:
+    """One host for each of ``stages``, all of one pipeline, and trainers."""
+    made = Hosts(network, plan_of(max(stages) + 1), limits or Limits(), [], [])
+    for number, stage in enumerate(stages):
+        await made.add_host(f"host{number}", stage)
+    for number in range(num_trainers):
+        await made.add_trainer(f"trainer{number}")
+    try:
+        yield made
+    finally:
+        for each in made.hosts:
+            if each.peer.alive:
+                network.resume(each.peer)
+                await each.host.close()
+        members = [Member(each.peer, each.rpc) for each in made.hosts]
+        for peer, rpc in [(each.peer, each.rpc) for each in members + made.trainers]:
+            if peer.alive:
+                network.resume(peer)
+                await rpc.close()
+                await peer.close()
+
+
+async def send_raw(
+    rpc: Rpc, host: HostPeer, request: dict[str, Any], *data: bytes | bytearray | memoryview, seconds: float = 30.0
+) -> dict[str, Any]:
+    """Send a hop as nobody should; the first message that is not a heartbeat nor news."""
+    async with rpc.open(host.id, host.service, request, 5.0) as channel:
+        for each in data:
+            await channel.send_bytes(each)
+        while True:
+            message = await channel.receive(seconds)
+            if "loss" in message:
+                return message
+
+
+def lie(member: Member, stage: int, answer: Callable[[Channel, dict[str, Any]], Awaitable[None]]) -> None:
+    """Have a peer take hops of a stage and answer as it likes; both payloads are received before."""
+
+    async def serve(channel: Channel, request: dict[str, Any]) -> None:
+        for codec, shape in (request["inputs"], request["targets"]):
+            await channel.receive_bytes(payload_bytes(codec, shape), 10.0)
+        await answer(channel, request)
+
+    member.rpc.serve_channel(service(stage), serve)
+
+
+async def stay(seconds: float = 3600.0) -> None:
+    """Do nothing for long."""
+    await asyncio.sleep(seconds)

@@ -1,0 +1,75 @@
+"""Simulated swarms that are larger than a group, of averagers alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import torch
+
+from p2ptrain.averaging.cells import Cells
+from p2ptrain.averaging.head import Head
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers
+
+NUM_VALUES = 512
+SPEC = AveragingSpec(codec="fp32", aggregation="mean", group_size=8, grace_seconds=1.0)
+
+Scenario = Callable[[SimulatedNetwork, list[AveragingPeer]], Awaitable[None]]
+
+
+def run(num_peers: int, scenario: Scenario, seed: int = 1, spec: AveragingSpec = SPEC) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        peers = [network.add_peer(f"p{i}") for i in range(num_peers)]
+        started = await start_averagers(network, peers, spec, NUM_VALUES)
+        try:
+            await scenario(network, started)
+        finally:
+            await stop_averagers(started)
+
+    simulate(main, seed=seed)
+
+
+async def grow(started: list[AveragingPeer]) -> Head:
+    """The first round, in which a group can only count those who do not fit in it; where it leads."""
+    await asyncio.gather(*(each.try_round() for each in started))
+    assert max(len(each.outcomes) for each in started) == 1
+    return next(each.averager.head for each in started if each.outcomes)
+
+
+def exact_mean(started: list[AveragingPeer]) -> torch.Tensor:
+    return torch.stack([each.vector.double() for each in started]).mean(0).float()
+
+
+def hit_first_delegate(
+    started: list[AveragingPeer], fault: Callable[[AveragingPeer], object], least: int = 1
+) -> list[AveragingPeer]:
+    """Let ``fault`` befall the first peer that is about to stand for a cell of ``least``; the list then holds it."""
+    hit: list[AveragingPeer] = []
+
+    def watch(each: AveragingPeer) -> None:
+        represent = each.averager._represent
+
+        async def represent_or_fail(*arguments: Any) -> Any:
+            if not hit and len(arguments[1].certificate.body.members) >= least:
+                hit.append(each)
+                fault(each)
+            return await represent(*arguments)
+
+        each.averager._represent = represent_or_fail  # type: ignore[method-assign, assignment]
+
+    for each in started:
+        watch(each)
+    return hit
+
+
+def assert_all_took_part(started: list[AveragingPeer], done: dict[AveragingPeer, bool], head: Head) -> None:
+    """All of ``done`` committed the round after ``head``, but as many of each cell as it has too many."""
+    cells = Cells(SPEC.group_size)
+    cell_of = {each: cells.key_of(head, each.peer.peer_id).cell for each in started}
+    sizes = Counter(cell_of.values())
+    failed = Counter(cell_of[each] for each, committed in done.items() if not committed)
+    assert all(number <= sizes[cell] - SPEC.group_size for cell, number in failed.items()), (sizes, failed)

@@ -1,0 +1,59 @@
+"""The web application over peers that a test makes up, asked without a network."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from starlette.types import ASGIApp
+
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.views import SwarmView
+from p2ptrain.monitor.watch import Watch
+from p2ptrain.monitor.web import make_app
+from p2ptrain.network.records import PeerRecord
+from tests.support.web.watched import START, SWARM, FakeSource
+
+
+@dataclass
+class Site:
+    """A page over a made-up swarm."""
+
+    app: ASGIApp
+    client: httpx.AsyncClient
+    watch: Watch
+    source: FakeSource
+    store: Store
+
+    async def get(self, path: str, **asked: object) -> httpx.Response:
+        return await self.client.get(path, params={name: str(value) for name, value in asked.items()})
+
+    async def json(self, path: str, **asked: object) -> Any:
+        response = await self.get(f"/api/v1{path}", **asked)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+def served(
+    scenario: Callable[[Site], Awaitable[None]], *records: PeerRecord, looks: int = 1, swarm: SwarmView = SWARM
+) -> None:
+    """Run a scenario with a page over these peers, after so many looks."""
+
+    async def main() -> None:
+        source, store = FakeSource(*records), await Store.open(None, swarm.digest, START)
+        watch = Watch(source, swarm, store, bootstraps=["gone"])
+        app = make_app(watch, store, source.now)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://monitor") as client:
+                for _ in range(looks):
+                    await watch.look()
+                    source.time += 2.0
+                await scenario(Site(app, client, watch, source, store))
+        finally:
+            await store.close()
+
+    asyncio.run(main())

@@ -1,0 +1,34 @@
+"""A store for one scenario, and peers to keep in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.views import PeerView
+from tests.support.web.watched import START, trainer, views_of
+
+T = TypeVar("T")
+SWARM = "ab" * 32
+
+
+def with_store(path: Path | None, use: Callable[[Store], Awaitable[T]], swarm: str = SWARM) -> T:
+    """What ``use`` returns, given a store at ``path``, or in memory."""
+
+    async def main() -> T:
+        store = await Store.open(path, swarm, START)
+        try:
+            return await use(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(main())
+
+
+def peer(name: str = "a", **changes: object) -> PeerView:
+    """A trainer, as it is shown."""
+    return replace(views_of(trainer(name))[0], **changes)  # type: ignore[arg-type]
