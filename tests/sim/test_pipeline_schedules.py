@@ -1,7 +1,7 @@
 """Random faults in simulated pipelines: what counts, counts once; nothing that was reported done is missing.
 
-What must hold is said and checked in `tests.support.sim.pipeline_schedules`. A failure names its seed and the command that
-runs it again; ``make schedules ARGS=--pipelines`` runs as many other seeds as one likes.
+What must hold is said and checked in `tests.support.sim.pipeline_schedules`. A failure names its seed and the command
+that runs it again; ``make schedules ARGS=--pipelines`` runs as many other seeds as one likes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Seeded schedules of crashes, stalls, losses, cuts, partitions, joins, slow peers and liars.
 
-What must hold in each of them is said and checked in `tests.support.sim.schedules`. Fifty seeds are always the same, fifty
-change with the commit (`tests.support.seeds`). A failure names its seed and the command that runs it again, event by
-event. ``make test-all`` tries thousands; ``make schedules`` runs as many other seeds as one likes.
+What must hold in each of them is said and checked in `tests.support.sim.schedules`. Fifty seeds are always the same,
+fifty change with the commit (`tests.support.seeds`). A failure names its seed and the command that runs it again, event
+by event. ``make test-all`` tries thousands; ``make schedules`` runs as many other seeds as one likes.
 """
 
 from __future__ import annotations

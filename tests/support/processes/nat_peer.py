@@ -1,7 +1,8 @@
 """A peer without a model for tests of reachability: it joins, says how it is reached, and obeys.
 
-Run by `tests.support.processes.nat.NatPeer` as ``python -m tests.support.processes.nat_peer OPTIONS``. It says one JSON object a line:
-``joined`` once, and ``standing`` whenever that changes. Orders are JSON lists, one a line; each is answered by a line:
+Run by `tests.support.processes.nat.NatPeer` as ``python -m tests.support.processes.nat_peer OPTIONS``. It says one
+JSON object a line: ``joined`` once, and ``standing`` whenever that changes. Orders are JSON lists, one a line; each is
+answered by a line:
 
 ``["send", PEER, NUM_BYTES]``
     Send so much to a peer and get it back.

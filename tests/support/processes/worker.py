@@ -1,7 +1,7 @@
 """A training script for swarm tests: one peer that trains a tiny model and says what it does, one JSON object a line.
 
-Run by `tests.support.processes.swarmlet.Swarmlet` as ``python -m tests.support.processes.worker OPTIONS``; `Options` says what can be set.
-It obeys one order a line on standard input, and leaves when that ends:
+Run by `tests.support.processes.swarmlet.Swarmlet` as ``python -m tests.support.processes.worker OPTIONS``; `Options`
+says what can be set. It obeys one order a line on standard input, and leaves when that ends:
 
 ``hold ROUND``, ``go``
     Stop training in this round or a later one; start again.

@@ -1,10 +1,10 @@
 """Random schedules of faults: everything drawn from a seed, run on a simulated swarm, and what must hold afterwards.
 
-Checked while a schedule runs (`tests.support.sim.trainers`, `accounts`, `conservation`): equal digests for equal lineages,
-nothing changed by a round that was not applied, every wait bounded, no token and no value in two places. Checked at the
-end: all honest trainers, mended and resumed, get onto one chain of rounds and contribute to it; every token and value
-that anybody made is contributed, waits, or was seen to decay or to be dropped; one certificate per roster; nothing of a
-hostile member's broken parts in any mean; no stream or task left (`simulate`).
+Checked while a schedule runs (`tests.support.sim.trainers`, `accounts`, `conservation`): equal digests for equal
+lineages, nothing changed by a round that was not applied, every wait bounded, no token and no value in two places.
+Checked at the end: all honest trainers, mended and resumed, get onto one chain of rounds and contribute to it; every
+token and value that anybody made is contributed, waits, or was seen to decay or to be dropped; one certificate per
+roster; nothing of a hostile member's broken parts in any mean; no stream or task left (`simulate`).
 
 Run as a program, it tries as many seeds as there is time for: see `main`.
 """
