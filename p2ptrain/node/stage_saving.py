@@ -53,10 +53,11 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
         if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
             continue
         try:
-            path = save_checkpoint(
-                _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
-                extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
-            )  # fmt: skip
+            with hosted.saves.disk:
+                path = save_checkpoint(
+                    _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
+                    extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
+                )  # fmt: skip
         except (ResourceError, CheckpointError) as error:
             logger.error("%s", error)
             failed[number] = error

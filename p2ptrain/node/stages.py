@@ -136,10 +136,12 @@ class _Rounds:
         self._peer.presence.changed()
 
     def begun(self, round: int) -> None:
-        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together."""
+        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together.
+
+        The last one is saved by `p2ptrain.node.pipeline`.
+        """
         every = self._config.checkpoints.every_rounds
         is_idle = self._saving is None or self._saving.done()
-        is_due = every > 0 and round % every == 0
-        if is_idle and (is_due or self._hosted.rounds.is_done):
+        if is_idle and every > 0 and round % every == 0 and not self._hosted.rounds.is_done:
             saving = save_and_tell(self._peer, self._config, self._hosted)
             self._saving = self._saves.start(saving, "save")

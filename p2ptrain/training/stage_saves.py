@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +48,8 @@ class StageSaves:
         self._newest: dict[int, Save] = {}
         self._waiting: dict[tuple[int, int], Save] = {}
         self._writing = asyncio.Lock()
+        self.disk = threading.Lock()
+        """Held by the thread that writes a checkpoint: a periodic save may be under way when the last one begins."""
 
     def note(self, save: Save) -> None:
         """It is on disk."""
