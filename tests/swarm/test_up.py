@@ -48,19 +48,23 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
         "--rounds",
-        "60",
+        "200",
         "--summary",
         summary_file,
         "--run-dir",
         run_dir,
         "--data",
         small_text(tmp_path),
+        "--set",
+        "averaging.min_peers=2",  # Else one has done its rounds alone before the other is there.
     ]
     with nothing_left_behind(), background_command(log, "up", "--peers", "2", *arguments, *TINY) as up:
         assert up.wait(180) == 0, log.read_text()
     each = [read_json(run_dir / f"trainer-{number}" / "summary.json") for number in (1, 2)]
+    # Who came later measures first what the other has learned by then.
+    at_first = max(summary["heldout_loss_before"] for summary in each)
     for summary in each:
-        assert summary["heldout_loss_after"] < summary["heldout_loss_before"] - 1
+        assert summary["heldout_loss_after"] < at_first - 1
         assert summary["rounds_committed"] > 0
         assert summary["exit_reason"] == "rounds"
         held_out = [m for m in metrics(run_dir, summary["name"]) if m["kind"] == "held_out"]
