@@ -1,12 +1,15 @@
-"""How a peer is told to stop."""
+"""How a peer is told to stop: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 logger = logging.getLogger(__name__)
 
@@ -46,3 +49,39 @@ class StopSignals:
         logger.info("draining: the step in progress is finished; signal again to stop at once")
         self.reason = "signal"
         self.requested.set()
+
+
+class SigtermExit:
+    """Has SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
+
+    By default SIGTERM ends the interpreter at once, and no ``with`` or ``finally`` block is closed. Only the first
+    SIGTERM is changed, so a second one ends the process.
+    """
+
+    def __init__(self) -> None:
+        self._is_closing = False
+        self._is_late = False
+
+    def install(self) -> None:
+        """Take over SIGTERM, unless the script handles it, or this is not the main thread, where Python cannot."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_signal)
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """A last block that a first SIGTERM ends only when it is through; then SIGTERM is as it was."""
+        self._is_closing = True
+        try:
+            yield
+        finally:
+            if signal.getsignal(signal.SIGTERM) == self._on_signal:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if self._is_late:
+                raise SystemExit(128 + signal.SIGTERM)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._is_late = self._is_closing
+        if not self._is_closing:
+            raise SystemExit(128 + number)

@@ -15,6 +15,7 @@ from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.peer import Pace, Peer, PeerOptions
+from p2ptrain.node.signals import SigtermExit
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training.save_policy import SavePolicy
@@ -37,6 +38,11 @@ logger = logging.getLogger(__name__)
 class Swarm:
     """One peer of a swarm inside this process; a context manager. Make it with `join` or `create`.
 
+    The ``with`` block leaves the swarm in good order and saves (with a ``run_dir``) however it ends: normally, by an
+    error, by Ctrl-C, or by SIGTERM, which raises `SystemExit` (143) in it. A second SIGTERM ends the process at once.
+    SIGTERM is left alone if the script has a handler of its own, or if the block is not on the main thread; then call
+    `close`.
+
     ::
 
         with Swarm.join(link) as swarm:
@@ -57,6 +63,7 @@ class Swarm:
     ) -> None:
         """Not for callers: use `join` or `create`."""
         self._saving = saving
+        self._sigterm = SigtermExit()
         self._saver: Saver | None = None
         self._peer = peer
         self._thread = thread
@@ -79,7 +86,7 @@ class Swarm:
 
         With ``run_dir`` a script that ended in any way, SIGKILL included, goes on where the swarm is when it starts
         again: `optimizer` restores the newest checkpoint. Checkpoints are written as ``saving`` says, by `save`, and by
-        `close`.
+        `close`, which the end of a ``with`` block calls, SIGTERM included.
 
         Args:
             link: ``p2ptrain://…`` from the organizer.
@@ -341,9 +348,11 @@ class Swarm:
             self._peer.identity.close()
 
     def __enter__(self) -> Swarm:
+        self._sigterm.install()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with self._sigterm.closing():
+            self.close()

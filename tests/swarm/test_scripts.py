@@ -68,6 +68,32 @@ def test_a_script_that_is_killed_goes_on_where_the_swarm_is_and_counts_nothing_t
         assert told["tokens"] <= same["made"] + saved["made"] + told["made"], "no token counts twice"
 
 
+@pytest.mark.parametrize("at", ["steps", "round"])
+def test_a_script_that_sigterm_ends_saves_and_takes_up_what_it_had(tmp_path: Path, at: str) -> None:
+    with (
+        nothing_left_behind(),
+        Swarmlet(tmp_path, averaging={"codec": "fp32", "min_peers": 2}) as swarm,
+    ):
+        a, b = swarm.start("a"), swarm.start("b")
+        told = b.wait_for_commit(2)
+        if at == "round":
+            b.order("fault reduce SIGTERM")
+            b.wait_for("fault")
+        else:
+            b.order(f"hold {told['round'] + 1}")
+            b.wait_for_commit(2, after_round=told["round"])
+            b.signal(signal.SIGTERM)
+        assert b.wait() == 128 + signal.SIGTERM
+        last = [event for event in b.rounds() if event["committed"]][-1]
+        saved = max(int(path.name.rpartition("-")[2]) for path in (b.run_dir / "checkpoints").glob("*-round-*"))
+        assert saved >= last["round"], "the newest state, not that of the last automatic save"
+        again = swarm.start("b")
+        told = again.wait_for_commit(2, after_round=saved)
+        assert "restored round" in b.run_dir.with_suffix(".log").read_text()
+        same = a.wait_for("round", lambda event: event["committed"] and event["lineage"] == told["lineage"])
+        assert same["digest"] == told["digest"]
+
+
 def test_a_script_that_would_take_another_step_than_the_others_is_refused(tmp_path: Path) -> None:
     training = {"every": 1, "local_batch": 4, "global_batch": 4}
     manifest = Manifest.model_validate(make_manifest(training=training))
