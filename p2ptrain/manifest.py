@@ -179,7 +179,8 @@ class TrainingSpec(Section):
     weight_decay: float = Field(0.01, ge=0, le=1)
     """Inner AdamW weight decay."""
     clip_norm: float = Field(1.0, ge=0)
-    """Gradient norm limit of every optimizer step; 0 switches clipping off."""
+    """Gradient norm limit of every optimizer step; 0 switches clipping off. A script has to ask for it:
+    ``Swarm.optimizer(clip_norm=swarm.manifest.training.clip_norm)``."""
     outer: Literal["nesterov", "average", "adam"] = "average"
     """Outer optimizer on averaged pseudo-gradients: ``average`` for runs of tens to hundreds of rounds,
     in which momentum was measured to gain nothing or to overshoot; ``nesterov`` (DiLoCo) for longer ones; ``adam``

@@ -42,14 +42,24 @@ def end_of(process: subprocess.Popen[str]) -> list[tuple[int, float, str]]:
     return [(int(number), float(loss), rest) for number, loss, rest in found]
 
 
-@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "lightning_module"])
-def test_a_framework_trains_with_a_swarm_s_optimizer(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "last", "guess"),
+    [
+        ("hf_trainer", 3, 5.54),
+        ("accelerate_loop", 3, 5.54),
+        ("lightning_module", 3, 5.54),
+        ("language_model", 10, 5.54),
+        ("plain_module", 20, 0.69),
+    ],
+)
+def test_an_example_trains_alone(name: str, last: int, guess: float) -> None:
     with nothing_left_behind():
         process = start(name)
         link_of(process)
         rounds = end_of(process)
-    assert rounds[-1][0] == 3
-    assert 0.0 < rounds[-1][1] < 5.4, "it sees the loss, and that is no longer that of a guess"
+    assert rounds[-1][0] == last
+    assert rounds[0][1] > 0.0, "it sees the loss"
+    assert rounds[-1][1] < 0.97 * guess, "that is no longer the loss of a guess"
 
 
 def test_two_loops_with_mixed_precision_train_together_and_go_on_later(tmp_path: Path) -> None:
