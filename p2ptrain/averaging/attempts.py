@@ -205,7 +205,7 @@ class Attempts:
 
     def _judge(self, butterfly: Butterfly, certificate: Certificate | None) -> None:
         """Remember with whom a round came to its end, and who sent what had to be refused."""
-        for peer, reason in butterfly.exchange.refused.items():
+        for peer, reason in (butterfly.exchange.refused | butterfly.exchange.contradicts).items():
             self._membership.broke_with(peer, reason)
         if certificate is not None:
             body = certificate.body

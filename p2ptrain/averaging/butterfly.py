@@ -397,6 +397,8 @@ class Butterfly:
         while (certificate := self.exchange.certificate()) is None:
             if self.exchange.evidence:
                 self._vouching.fail_on_faults()
+            for fault in self.exchange.contradicts.values():
+                raise AttemptFailedError(f"{attempt.phase}: {fault}")
             # Whoever cannot be reached may still give its signature to somebody that can.
             gave_up, lost = self.exchange.gave_up, self.exchange.lost
             gone = [

@@ -75,6 +75,7 @@ class Exchange:
         broken: Which background task of this member failed, and how; empty while none did.
         tasks: The background tasks of this attempt; a failure ends the attempt.
         refused: By other member: why its part was refused. The round goes on without it.
+        contradicts: By member that signed another result, where nobody else owns a share: what it did.
         refused_by: By owner, this member included: why this member's own part was refused.
         sent_parts: By share: the encoded parts that this member sent, kept for error feedback; under a sparse codec
             that of its own share too.
@@ -149,6 +150,7 @@ class Exchange:
         self.broken = ""
         self.tasks = Tasks(self.fail)
         self.refused: dict[str, str] = {}
+        self.contradicts: dict[str, str] = {}
         self.refused_by: dict[int, str] = {}
         self.sent_parts: dict[int, Buffer] = attempt.sent_parts if attempt.lists_parts else {}
         self.audit = Audit(attempt, self.share, self.index, runtime, signer, spec, vector) if attempt.audited else None

@@ -378,6 +378,9 @@ class OpenedStreams:
         same_result = reply.get("body") == attempt.body.body_hash
         if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
             exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
+            if not same_result and len(attempt.roster.owners) == 2:  # Nobody else can have told them different things.
+                exchange.contradicts[channel.remote] = f"peer {channel.remote[-8:]} signed {ANOTHER_RESULT}"
+                exchange.changed()
             if exchange.audit is not None and not same_result:
                 await self._compare_statements(exchange.audit, index)
         if attempt.certificate() is None:

@@ -427,3 +427,18 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
         await swarm.end()
 
     simulate(main, seed=9)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("lie", BAD_MESSAGES.values(), ids=BAD_MESSAGES.keys())
+def test_whoever_is_alone_with_a_liar_goes_on_without_it(lie: Lie) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest(codec="fp32"), 0)
+        honest, evil = swarm.start("honest"), swarm.start("evil")
+        await swarm.until(lambda: swarm.in_agreement(1), 90, "the two train")
+        evil.is_hostile = True
+        lie_in_rounds(evil, lie)
+        await go_on(swarm, [honest])
+        await swarm.end()
+
+    simulate(main, seed=1)
