@@ -26,8 +26,9 @@ from p2ptrain.errors import PeerError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.lying import Lie, LyingChannel
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
-from tests.support.sim.hostile import BAD_MESSAGES, Lie, LyingChannel
+from tests.support.sim.hostile import BAD_MESSAGES
 from tests.support.sim.peers import members
 
 BOUNDS = (0, 0, 20, 40, NUM_VALUES)

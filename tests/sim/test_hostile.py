@@ -20,8 +20,9 @@ from p2ptrain.averaging.origins import Origin
 from p2ptrain.averaging.rally import Answer
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
-from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, BulkLie, Lie, boast, lead_badly, lie_in_rounds, never
+from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 Message = dict[str, Any]

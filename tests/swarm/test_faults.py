@@ -16,6 +16,8 @@ import pytest
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 
 NAMES = ("a", "b", "c")
+HIDDEN = 128
+"""Of the model: five blocks of values, so that each peer can own a share."""
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 
 pytestmark = pytest.mark.timeout(240)
@@ -28,7 +30,7 @@ class Trio:
         self.swarm = swarm
         self.members: dict[str, Worker] = {}
         for name in NAMES:
-            self.members[name] = swarm.start(name)
+            self.members[name] = swarm.start(name, hidden=HIDDEN)
         self.wait_for_peace()
 
     def __getitem__(self, name: str) -> Worker:
@@ -38,7 +40,7 @@ class Trio:
         """Start members again as the same peers."""
         for name in names:
             before = self.members[name]
-            self.members[name] = self.swarm.start(name)
+            self.members[name] = self.swarm.start(name, hidden=HIDDEN)
             assert self.members[name].wait_for("joined")["peer"] == before.wait_for("joined")["peer"]
 
     def wait_for_peace(self) -> None:
@@ -108,6 +110,46 @@ def test_corrupted_parameters_are_found_in_the_next_round_and_only_their_owner_f
     trio.wait_for_peace()
     assert {name: trio[name].rounds()[-1]["resyncs"] - before[name] for name in NAMES} == {"a": 0, "b": 1, "c": 0}
     check_states(*trio.members.values(), since=0)
+
+
+@pytest.mark.fault(53)
+def test_a_batch_of_nan_is_dropped_and_its_peer_goes_on_in_a_finite_swarm(trio: Trio) -> None:
+    marks = {name: len(trio[name].events) for name in NAMES}
+    before = trio["b"].rounds()[-1]
+    trio["b"].order("nan")
+    spoiled = trio["b"].wait_for("spoiled", since=marks["b"])
+    assert spoiled["made"] == 0, "the batch counts"
+    own = trio["b"].wait_for_commit(3, since=marks["b"], after_round=spoiled["round"])
+    assert own["contributed"]
+    assert own["dropped"] == before["dropped"] + 1
+    trio.wait_for_peace()
+    for name in NAMES:
+        assert all(event["finite"] for event in trio[name].rounds(marks[name])), name
+    assert trio["b"].rounds()[-1]["resyncs"] == before["resyncs"]
+
+
+@pytest.mark.fault(32)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_contribution_that_is_not_finite_is_refused_and_counted_against_its_sender(trio: Trio, value: str) -> None:
+    marks = {name: len(trio[name].events) for name in NAMES}
+    peer = trio["c"].wait_for("joined")["peer"]
+
+    def refusals(name: str) -> int:
+        since = len(trio[name].events)
+        trio[name].order("refusals")
+        counts = trio[name].wait_for("refusals", since=since)["counts"]
+        return sum(count for sender, cause, count in counts if (sender, cause) == (peer, "ProtocolError"))
+
+    before = {name: refusals(name) for name in NAMES}
+    trio["c"].order(f"poison {value}")
+    trio["c"].wait_for("poisoned", since=marks["c"])
+    trio.wait_for_peace()
+    counted = {name: refusals(name) - before[name] for name in NAMES}
+    assert 1 <= counted["a"] + counted["b"] <= 2, counted  # By each that owns a share.
+    assert counted["c"] == 0
+    assert peer in trio["a"].rounds()[-1]["counted"], "it takes part again"
+    for name in NAMES:
+        assert all(event["finite"] for event in trio[name].rounds(marks[name])), name
 
 
 @pytest.mark.fault(7, 12)

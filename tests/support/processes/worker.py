@@ -7,6 +7,12 @@ says what can be set. It obeys one order a line on standard input, and leaves wh
     Stop training in this round or a later one; start again.
 ``corrupt``
     Change one value of the shared state behind its back.
+``nan``
+    Read one batch whose loss is not a number.
+``poison VALUE``
+    Contribute this value (``nan``, ``inf``) in place of every part of the next round; once.
+``refusals``
+    Say how often each peer was refused, by cause.
 ``census``
     Say how many tasks its event loop has.
 ``fault PHASE SIGNAL``
@@ -26,9 +32,11 @@ import json
 import logging
 import os
 import signal
+import struct
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +47,7 @@ import torch
 from p2ptrain import Manifest, SavePolicy, Swarm
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.network.rpc import Rpc
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
 from p2ptrain.training import state_server
@@ -47,6 +56,7 @@ from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import SharedState
 from p2ptrain.training.state_server import ServeLimits
 from p2ptrain.training.sync import RoundResult, Synchronizer
+from tests.support.lying import LyingChannel
 from tests.support.web.served import served
 
 WIDTH = 8
@@ -132,6 +142,9 @@ class Orders:
     def __init__(self, hold: bool) -> None:
         self.leave = threading.Event()
         self.corrupt = threading.Event()
+        self.nan = threading.Event()
+        self.poison: float | None = None
+        self.refusals: Mapping[tuple[str, str], int] = {}
         self.hold_from: int | None = 0 if hold else None
         self.fault: tuple[str, signal.Signals] | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -146,6 +159,12 @@ class Orders:
                     self.hold_from = None
                 case ["corrupt"]:
                     self.corrupt.set()
+                case ["nan"]:
+                    self.nan.set()
+                case ["poison", value]:
+                    self.poison = float(value)
+                case ["refusals"]:
+                    say("refusals", counts=[[*key, count] for key, count in self.refusals.items()])
                 case ["census"] if self.loop is not None:
                     self.loop.call_soon_threadsafe(self.count_tasks)
                 case ["fault", phase, name]:
@@ -179,6 +198,28 @@ def follow_phases(orders: Orders, synchronizer: Synchronizer) -> None:
     SharedState.read = read_chunk  # type: ignore[method-assign, assignment]
 
 
+def follow_poison(orders: Orders, rpc: Rpc) -> None:
+    """Let this peer contribute what is no number, once it is ordered to."""
+    open_ = rpc.open
+    poisoned: dict[bytes, float] = {}
+
+    @contextlib.asynccontextmanager
+    async def open_poisoned(peer: str, name: str, request: dict[str, Any], *rest: Any, **options: Any) -> Any:
+        async with open_(peer, name, request, *rest, **options) as channel:
+            if name == "butterfly" and "codec" in request:
+                if orders.poison is not None:
+                    poisoned[request["group"]], orders.poison = orders.poison, None
+                    say("poisoned")
+                if request["group"] in poisoned:
+                    number = struct.pack("<f", poisoned[request["group"]])
+                    yield LyingChannel(channel, bulk_lie=lambda data: (number * len(data))[: len(data)])
+                    return
+            yield channel
+
+    rpc.open = open_poisoned  # type: ignore[method-assign]
+    orders.refusals = rpc.refusals
+
+
 downloaded_bytes = 0
 """Of chunks of a state that this process kept."""
 
@@ -205,6 +246,7 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
     synchronizer = swarm._peer.synchronizer
     assert synchronizer is not None
     follow_phases(orders, synchronizer)
+    follow_poison(orders, swarm._peer.rpc)
 
     def wait_for_others(result: RoundResult) -> bool:
         say("round", **{**dataclasses.asdict(result), **describe(synchronizer)})
@@ -228,10 +270,16 @@ def train(swarm: Swarm, options: Options, orders: Orders) -> None:
         batch = list(range(index, index + size))
         index += size
         loss = loss_of(model, batch)
+        made, is_spoiled = opt.total_tokens, orders.nan.is_set()
+        if is_spoiled:
+            orders.nan.clear()
+            loss = loss * torch.nan
         loss.backward()  # type: ignore[no-untyped-call]
         pending += batch
         opt.loss = loss.item()
         step(opt, synchronizer, options, pending, loss.item())
+        if is_spoiled:
+            say("spoiled", made=opt.total_tokens - made, **describe(synchronizer))
 
 
 def step(opt: SwarmOptimizer, synchronizer: Synchronizer, options: Options, pending: list[int], loss: float) -> None:
@@ -264,8 +312,14 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
 
 
 def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
-    """The tokens that this process made, those that wait, and those that each peer has in the newest round."""
+    """The tokens that this process made, those that wait, and those that each peer has in the newest round.
+
+    With them: how many batches were dropped, and whether model, shared state and inner optimizer are finite.
+    """
     told: dict[str, Any] = {"made": opt.total_tokens, "waiting": opt.tokens_in_round, "counted": {}, "extends": ""}
+    held = [synchronizer.state.vector, *opt.work.module.parameters()]
+    held += [value for state in opt.inner.state.values() for value in state.values()]
+    told |= {"dropped": opt.dropped_batches, "finite": all(bool(tensor.isfinite().all()) for tensor in held)}
     if synchronizer.head.certificate:
         body = Body.from_bytes(msgpack.unpackb(synchronizer.head.certificate)[0])
         told["counted"] = {body.members[index]: tokens for index, tokens, _ in body.contributors}

@@ -10,32 +10,8 @@ from functools import partial
 from typing import Any
 
 from p2ptrain.network.channel import Channel
+from tests.support.lying import BulkLie, Lie, LyingChannel, Message
 from tests.support.sim.trainers import SimulatedTrainer
-
-Message = dict[str, Any]
-Lie = Callable[[str, Message], Message]
-"""(receiver, message) -> what is sent instead."""
-BulkLie = Callable[[bytes], bytes]
-
-
-class LyingChannel:
-    """A channel that changes what its owner sends."""
-
-    def __init__(self, channel: Channel, lie: Lie, bulk_lie: BulkLie) -> None:
-        self._channel = channel
-        self._lie = lie
-        self._bulk_lie = bulk_lie
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._channel, name)
-
-    async def send(self, message: Message) -> None:
-        """Send something else."""
-        await self._channel.send(self._lie(self._channel.remote, message))
-
-    async def send_bytes(self, data: bytes, **options: Any) -> None:
-        """Send other bytes."""
-        await self._channel.send_bytes(self._bulk_lie(bytes(data)), **options)
 
 
 def lie_in_rounds(
