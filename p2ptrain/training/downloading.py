@@ -31,6 +31,7 @@ from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
+from p2ptrain.training.digest import CHUNK_BYTES
 from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.rounds_since import RoundsSince
 from p2ptrain.training.state import SharedState, Stamp
@@ -47,6 +48,9 @@ MAX_BATCH_BYTES = 4 << 20
 """So many results are fetched at once, if they are not more bytes."""
 TELL_SECONDS = 60.0
 """Between two log lines of a download that lasts."""
+
+MAX_STATE_RATIO = 16
+"""A state is at most so many times as large as its parameters: no optimizer shares more of them."""
 
 FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 
@@ -167,6 +171,12 @@ class StateDownload:
         return [self._source, *(record.peer for record in records)]
 
     # Which chunks to take
+
+    def check_size(self, num_bytes: int) -> None:
+        """See `transfer.Admission`: a full disk ends this peer, and no liar may bring that about."""
+        most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
+        if num_bytes > most:
+            raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
         """See `transfer.Admission`: the round's result has to be here, and most have to hold the same digest."""

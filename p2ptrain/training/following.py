@@ -59,8 +59,10 @@ MAX_DOUBTED_ASKED = 4
 MAX_HEALINGS = 10
 """Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
 
-FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError, ResourceError)
-"""What another peer, broken or hostile, can make a catch-up raise; none of it may end training."""
+FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError)
+"""What another peer, broken or hostile, can make a catch-up raise; none of it may end training.
+
+A `ResourceError` is this machine's: its disk or memory is full."""
 
 
 class Follower:
@@ -228,7 +230,7 @@ class Follower:
             try:
                 await self._download(source, work, keep_work=True, chain=chain)
                 return
-            except FAILURES_TO_FOLLOW as error:
+            except (*FAILURES_TO_FOLLOW, ResourceError) as error:
                 logger.info("could not download from peer %s: %s", source[-8:], error)
         try:
             with self._jobs("replaying missed rounds", "rounds") as advance:

@@ -115,9 +115,12 @@ class PartialDownload:
             raise ResourceError(f"no memory for a state of {needed >> 20} MiB: close other programs") from error
         except OSError as error:
             self.discard()
-            raise ResourceError(
-                f"cannot keep a state of {needed >> 20} MiB in {self._folder} ({error.strerror}): free some space"
-            ) from error
+            raise self._no_room(needed, error) from error
+
+    def _no_room(self, num_bytes: int, error: OSError) -> ResourceError:
+        return ResourceError(
+            f"cannot keep a state of {num_bytes >> 20} MiB in {self._folder} ({error.strerror}): free some space"
+        )
 
     def _map(self, specs: tuple[TensorSpec, ...]) -> None:
         num_bytes = max(1, cut_of(specs).num_bytes)
@@ -164,6 +167,7 @@ class PartialDownload:
 
         Raises:
             NotFiniteError: A value in it is not finite.
+            ResourceError: The disk is full.
         """
         leaf = leaf_of(data)
         if not proves(self._description, leaf, index, self.cut.num_chunks, proof, stamp.digest):
@@ -173,7 +177,10 @@ class PartialDownload:
         if not self.done[index]:
             self.chunk(index)[:] = data
             if self._notes >= 0:
-                os.write(self._notes, _NOTE.pack(index, stamp.to_bytes(), leaf))
+                try:
+                    os.write(self._notes, _NOTE.pack(index, stamp.to_bytes(), leaf))
+                except OSError as error:
+                    raise self._no_room(self.num_bytes, error) from error
             self._mark(index, stamp)
         return True
 

@@ -94,6 +94,9 @@ async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) ->
 class Admission(Protocol):
     """Which states' chunks a download takes."""
 
+    def check_size(self, num_bytes: int) -> None:
+        """Raise `IntegrityError` for a state larger than this model's can be, before there is room for it."""
+
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
         """Return once chunks of this state are of use; called when a source's chunks are of another than before.
 
@@ -324,6 +327,7 @@ class _Download:
             cut = cut_of(specs)
             if not cut.num_chunks or cut.num_chunks != hello.get("num_chunks"):
                 raise IntegrityError(f"peer {channel.remote[-8:]} described a state that is not cut as it says")
+            self._admission.check_size(cut.num_bytes)
             buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
             await channel.send({"first": 0, "count": 1})
             await receive_steadily(channel, len(buffer), buffer, self._times.least)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -11,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.averaging.head import Head
+from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.network.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
-from p2ptrain.training import digest, downloading, state_server
+from p2ptrain.training import digest, downloading, rounds_since, state_server
+from p2ptrain.training.downloading import StateDownload
 from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state import SharedState, Stamp
 from p2ptrain.training.state_server import ServeLimits
@@ -205,6 +210,110 @@ def test_a_source_that_makes_up_a_state_in_the_middle_is_outvoted(
         assert newcomer.rpc.refusals[liar.peer.peer_id, "bad state"] == 1
         for name in "ac":
             assert newcomer.rpc.refusals[swarm.trainers[name].peer.peer_id, "bad state"] == 0
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("writes", ["the state", "the index", "the rounds since"])
+def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
+    writes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 120 / 2, tmp_path)
+        await swarm.train("ab")
+        with monkeypatch.context() as patch:
+            if writes == "the state":
+                patch.setattr(os, "posix_fallocate", full_disk)
+            newcomer = swarm.start("n", step_seconds=2.0)
+            if writes != "the state":
+                await swarm.until(lambda: swarm.kept["n"] >= NUM_CHUNKS // 4, 300, "a part of the download")
+                patch.setattr(*((os, "write") if writes == "the index" else (rounds_since, "_write")), full_disk)
+            with pytest.raises(ResourceError, match=r"No space left on device.*free some space"):
+                async with asyncio.timeout(60):
+                    await swarm.tasks.pop("n")
+        with pytest.raises(IntegrityError, match="more than a model of this size"):
+            newcomer.sync._follower._downloaded.check_size(100 * STATE_BYTES)
+        for name in "ab":
+            peer = swarm.trainers[name].peer.peer_id
+            assert not newcomer.membership.is_suspect(peer)
+            assert not newcomer.membership.is_mistrusted(peer)
+        assert newcomer.sync.head.round == 0, "it does not train on alone"
+        network.crash(newcomer.peer)
+        await swarm.arrives(swarm.restart("n", step_seconds=2.0), seconds=600)
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+def test_a_step_that_moves_a_value_by_others_makes_do_with_chunks_of_one_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    apply, assemble, rounds_of_chunks = SharedState.apply, StateDownload.assemble, list[int]()
+
+    def apply_as_lamb(state: SharedState, *arguments: Any, **options: Any) -> None:
+        apply(state, *arguments, **options)
+        state.vector.add_(0.01 * state.vector.mean())  # What other chunks hold matters.
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 20 / 2, tmp_path)
+
+        async def assembled(download: StateDownload, *arguments: Any) -> Head:
+            assert download._partial is not None
+            rounds_of_chunks.append(len({stamp.lineage for _, stamp in download._partial.chunks()}))
+            for name in "ab":  # From now on a round lasts longer than a download.
+                swarm.trainers[name].step_seconds = 60.0
+            return await assemble(download, *arguments)
+
+        monkeypatch.setattr(SharedState, "apply", apply_as_lamb)
+        monkeypatch.setattr(StateDownload, "assemble", assembled)
+        await swarm.train("ab")
+        newcomer = swarm.start("n", step_seconds=2.0)
+        await swarm.until(lambda: newcomer.status == "training", 600, "the download")
+        assert rounds_of_chunks[0] > 1
+        assert rounds_of_chunks[1:] == [1]
+        head = newcomer.sync.head
+        assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
+        await swarm.end()
+
+    simulate(main, seed=1)
+
+
+def test_a_newcomer_that_drains_while_it_assembles_ends_with_a_whole_state(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    patch = SharedState.patch
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = Swarm(network, monkeypatch, STATE_BYTES / 30 / 2, tmp_path)
+        await swarm.train("ab")
+        newcomer = swarm.start("n", step_seconds=2.0)
+        compute, drained_at = newcomer.peer.runtime.compute, list[int]()
+
+        async def slowly(*arguments: Any, **options: Any) -> Any:
+            result = await compute(*arguments, **options)
+            await asyncio.sleep(0.01)
+            return result
+
+        def patched(state: SharedState, *arguments: Any) -> None:
+            patch(state, *arguments)
+            if state is newcomer.state and not drained_at:
+                drained_at.append(state.head.round)
+                swarm.tasks["n"].cancel()
+
+        newcomer.peer.runtime.compute = slowly  # type: ignore[method-assign]
+        monkeypatch.setattr(SharedState, "patch", patched)
+        with pytest.raises(asyncio.CancelledError):
+            await swarm.tasks["n"]
+        assert drained_at == [0], "the state was not assembled yet"
+        head = newcomer.sync.head
+        assert head.round > 0
+        assert newcomer.state.tree().root == head.digest == swarm.ledger.digests[head.lineage]
+        network.crash(newcomer.peer)
         await swarm.end()
 
     simulate(main, seed=1)

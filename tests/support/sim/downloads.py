@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -47,8 +48,13 @@ def advance(state: SharedState) -> None:
 class OneState:
     """Admits chunks of one state alone; implements `p2ptrain.training.transfer.Admission`."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, most_bytes: float = math.inf) -> None:
         self.head = head
+        self.most_bytes = most_bytes
+
+    def check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.most_bytes:
+            raise IntegrityError("too large")
 
     async def admit(self, source: str, stamp: Stamp) -> None:
         if stamp.lineage != self.head.lineage:
@@ -88,10 +94,10 @@ class Sources:
     async def download(self, resume: PartialDownload | None = None, **options: Any) -> DownloadReport:
         self.partial = resume if resume is not None else PartialDownload()
         layout = options.pop("layout", self.layout)
+        admission = OneState(self.head, options.pop("most_bytes", math.inf))
         return await download_state(
-            self.newcomer.rpc, self.newcomer.peer.runtime, lambda: self.ids, layout, self.partial, OneState(self.head),
-            **options,
-        )  # fmt: skip
+            self.newcomer.rpc, self.newcomer.peer.runtime, lambda: self.ids, layout, self.partial, admission, **options
+        )
 
     def start(self, **options: Any) -> asyncio.Task[DownloadReport]:
         return self.newcomer.peer.spawn(self.download(**options))

@@ -193,6 +193,9 @@ def test_no_copy_of_the_state_is_made_however_many_download_while_rounds_go_on()
 class AnyState:
     """Admits all chunks; implements `p2ptrain.training.transfer.Admission`."""
 
+    def check_size(self, num_bytes: int) -> None:
+        pass
+
     async def admit(self, source: str, stamp: Stamp) -> None:
         pass
 

@@ -145,6 +145,18 @@ def test_a_false_description_is_found_before_memory_is_given_to_it() -> None:
     with_sources(2, check)
 
 
+def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for_it() -> None:
+    async def check(swarm: Sources) -> None:
+        with pytest.raises(IntegrityError, match="too large"):
+            await swarm.download(most_bytes=NUM_VALUES * 8 - 1)
+        assert not swarm.partial.specs
+        assert swarm.refusals(0) == 1
+        await swarm.download(most_bytes=NUM_VALUES * 8)
+        assert swarm.is_right()
+
+    with_sources(1, check)
+
+
 @pytest.mark.parametrize(
     "hello",
     [
