@@ -93,6 +93,9 @@ class _Admission:
     def __init__(self, head: Head) -> None:
         self._stamp = Stamp.of(head)
 
+    def check_size(self, num_bytes: int) -> None:
+        pass
+
     async def admit(self, source: str, stamp: Stamp) -> None:
         if stamp != self._stamp:
             raise IntegrityError("the source sent a chunk of another state")
