@@ -227,13 +227,13 @@ class Containers:
         self.wait_until(f"{more} more rounds", lambda: self.round() >= wanted, timeout_seconds)
 
     def wait_for_work_of(self, *names: str) -> None:
-        """Wait until a round has the work of all these peers."""
+        """Wait until a later round has the work of all these peers: one of them may have died after the last."""
+        seen: list[int] = []
 
         def is_in() -> bool:
+            seen.append(self.round())
             peers = self.peers()
-            return {peers[name]["peer"] for name in names if name in peers} <= self.counted() and set(names) <= set(
-                peers
-            )
+            return seen[-1] > seen[0] + 1 and {peers[name]["peer"] for name in names} <= self.counted()
 
         self.wait_until(f"a round with {', '.join(names)}", is_in)
 

@@ -59,7 +59,8 @@ RULES = ("mean", "norm_clip", "centered_clip", "trimmed", "median")
 LOSSES = (0.0, 0.0, 0.01, 0.05, 0.2)
 SLOWDOWN = 10.0
 SLOW_BYTES_PER_SECOND = 1_000.0
-"""Times the number of peers: a round's messages take seconds on such a link."""
+"""Times the number of peers that may be there in the end: a round's messages take seconds on such a link."""
+MOST_JOINERS = 3
 RECOVERY_SECONDS = 300.0
 """Virtual time after the last fault within which everybody is back and has contributed."""
 
@@ -183,7 +184,7 @@ class Run:
 
     async def run(self) -> None:
         """All of it, from the start of the swarm to its end."""
-        rate = SLOW_BYTES_PER_SECOND * self.schedule.num_peers
+        rate = SLOW_BYTES_PER_SECOND * (self.schedule.num_peers + MOST_JOINERS)
         for index in range(self.schedule.num_peers):
             if index < self.schedule.slow:
                 self.swarm.start(f"t{index}", SLOWDOWN * 0.4, up_bytes_per_second=rate, down_bytes_per_second=rate)
@@ -234,11 +235,12 @@ class Run:
                 network.cut(chosen)
             case "mend":
                 network.mend(chosen)
-            case "join" if self._joined < 3:
+            case "join" if self._joined < MOST_JOINERS:
                 self._joined += 1
                 swarm.start(f"late{self._joined}")
             case "slow":
-                chosen.uplink.bytes_per_second = SLOW_BYTES_PER_SECOND * len(alive)
+                most = len(alive) + MOST_JOINERS - self._joined
+                chosen.uplink.bytes_per_second = SLOW_BYTES_PER_SECOND * most
             case "crash in" | "stall in" | "cut in":
                 self._traps.append((fault, PHASES[choice % len(PHASES)]))
 
