@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +19,9 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.pipeline.folders import stage_folder
 from p2ptrain.training.checkpoint import LoadedCheckpoint, list_checkpoints, load_newest_valid, verify_checkpoint
-from tests.support.processes.daemons import ROOT, wait_until
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.preloaded import SERVER, STUCK
+from tests.support.processes.stuck import SAYS
 from tests.support.processes.swarmlet import background_command, nothing_left_behind
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
@@ -43,29 +44,6 @@ every_rounds = 0
 [pipeline]
 stage = {stage}
 """
-STUCK = """
-import sys, time
-import p2ptrain.pipeline.compute as compute
-import p2ptrain.training.trainer as trainer
-from p2ptrain.cli.main import main
-
-def stuck(function):
-    def call(*arguments):
-        if call.number == 12:
-            print("stuck in a batch", flush=True)
-            while True:
-                time.sleep(1000)
-        call.number += 1
-        return function(*arguments)
-
-    call.number = 0
-    return call
-
-trainer.language_model_loss = stuck(trainer.language_model_loss)
-compute.StageCompute.loss = stuck(compute.StageCompute.loss)
-sys.exit(main(sys.argv[1:]))
-"""
-"""A trainer, or a host of the last stage, whose thirteenth batch never ends."""
 
 
 class Trainers:
@@ -130,15 +108,12 @@ def trainers(tmp_path: Path) -> Trainers:
 
 
 @contextlib.contextmanager
-def stuck_trainer(trainers: Trainers, link: str = "", *, stage: int = -1) -> Iterator[subprocess.Popen[bytes]]:
+def stuck_trainer(trainers: Trainers, link: str = "", *, stage: int = -1) -> Iterator[subprocess.Popen[Any]]:
     log, role = trainers.log("stuck"), trainers.role("stuck", link, stage=stage)
     with nothing_left_behind(), log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-c", STUCK, "peer", str(role)], cwd=ROOT, stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        process = SERVER.fork_silent(STUCK, ["peer", str(role)], output, output)
         try:
-            trainers.wait("stuck", lambda: "stuck in a batch" in log.read_text())
+            trainers.wait("stuck", lambda: SAYS in log.read_text())
             yield process
         finally:
             process.kill()

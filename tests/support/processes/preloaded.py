@@ -1,6 +1,6 @@
-"""Workers without their seconds of imports: a process that has imported everything forks each of them.
+"""Peers without their seconds of imports: a process that has imported what they need forks each of them.
 
-A worker takes 4.7 s of processor time until its first round, nearly all of it for imports. Its parent is the process
+A peer takes 4.7 s of processor time until its first round, nearly all of it for imports. Its parent is the process
 that asked for it: the server forks twice and, meanwhile, that process adopts what is orphaned below it
 (``PR_SET_CHILD_SUBREAPER``). So signals, exit codes and the tree of processes are those of any child. Linux only.
 """
@@ -16,25 +16,39 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from tests.support.processes.commands import ROOT
 
-PROGRAM = "tests.support.processes.worker"
-IMPORTS = (
-    PROGRAM, "torch._dynamo", "cid", "netaddr", "p2ptrain.node.training", "p2ptrain.training.adamw",
-    "p2ptrain.training.moments", "p2ptrain.codecs.norms",
+WORKER = "tests.support.processes.worker"
+COMMAND = "p2ptrain.cli.main"
+STUCK = "tests.support.processes.stuck"
+TRAINING = (
+    "torch._dynamo", "cid", "netaddr", "p2ptrain.node.training", "p2ptrain.training.adamw", "p2ptrain.training.moments",
+    "p2ptrain.codecs.norms",
 )  # fmt: skip
-"""What a worker has imported when it ends its first round."""
+IMPORTS = {
+    WORKER: (WORKER, *TRAINING),
+    COMMAND: (
+        COMMAND, *TRAINING, "safetensors.torch", "p2ptrain.cli.join", "p2ptrain.cli.peer",
+        "p2ptrain.models.llama_stage",
+        "p2ptrain.models.pretrained", "p2ptrain.node.pipeline", "p2ptrain.node.run", "p2ptrain.node.trainer",
+        "p2ptrain.pipeline.measuring", "p2ptrain.training.hosted_stage", "p2ptrain.training.saving",
+        "p2ptrain.training.text", "p2ptrain.training.trainer",
+    ),
+}  # fmt: skip
+IMPORTS[STUCK] = (STUCK, *IMPORTS[COMMAND])
+"""What a program has imported when it ends its first round. Each has a function ``main`` without arguments."""
 MAX_REQUEST_BYTES = 1 << 20
 PR_SET_CHILD_SUBREAPER = 36
 
 
-class ForkedProcess(subprocess.Popen[str]):
-    """A worker that `Server` forked, to be used as what `subprocess.Popen` returns."""
+class ForkedProcess(subprocess.Popen[Any]):
+    """A process that `Server` forked, to be used as what `subprocess.Popen` returns."""
 
-    def __init__(self, arguments: list[str], pid: int, stdin: IO[str], stdout: IO[str]) -> None:
+    def __init__(self, arguments: list[str], pid: int, stdin: IO[str] | None, stdout: IO[str] | None) -> None:
         self.args = arguments
         self.pid = pid
         self.stdin, self.stdout, self.stderr = stdin, stdout, None
@@ -56,35 +70,47 @@ class Server:
         self._socket: socket.socket | None = None
         self.process_ids: set[int] = set()
 
-    def fork(self, arguments: list[str], log: IO[bytes]) -> ForkedProcess:
-        """Start `PROGRAM`.
+    def fork(self, program: str, arguments: Sequence[str], log: IO[bytes]) -> ForkedProcess:
+        """Start a program that a test talks with, in lines of text, over standard input and output.
 
         Args:
+            program: A key of `IMPORTS`.
             arguments: Of its command line.
             log: Where its standard error goes.
 
         Raises:
             OSError: The server has ended.
         """
-        request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "parent": os.getpid()}).encode()
         stdin_read, stdin_write = os.pipe()
         stdout_read, stdout_write = os.pipe()
         try:
-            with self._lock:
-                server = self._start()
-                _adopt_orphans(True)
-                try:
-                    socket.send_fds(server, [request], [stdin_read, stdout_write, log.fileno()])
-                    answer = server.recv(64)
-                finally:
-                    _adopt_orphans(False)
+            pid = self._fork(program, arguments, [stdin_read, stdout_write, log.fileno()])
         finally:
             os.close(stdin_read)
             os.close(stdout_write)
+        return ForkedProcess([program, *arguments], pid, os.fdopen(stdin_write, "w"), os.fdopen(stdout_read))
+
+    def fork_silent(
+        self, program: str, arguments: Sequence[str], stdout: IO[bytes], stderr: IO[bytes]
+    ) -> ForkedProcess:
+        """Start a program that reads nothing and writes to these files; arguments and errors as of `fork`."""
+        with Path(os.devnull).open("rb") as nothing:
+            pid = self._fork(program, arguments, [nothing.fileno(), stdout.fileno(), stderr.fileno()])
+        return ForkedProcess([program, *arguments], pid, None, None)
+
+    def _fork(self, program: str, arguments: Sequence[str], files: list[int]) -> int:
+        request = {"program": program, "arguments": arguments, "environment": dict(os.environ), "parent": os.getpid()}
+        with self._lock:
+            server = self._start()
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(server, [json.dumps(request).encode()], files)
+                answer = server.recv(64)
+            finally:
+                _adopt_orphans(False)
         if not answer:
-            raise ConnectionResetError("the process that forks workers has ended")
-        stdin, stdout = os.fdopen(stdin_write, "w"), os.fdopen(stdout_read)
-        return ForkedProcess([PROGRAM, *arguments], int(answer), stdin, stdout)
+            raise ConnectionResetError("the process that forks peers has ended")
+        return int(answer)
 
     def _start(self) -> socket.socket:
         if self._socket is None:
@@ -110,48 +136,49 @@ def _adopt_orphans(yes: bool) -> None:
 # In the process that forks:
 
 
-def serve(connection: socket.socket) -> Callable[[], int] | None:
-    """Fork a worker for each request.
+def serve(connection: socket.socket) -> Callable[[], int | None] | None:
+    """Fork a process for each request.
 
     Returns:
-        In a worker, what it runs; in the server, when nobody can ask any more, None.
+        In that process, what it runs; in the server, when nobody can ask any more, None.
     """
-    for name in IMPORTS:
-        importlib.import_module(name)
     while True:
         try:
-            request, files, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
+            message, files, *_ = socket.recv_fds(connection, MAX_REQUEST_BYTES, 3)
         except OSError:
             return None
-        if not request:
+        if not message:
             return None
+        request = json.loads(message)
+        for name in IMPORTS[request["program"]]:
+            importlib.import_module(name)
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
-            worker = os.fork()
-            if worker:
-                os.write(writing, str(worker).encode())
+            forked = os.fork()
+            if forked:
+                os.write(writing, str(forked).encode())
                 os._exit(0)
             for each in (reading, writing):
                 os.close(each)
             connection.close()
-            return _become(json.loads(request), files)
+            return _become(request, files)
         os.waitpid(between, 0)
         connection.send(os.read(reading, 64))
         for each in (reading, writing, *files):
             os.close(each)
 
 
-def _become(request: dict[str, Any], files: list[int]) -> Callable[[], int]:
+def _become(request: dict[str, Any], files: list[int]) -> Callable[[], int | None]:
     for number, each in enumerate(files):
         os.dup2(each, number)
         os.close(each)
     os.environ.clear()
     os.environ.update(request["environment"])
-    sys.argv = [PROGRAM, *request["arguments"]]
+    sys.argv = [request["program"], *request["arguments"]]
     while os.getppid() != request["parent"]:
         time.sleep(0.001)
-    run: Callable[[], int] = importlib.import_module(PROGRAM).main
+    run: Callable[[], int | None] = importlib.import_module(request["program"]).main
     return run
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import IO, Any
 import psutil
 
 from tests.support.processes.daemons import ROOT, is_alive, wait_until
-from tests.support.processes.preloaded import SERVER
+from tests.support.processes.preloaded import COMMAND, SERVER, WORKER
 from tests.support.processes.tellers import PATIENCE_SECONDS, Event, Teller
 from tests.support.settings import training_over
 
@@ -53,7 +54,7 @@ class Worker(Teller):
 
     def _start(self, command: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[str]:
         *prefix, _, _, _, values = command
-        return super()._start(command, errors) if prefix else SERVER.fork([values], errors)
+        return super()._start(command, errors) if prefix else SERVER.fork(WORKER, [values], errors)
 
     @property
     def link(self) -> str:
@@ -170,22 +171,38 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
 
 
-def run_command(*arguments: str | Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Run a ``p2ptrain`` command to its end; its output and exit code."""
-    return subprocess.run(
-        command(*arguments), cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout_seconds,
-        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
+FORKED = ("join", "peer")
+"""Commands that compute: a fork runs them, which has their imports. Others, and whatever `up` starts, are executed."""
+
+
+def _start_command(arguments: Sequence[str | Path], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[Any]:
+    if arguments[0] in FORKED:
+        return SERVER.fork_silent(COMMAND, [str(argument) for argument in arguments], stdout, stderr)
+    return subprocess.Popen(
+        command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
+def run_command(*arguments: str | Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
+    """Run a ``p2ptrain`` command to its end; its output and exit code. It is killed at the timeout."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = _start_command(arguments, output, errors)
+        try:
+            code = process.wait(timeout_seconds)
+        finally:
+            process.kill()
+            process.wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(process.args, code, output.read().decode(), errors.read().decode())
+
+
 @contextlib.contextmanager
-def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[bytes]]:
+def background_command(log: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[Any]]:
     """A ``p2ptrain`` command that runs meanwhile, its output in ``log``; killed at the end."""
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            command(*arguments), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        process = _start_command(arguments, output, output)
     try:
         yield process
     finally:
