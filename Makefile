@@ -12,6 +12,8 @@ REPORTS ?=
 PYTEST = $(BIN)/python -m pytest $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
+# Swarms at a time: their peers wait for each other, and for peers that are stopped, more than they compute.
+SWARMS ?= 4
 HOURS ?= 1
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000
@@ -36,13 +38,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1" passes options
 	$(BIN)/p2ptrain up $(ARGS)
 
+# Several tests run at a time: threads of torch that wait for each other would take the cores from the others.
+test-unit test-swarm test-nat test-browser: export OMP_NUM_THREADS = 1
+
 test: test-unit test-swarm  ## unit, simulated and swarm tests; ARGS="-k name" passes options
 
 test-unit: $(STAMP)  ## unit and simulated tests
 	$(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
 
 test-swarm: $(STAMP)  ## tests with real processes on loopback
-	$(PYTEST) -n 2 --dist loadfile $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
+	$(PYTEST) -n $(SWARMS) --dist loadgroup $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
 	$(PYTEST) -n 2 tests/nat $(ARGS)

@@ -29,9 +29,10 @@ from tests.support.processes.daemons import is_alive, peer_process, wait_until
 from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("commands")]
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+SMALL = ("--set=model.layers=1", "--set=model.context=32", "--set=training.every=4")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Seeded:
 @pytest.fixture(scope="module")
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seeded]:
     directory = tmp_path_factory.mktemp("seeded") / "swarm"
-    assert run_command("init", directory).returncode == 0
+    assert run_command("init", directory, *SMALL).returncode == 0
     with nothing_left_behind(), background_command(directory / "seed.log", "seed", directory, "--listen", LOOPBACK):
         link_file = directory / "bootstrap" / "link.txt"
         wait_until(link_file.exists, PATIENCE_SECONDS)
@@ -139,7 +140,7 @@ def test_a_peer_whose_daemon_is_killed_exits_with_75_and_says_so(tmp_path: Path,
         wait_until((tmp_path / "peer" / "link.txt").exists, PATIENCE_SECONDS)
         (daemon,) = [child for child in psutil.Process(peer.pid).children(recursive=True) if "p2pd" in child.name()]
         os.kill(daemon.pid, signal.SIGKILL)
-        assert peer.wait(30) == 75
+        assert peer.wait(PATIENCE_SECONDS) == 75
         assert "the network daemon ended (signal 9)" in log.read_text()
         assert not is_alive(daemon.pid)
 
@@ -220,9 +221,9 @@ def test_watching_without_a_terminal_prints_a_block_for_each_change(tmp_path: Pa
         with background_command(tmp_path / "peer.log", "peer", role_file(tmp_path, text)) as peer:
             wait_until(lambda: re.search("second +serving", log.read_text()) is not None, PATIENCE_SECONDS)
             peer.send_signal(signal.SIGINT)
-            assert peer.wait(30) == 0
+            assert peer.wait(PATIENCE_SECONDS) == 0
         watch.send_signal(signal.SIGINT)
-        assert watch.wait(30) == 130
+        assert watch.wait(PATIENCE_SECONDS) == 130
     blocks = [block.partition("\n")[2] for block in log.read_text().split("\n\n")]
     blocks = [re.sub("traffic.*|[0-9.]+ [kM]?B", "", block) for block in blocks]
     assert all(one != other for one, other in pairwise(blocks))

@@ -139,7 +139,7 @@ def test_a_killed_daemon_is_noticed_and_can_be_replaced() -> None:
             stream = await a.open(peer, ECHO, 10)
             reading = asyncio.create_task(stream.read(1))
             os.kill(a.daemon.process_id, signal.SIGKILL)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 with pytest.raises(PeerLostError):
                     await reading
                 await a.lost.wait()
@@ -176,11 +176,11 @@ def test_no_daemon_survives_its_killed_owner(tmp_path: Path, mode: str) -> None:
                     assert await stream.read(1) == b"x"
                     process.kill()
                     await asyncio.to_thread(process.wait)
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(30):
                         with pytest.raises(PeerLostError):
                             await stream.read(1)
                     stream.abort()
-                    await asyncio.to_thread(wait_until, lambda: not is_alive(told["daemon"]), 5)
+                    await asyncio.to_thread(wait_until, lambda: not is_alive(told["daemon"]))
                     if mode == "fork":
                         assert is_alive(told["child"])
                     Identity.create_or_load(key).close()

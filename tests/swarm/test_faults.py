@@ -20,7 +20,7 @@ HIDDEN = 128
 """Of the model: five blocks of values, so that each peer can own a share."""
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("faults")]
 
 
 class Trio:
@@ -69,7 +69,7 @@ def test_survivors_of_a_peer_killed_in_any_phase_commit_the_next_round_and_it_co
     assert trio["c"].wait() == -signal.SIGKILL
     died_in = trio["c"].wait_for("fault", since=marks["c"])["round"]
     for name in ("a", "b"):
-        next_round = trio[name].wait_for_commit(2, since=marks[name], after_round=died_in, timeout_seconds=30)
+        next_round = trio[name].wait_for_commit(2, since=marks[name], after_round=died_in)
         assert next_round["contributed"]
         check_states(trio[name], since=marks[name])
     wait_for_agreement(trio["a"], trio["b"], after_round=died_in + 1)
@@ -84,14 +84,14 @@ def test_a_stopped_process_is_left_behind_within_the_heartbeat_and_rejoins_by_it
     stopped_in = trio["c"].wait_for("fault", since=marks["c"])["round"]
     try:
         for name in ("a", "b"):
-            first = trio[name].wait_for_commit(2, since=marks[name], after_round=stopped_in, timeout_seconds=40)
-            # A part is missing for the grace period, a mask for the heartbeat, and settling asks the dead once more.
-            assert first["seconds"] < 2 + 10 + 6 + 4
-            # What it published before it hung may be read later, and earn it one more wait.
-            later = trio[name].wait_for_commit(2, after_round=first["round"] + 2)
-            again = trio[name].wait_for_commit(2, after_round=later["round"] + 1)
-            fastest = min(later["seconds"], again["seconds"])
-            assert fastest < 2 + 3, "a peer that is known to hang is waited for again and again"
+            first = trio[name].wait_for_commit(2, since=marks[name], after_round=stopped_in)
+            # It is not waited for again and again; how long the first round may take is proved in virtual time.
+            trio[name].wait_for(
+                "round",
+                lambda event, after=first["round"]: (
+                    event["committed"] and event["members"] == 2 and event["round"] > after and event["seconds"] < 2.0
+                ),
+            )
     finally:
         trio["c"].signal(signal.SIGCONT)
     trio.wait_for_peace()
@@ -159,7 +159,7 @@ def test_a_lone_survivor_goes_on_and_two_joiners_at_once_find_it(trio: Trio) -> 
         trio[name].signal(signal.SIGKILL)
     for name in ("b", "c"):
         assert trio[name].wait() == -signal.SIGKILL
-    alone = trio["a"].wait_for_commit(1, since=marks["a"], timeout_seconds=30)
+    alone = trio["a"].wait_for_commit(1, since=marks["a"])
     trio["a"].wait_for_commit(1, after_round=alone["round"] + 2)
     trio.restart("b", "c")
     trio.wait_for_peace()

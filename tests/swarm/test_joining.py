@@ -17,6 +17,8 @@ pytestmark = pytest.mark.timeout(240)
 
 LARGE = 500_000
 """Hidden width of a model with 5 million parameters: its state is 40 MB with the outer momentum."""
+MATCHMAKING_SECONDS = 50.0
+"""Above what a busy machine makes of a round, and below the patience of a test."""
 
 
 def contributed_within(worker: Worker, num_rounds: int) -> bool:
@@ -26,7 +28,7 @@ def contributed_within(worker: Worker, num_rounds: int) -> bool:
 
 @pytest.mark.fault(7)
 def test_two_peers_that_join_at_once_in_the_middle_of_rounds_count_within_three(tmp_path: Path) -> None:
-    with nothing_left_behind(), Swarmlet(tmp_path) as swarm:
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"matchmaking_seconds": MATCHMAKING_SECONDS}) as swarm:
         first = swarm.start("a", step_seconds=0.25)
         first.wait_for_commit(1)
         mark = len(first.events)
@@ -38,8 +40,8 @@ def test_two_peers_that_join_at_once_in_the_middle_of_rounds_count_within_three(
         for joiner in joiners:
             assert contributed_within(joiner, 3)
             assert joiner.wait_for("training")["round"] > 0, "it took on the swarm's state before its first step"
-        # A round may wait a grace period for who was announced but is not ready.
-        assert max(event["seconds"] for event in first.rounds(mark)) < 2 * 2.0 + 5, "it waited for all of matchmaking"
+        # A round may wait a grace period for a peer that was announced but is not ready.
+        assert max(event["seconds"] for event in first.rounds(mark)) < MATCHMAKING_SECONDS, "it waited for all of it"
 
 
 @pytest.mark.fault(13)

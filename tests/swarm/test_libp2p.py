@@ -275,7 +275,7 @@ def test_a_private_peer_is_reached_through_its_relay_at_once() -> None:
                 async def reserved() -> bool:
                     return await a.reachability() == "relay"
 
-                await eventually(reserved, 10)
+                await eventually(reserved)
                 relayed = [address for address in await a.addresses() if "/p2p-circuit/" in address]
 
                 async def echoes() -> bool:
@@ -290,6 +290,6 @@ def test_a_private_peer_is_reached_through_its_relay_at_once() -> None:
                     stream.abort()
                     return answer == b"x"
 
-                await eventually(echoes, 15)
+                await eventually(echoes)
 
     run(main)

@@ -80,7 +80,7 @@ async def peer(bootstrap: tuple[str, ...] = (), client_mode: bool = False, port:
 
 def run(main: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             await main()
 
     asyncio.run(bounded())
@@ -122,7 +122,7 @@ def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
                 await asyncio.gather(*(this.announce(2) for this in peers))
                 return all([await this.seen() == everybody for this in peers])
 
-            await eventually(all_see_all, 20)
+            await eventually(all_see_all)
             done.set()
 
         async with asyncio.TaskGroup() as group:
@@ -147,7 +147,7 @@ def test_peers_find_each_other_after_their_bootstrap_died() -> None:
                     both = {a.identity.peer_id, b.identity.peer_id}
                     return all([(await this.seen() or set()) >= both for this in (a, b)])
 
-                await eventually(both_see_both, 20)
+                await eventually(both_see_both)
 
     run(main)
 
@@ -181,9 +181,9 @@ def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path
 def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
     async def main() -> None:
         async with peer() as a, peer(tuple(await a.transport.addresses())) as b:
-            value, expires_at = b.record(1, time.time() + 2)
+            value, expires_at = b.record(1, time.time() + 8)
             assert await b.directory.publish(KEY, b.identity.peer_id, value, expires_at, 10)
-            newer, later = b.record(2, time.time() + 2.5)
+            newer, later = b.record(2, time.time() + 8.5)
             assert await b.directory.publish(KEY, b.identity.peer_id, newer, later, 10)
             found = await a.directory.look_up(KEY, 10)
             assert found is not None
@@ -194,7 +194,7 @@ def test_newer_records_replace_older_ones_and_expired_ones_vanish() -> None:
             async def gone() -> bool:
                 return await a.seen() == set() and await b.seen() == set()
 
-            await eventually(gone, 10)
+            await eventually(gone)
 
     run(main)
 
@@ -278,7 +278,7 @@ def test_operations_end_by_their_deadline_when_the_daemon_hangs() -> None:
             async def works_again() -> bool:
                 return await b.announce() and await b.seen() == {b.identity.peer_id}
 
-            await eventually(works_again, 20)
+            await eventually(works_again)
 
     run(main)
 

@@ -102,7 +102,7 @@ def test_an_interrupted_swarm(tmp_path: Path, signals: int, exit_code: int) -> N
         for number in range(signals):
             up.send_signal(signal.SIGINT)
             if number + 1 < signals:
-                wait_until(lambda: "draining" in log.read_text(), 30)
+                wait_until(lambda: "draining" in log.read_text())
         assert up.wait(60) == exit_code, log.read_text()
     if exit_code == 0:
         assert read_json(run_dir / "trainer-1" / "summary.json")["exit_reason"] == "signal"

@@ -55,10 +55,10 @@ async def echo(stream: Stream) -> None:
 
 
 def run(main: Callable[[], Awaitable[None]], on_uvloop: bool = False) -> None:
-    """Run ``main`` on a loop of its own, for a minute at most."""
+    """Run ``main`` on a loop of its own, for a bounded time."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             await main()
 
     if on_uvloop:
@@ -83,7 +83,7 @@ def is_alive(process_id: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(condition: Callable[[], bool], timeout_seconds: float = 15.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60.0) -> None:
     """Poll until ``condition()`` holds; AssertionError when it does not within the time."""
     deadline = time.monotonic() + timeout_seconds
     while not condition():
@@ -91,7 +91,7 @@ def wait_until(condition: Callable[[], bool], timeout_seconds: float = 15.0) -> 
         time.sleep(0.02)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 15.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 60.0) -> None:
     """As `wait_until`, for a condition that is awaited."""
     deadline = time.monotonic() + timeout_seconds
     while not await condition():
