@@ -47,7 +47,7 @@ test-unit: $(STAMP)  ## unit and simulated tests
 	$(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
 
 test-swarm: $(STAMP)  ## tests with real processes on loopback
-	$(PYTEST) -n $(SWARMS) --dist loadgroup $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
+	$(PYTEST) -n $(SWARMS) --dist loadscope $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
 
 test-nat: $(STAMP)  ## peers behind address translation, in network namespaces; needs root, ip and nft
 	$(PYTEST) -n 2 tests/nat $(ARGS)

@@ -20,7 +20,7 @@ HIDDEN = 128
 """Of the model: five blocks of values, so that each peer can own a share."""
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("faults")]
+pytestmark = pytest.mark.timeout(240)
 
 
 class Trio:

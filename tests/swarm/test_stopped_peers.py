@@ -27,7 +27,7 @@ STEP_SECONDS = 0.15
 """So that eight of them leave each other time."""
 PATIENCE_SECONDS = 120.0
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("stopped_peers")]
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

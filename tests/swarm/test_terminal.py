@@ -15,7 +15,7 @@ from tests.support.processes.swarmlet import background_command, nothing_left_be
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("terminal")]
+pytestmark = pytest.mark.timeout(300)
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TINY = (
