@@ -96,11 +96,13 @@ class Tasks:
     ) -> None:
         block, self._block = self._block, None
         assert block is not None
-        await self.close()
-        for task in self._called_here or ():
-            if task._log_traceback:  # Nobody asked for its result.
-                _log(task, task.exception(), logging.DEBUG)
-        self._called_here = None
+        try:
+            await self.close()
+        finally:  # Also if the block is cancelled while it closes.
+            for task in self._called_here or ():
+                if task._log_traceback:  # Nobody asked for its result.
+                    _log(task, task.exception(), logging.DEBUG)
+            self._called_here = None
         if self._failure is not None:
             is_only_ours = block.uncancel() == 0
             if error is None or (isinstance(error, asyncio.CancelledError) and is_only_ours):
@@ -129,8 +131,12 @@ class Tasks:
 
     def _called(self, task: asyncio.Task[Any]) -> None:
         self._running.pop(task, None)
-        if self._called_here is not None and task._log_traceback:
+        if not task._log_traceback:
+            return
+        if self._called_here is not None:
             self._called_here.append(task)
+        elif self._is_closing:  # Nobody may be left who awaits it.
+            _log(task, task.exception(), logging.DEBUG)
 
 
 async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:

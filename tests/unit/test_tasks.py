@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import logging
 from collections.abc import Coroutine
 from pathlib import Path
@@ -160,6 +161,38 @@ def test_a_defect_that_no_caller_looks_at_is_logged(caplog: pytest.LogCaptureFix
     run(owner())
     assert "unseen failed" in caplog.text
     assert "a peer that left" not in caplog.text
+
+
+def test_no_error_is_lost_of_a_call_whose_block_is_cancelled_again_while_it_closes() -> None:
+    async def fail_at_the_end() -> None:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            await asyncio.sleep(1.0)
+            raise PeerLostError("peer", "is gone") from None
+
+    async def called_before() -> None:
+        raise PeerLostError("peer", "was gone before")
+
+    async def block() -> None:
+        async with Tasks() as tasks:
+            tasks.call(fail_at_the_end(), "slow-end")
+            tasks.call(called_before(), "early-end")
+            await forever()
+
+    async def main() -> None:
+        task = asyncio.create_task(block())
+        await asyncio.sleep(1.0)
+        task.cancel()
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        del task
+        await asyncio.sleep(2.0)
+        gc.collect()
+
+    run(main())
 
 
 def test_a_loop_is_started_again_after_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
