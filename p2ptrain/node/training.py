@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
@@ -11,10 +12,13 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.training.sync import Synchronizer
 from p2ptrain.training.work import Work
 
+logger = logging.getLogger(__name__)
+
 SETTLE_SECONDS = 20.0
 PAUSE_SECONDS = 0.5
 SPREADING_SECONDS = 1.0
 """How long a record may take to be seen by everybody."""
+WAITING = "waiting for a peer that holds the state"
 
 
 async def enter_training(peer: Peer, work: Work | None = None) -> None:
@@ -51,16 +55,22 @@ def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
 async def find_the_others(
     presence: Presence, membership: Membership, synchronizer: Synchronizer, work: Work | None = None
 ) -> None:
-    """Follow the swarm until nobody who trains is ahead, or for `SETTLE_SECONDS`.
+    """Follow the swarm until no trainer is ahead, or for `SETTLE_SECONDS`.
 
     A peer that sees nobody train looks again once its own record has spread: of two peers that start together at least
-    one then knows the other.
+    one then knows the other. A peer with nothing but a part of the swarm's state waits without a deadline: the state
+    lives on in checkpoints of peers that are down.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
-    while loop.time() < deadline:
-        if not await presence.refresh():  # That nobody could be asked does not mean that nobody is there.
+    while loop.time() < deadline or synchronizer.lacks_a_state():
+        answers = await presence.refresh()
+        if synchronizer.lacks_a_state() and not membership.alive_trainers():
+            await _wait_for_a_source(membership, synchronizer)
+            deadline = loop.time() + SETTLE_SECONDS
+            continue
+        if not answers:  # That nobody could be asked does not mean that nobody is there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
         followed = await synchronizer.follow_swarm(work)
@@ -75,6 +85,17 @@ async def find_the_others(
         if followed or not is_behind or why_incompatible(membership, synchronizer):
             return
         await asyncio.sleep(PAUSE_SECONDS)
+
+
+async def _wait_for_a_source(membership: Membership, synchronizer: Synchronizer) -> None:
+    """Wait until a peer is there that trains; its records come in meanwhile."""
+    logger.warning(
+        "no peer that holds the swarm's state is there, and only a part of it is here: waiting until one is back"
+        " (to begin anew without it, start in an empty run directory)"
+    )
+    with synchronizer.jobs(WAITING, ""):
+        while not membership.alive_trainers():  # noqa: ASYNC110
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def step_in(presence: Presence, synchronizer: Synchronizer) -> None:

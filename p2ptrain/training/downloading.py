@@ -95,6 +95,7 @@ class StateDownload:
         self._check_head = check_head
         self._jobs = jobs
         self._folder = runtime.scratch / f"download-{swarm.hex()[:16]}" if runtime.scratch is not None else None
+        self._part = self._folder / "state" if self._folder is not None else None
         self._partial: PartialDownload | None = None
         self._rounds = RoundsSince()
         self._claims: dict[bytes, dict[PeerId, bytes]] = {}
@@ -105,6 +106,13 @@ class StateDownload:
         self._waiting: dict[PeerId, Stamp] = {}
         self._wanted = asyncio.Event()
         self._news = asyncio.Event()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a part of a state is here; also if an earlier process left it."""
+        if self._partial is not None:
+            return self._partial.num_done > 0
+        return self._part is not None and self._part.is_dir()
 
     @property
     def certificates(self) -> list[Certificate]:
@@ -135,9 +143,8 @@ class StateDownload:
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
         if self._partial is None:
-            part = self._folder / "state" if self._folder is not None else None
             rounds = self._folder / "rounds" if self._folder is not None else None
-            self._partial = await self._runtime.compute(PartialDownload.open, part)
+            self._partial = await self._runtime.compute(PartialDownload.open, self._part)
             self._rounds = await self._runtime.compute(RoundsSince.open, rounds, self._swarm, self._signer)
             for _, stamp in self._partial.chunks():  # They were believed before they were kept.
                 self._claims.setdefault(stamp.lineage, {})[self._rpc.peer_id] = stamp.digest

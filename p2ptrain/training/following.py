@@ -177,6 +177,10 @@ class Follower:
         stalled = asyncio.get_running_loop().time() - asked_at > STALL_SECONDS
         self._membership.mistrust(source, stalled=stalled)
 
+    def lacks_a_state(self) -> bool:
+        """True if a part of the swarm's state is here, and beside it nothing but an untrained model."""
+        return self._state.head.round == 0 and self._downloaded.has_begun
+
     def is_behind(self) -> bool:
         """Whether a peer that is relied on announces a head that outranks this one's."""
         return self._best_source() is not None

@@ -121,6 +121,7 @@ class Synchronizer:
         self._feedbacks = self.feedback.split(self._codecs, sizes)
         self._buffer: torch.Tensor | None = None
         self._place: tuple[bytes, Place] | None = None
+        self.jobs = jobs
         self._follower = Follower(
             rpc, runtime, signer, swarm, membership, state, self.averager, self._feedbacks, self._apply, self._step,
             self._move, drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
@@ -230,6 +231,10 @@ class Synchronizer:
     async def follow(self, source: str, work: Work | None) -> bool:
         """Catch up with one peer; whether that worked."""
         return await self._follower.follow(source, work)
+
+    def lacks_a_state(self) -> bool:
+        """True if this peer has begun to download the swarm's state, and has no other to train from."""
+        return self._follower.lacks_a_state()
 
     def is_behind(self) -> bool:
         """Whether a known peer announces a head that outranks this one's."""

@@ -9,6 +9,7 @@ import pytest
 
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.training.digest import CHUNK_BYTES
+from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.worker import DOWNLOADED_CHUNKS
@@ -89,6 +90,30 @@ def test_a_download_goes_on_from_another_source_when_one_dies_in_the_middle(tmp_
         a.wait_for_commit(2, after_round=entered["round"])
         newcomer.wait_for_commit(2)
         check_states(a, newcomer)
+
+
+@pytest.mark.fault(10)
+def test_a_newcomer_whose_only_source_dies_waits_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"history_rounds": 1}) as swarm:
+        source = swarm.start("a", hidden=LARGE, save_rounds=1)
+        source.wait_for_commit(after_round=2)
+        source.order("fault serving SIGKILL")
+        newcomer = swarm.start("b", hidden=LARGE)
+        assert source.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+        wait_until(
+            lambda: "no peer that holds the swarm's state is there" in newcomer.log.read_text(), PATIENCE_SECONDS
+        )
+        checkpoints = (tmp_path / "a" / "checkpoints").glob("[0-9]*-round-*")
+        saved = max(int(path.name.rpartition("-")[2]) for path in checkpoints)
+        assert not newcomer.rounds(), "it trains, though it has no more than a part of the state"
+        again = swarm.start("a", link=newcomer.link, hidden=LARGE, save_rounds=1)
+        assert again.wait_for("training")["round"] >= saved
+        entered = newcomer.wait_for("training")
+        assert entered["intact"]
+        assert entered["round"] >= saved
+        together = newcomer.wait_for_commit(2)
+        again.wait_for_commit(2, after_round=together["round"])
+        check_states(again, newcomer)
 
 
 def test_a_newcomer_that_is_killed_in_the_middle_of_its_download_goes_on_from_there(tmp_path: Path) -> None:
