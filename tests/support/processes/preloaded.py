@@ -8,6 +8,7 @@ that asked for it: the server forks twice and, meanwhile, that process adopts wh
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -152,6 +153,7 @@ def serve(connection: socket.socket) -> Callable[[], int | None] | None:
         request = json.loads(message)
         for name in IMPORTS[request["program"]]:
             importlib.import_module(name)
+        gc.freeze()  # Collections in a fork would copy every page of what is imported.
         reading, writing = os.pipe()
         between = os.fork()
         if between == 0:
