@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 from p2ptrain.errors import UsageError
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
-from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.processes.tellers import PATIENCE_SECONDS, Teller
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,9 +69,22 @@ class Stages:
     def join(self, name: str, *options: str) -> tuple[int, Path]:
         """Let a peer join; its process and its log."""
         log = self.directory / f"{name}.log"
-        arguments = ["join", self.link, "--yes", "--run-dir", str(self.directory / name), "--listen", LOOPBACK]
-        process = self._stack.enter_context(background_command(log, *arguments, "--threads", "1", *options))
+        process = self._stack.enter_context(background_command(log, *self._arguments(name), *options))
         return process.pid, log
+
+    def watched_host(self, stage: int) -> Teller:
+        """Let a peer join that hosts this stage: a process of `tests.support.processes.stage_host`."""
+        name = f"host{stage}"
+        command = [sys.executable, "-m", "tests.support.processes.stage_host", *self._arguments(name)]
+        host = Teller(name, [*command, "--role", "stage", "--stage", str(stage)], self.directory / f"{name}.log")
+        self._stack.callback(host.kill)
+        return host
+
+    def _arguments(self, name: str) -> list[str]:
+        return [
+            "join", self.link, "--yes", "--run-dir", str(self.directory / name), "--listen", LOOPBACK,
+            "--threads", "1",
+        ]  # fmt: skip
 
 
 @pytest.fixture
@@ -116,6 +130,35 @@ def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed
     lines = [json.loads(line) for line in (stages.directory / "trainer" / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if line["kind"] == "step" and line["loss"] is not None]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.fault(28)
+def test_of_a_microbatch_whose_trainer_is_killed_half_way_no_stage_keeps_anything(stages: Stages) -> None:
+    first, last = hosting = [stages.watched_host(stage) for stage in range(2)]
+    victim, _ = stages.join("victim", "--role", "trainer")
+    peer = first.wait_for("done")["ids"][0][0]
+    stages.join("other", "--role", "trainer")
+    first.wait_for("done", lambda event: any(trainer != peer for trainer, *_ in event["ids"]))
+    last.tell(f"hold {peer}")
+    held = last.wait_for("held")["id"]
+    os.kill(victim, signal.SIGKILL)
+    marks = [len(host.events) for host in hosting]
+
+    def is_free(host: Teller) -> bool:
+        since = len(host.events)
+        host.tell("ledger")
+        ledger = host.wait_for("ledger", since=since)
+        return not ledger["unsettled"].get(peer) and not ledger["bytes"].get(peer)
+
+    for host, mark in zip(hosting, marks, strict=True):  # The other trainer goes on.
+        host.wait_for("done", lambda event: event["round"] >= held[1] + 2, mark)
+        wait_until(lambda: is_free(host), PATIENCE_SECONDS)  # noqa: B023
+    done = [{event["round"]: event["ids"] for event in host.events if event["event"] == "done"} for host in hosting]
+    for round in done[0].keys() & done[1].keys():
+        ids = sorted(done[0][round])
+        assert ids == sorted(done[1][round]), "a part of a microbatch counts"
+        assert len(ids) == len({tuple(id) for id in ids}), "a microbatch counts twice"
+    assert all(held not in ids for counted in done for ids in counted.values())
 
 
 def test_a_script_trains_a_model_of_which_it_holds_nothing(stages: Stages) -> None:
