@@ -134,3 +134,21 @@ def test_a_newcomer_that_is_killed_in_the_middle_of_its_download_goes_on_from_th
         num_bytes = 2 * 4 * 10 * LARGE  # Parameters and outer momentum: 8 inputs, a bias and an output for each unit.
         assert entered["downloaded"] <= num_bytes - (DOWNLOADED_CHUNKS - 4) * (CHUNK_BYTES // 2)
         assert not list((tmp_path / "c").glob("download-*/*"))
+
+
+def test_a_newcomer_without_room_for_the_state_ends_and_says_where_it_needs_some(tmp_path: Path) -> None:
+    with nothing_left_behind(), Swarmlet(tmp_path, averaging={"min_peers": 2, "history_rounds": 1}) as swarm:
+        a, b = swarm.start_all("a", "b", hidden=LARGE)
+        last = max(source.rounds()[-1]["round"] for source in (a, b)) + 3
+        for source in (a, b):
+            source.order(f"hold {last}")
+            source.wait_for("round", lambda event: event["round"] >= last)
+        newcomer = swarm.start("c", prefix=("prlimit", "--fsize=1000000"), hidden=LARGE)
+        refusal = newcomer.wait_for("error")
+        assert refusal["kind"] == "ResourceError"
+        assert str(tmp_path / "c") in refusal["message"]
+        assert "free some space" in refusal["message"]
+        assert newcomer.wait() == 7
+        for source in (a, b):
+            source.order("go")
+        wait_for_agreement(a, b, after_round=last)
