@@ -8,14 +8,17 @@ prevents. `Tasks` belongs to the object, or to the block, that starts tasks:
 * ``keep``: a loop that must not end. A failure is logged, and the loop is started again after a growing pause.
 * ``call``: work whose result the caller awaits; the failure is the caller's, too.
 
-`tests/unit/test_tasks.py` refuses ``create_task`` and ``ensure_future`` elsewhere in the package.
+* `together`: several things at once, whose results the caller awaits; the first failure ends the others.
+
+`tests/unit/test_tasks.py` refuses asyncio's own ways elsewhere in the package: ``create_task``, ``ensure_future``,
+``TaskGroup``, ``gather``, and what wraps a coroutine into a task that nobody holds, such as ``shield(coroutine())``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -137,6 +140,20 @@ class Tasks:
             self._called_here.append(task)
         elif self._is_closing:  # Nobody may be left who awaits it.
             _log(task, task.exception(), logging.DEBUG)
+
+
+async def together(name: str, coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines side by side and return their results in order; the first failure ends the others and is raised.
+
+    ``asyncio.gather`` would let the others run on, with nobody to see how they end.
+    """
+    async with Tasks() as tasks:
+        return await asyncio.gather(*[tasks.call(each, name) for each in coroutines])
+
+
+async def until_ended(*tasks: asyncio.Future[Any]) -> None:
+    """Wait until tasks have ended, however they do; they are cancelled if the caller is."""
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:

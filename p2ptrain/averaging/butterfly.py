@@ -51,6 +51,7 @@ from p2ptrain.network.channel import Channel
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.tasks import until_ended
 
 if TYPE_CHECKING:
     import torch
@@ -432,7 +433,7 @@ class Butterfly:
             self.exchange.audit.stop_reading()
         if self._closing is not None:
             self._closing.cancel()
-            await asyncio.gather(self._closing, return_exceptions=True)
+            await until_ended(self._closing)
         await self._vouching.stop()
         await self._opened.stop()
 

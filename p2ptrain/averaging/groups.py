@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.errors import PeerRefusedError
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, to_its_end
 
 ROSTER_WAIT_SECONDS = 5.0
 """How long another member's stream waits for this peer to learn of the group."""
@@ -54,7 +54,7 @@ class Groups:
 
     async def leave(self, butterfly: Butterfly, committed: bool) -> None:
         """Send nothing more; who committed lets the others fetch mean and signature first, in the background."""
-        await asyncio.shield(butterfly.stop_sending())
+        await to_its_end(butterfly.stop_sending())
         self._lingering.start(self._linger(butterfly, committed), "linger")
 
     async def _linger(self, butterfly: Butterfly, committed: bool) -> None:

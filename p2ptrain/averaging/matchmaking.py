@@ -37,7 +37,7 @@ from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class Matchmaker:
         """
         key = self.cells.key_of(head or self._place.head, self._rpc.peer_id)
         peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
-        await asyncio.gather(*(self._greet(peer, key) for peer in peers))
+        await together("greet", (self._greet(peer, key) for peer in peers))
 
     def _ask_absentees(self, key: Key, members: tuple[str, ...]) -> None:
         """Find out in the background which expected peers did not come because they do not live.

@@ -35,6 +35,7 @@ from p2ptrain.errors import (
     ProtocolError,
 )  # fmt: skip
 from p2ptrain.network.channel import Channel, ChannelLimits
+from p2ptrain.tasks import until_ended
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class OpenedStreams:
         others = [task for task in self._tasks.values() if task not in (*self._ending, *self._waiting)]
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await until_ended(*others)
         self._tasks = {}  # A task that was cancelled refers to where it stood, and so to all that the attempt held.
 
     async def end(self) -> None:
@@ -93,7 +94,7 @@ class OpenedStreams:
             _, late = await asyncio.wait(self._waiting, timeout=FORWARD_SECONDS)
             for task in late:
                 task.cancel()
-        await asyncio.gather(*self._ending, *self._waiting, return_exceptions=True)
+        await until_ended(*self._ending, *self._waiting)
         self._ending, self._waiting = [], []
 
     async def _talk_to(self, index: int, deadline: float) -> None:

@@ -41,7 +41,7 @@ from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
@@ -191,9 +191,8 @@ class Settlements:
         They signed it, and went on without its result: this peer stood still when it came. With it, it would make a
         second lineage.
         """
-        await asyncio.gather(
-            *(self._ask(attempt, peer, silence_seconds(attempt.spec.grace_seconds)) for peer in others)
-        )
+        seconds = silence_seconds(attempt.spec.grace_seconds)
+        await together("settle", (self._ask(attempt, peer, seconds) for peer in others))
         standings = attempt.standings.values()
         gone = (Standing.UNKNOWN, Standing.RENOUNCED, Standing.WITHHOLDS)
         return any(standing in gone for standing in standings) and all(

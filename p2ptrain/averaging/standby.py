@@ -23,7 +23,7 @@ from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefuse
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 LONGEST_WAIT_SECONDS = 60.0
 MAX_ASKED = 3
@@ -135,7 +135,7 @@ class Standby:
         """
         key = self._place.key
         peers = [peer for peer in self._membership.expected() if self._place.cells.includes(key, peer)]
-        await asyncio.gather(*(self._hurry(peer, key) for peer in peers))
+        await together("hurry", (self._hurry(peer, key) for peer in peers))
 
     async def _hurry(self, peer: str, key: Key) -> None:
         try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 _PR_SET_PDEATHSIG = 1
 _ERROR_PREFIX = "p2ptrain: error: "
@@ -108,7 +108,7 @@ class Supervisor:
 
     async def wait_all(self, children: Iterable[Child]) -> None:
         """Return when all of the children have ended."""
-        await asyncio.gather(*(child.process.wait() for child in children))
+        await together("wait", (child.process.wait() for child in children))
 
     def kill_all(self) -> None:
         """Kill every child and whatever is left of its process group, now."""

@@ -38,7 +38,7 @@ from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.records import MAX_RECORD_BYTES, open_record
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ class Libp2pDirectory(Directory):
             candidates = candidates[:8]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(JOIN_SECONDS):
-                await asyncio.gather(*(self._meet(peer) for peer in candidates))
+                await together("meet", (self._meet(peer) for peer in candidates))
                 if self.num_neighbours:
                     await self._node.find_nearest_nodes([self._node.node_id])
         if self.num_neighbours and not num_before:

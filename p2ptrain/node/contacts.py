@@ -22,6 +22,7 @@ from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.node.probing import CONTACT_SECONDS
 from p2ptrain.node.punching import HolePunching
+from p2ptrain.tasks import together
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Contacts:
                 logger.debug("no connection with peer %s: %s", peer[-8:], error)
                 self._left_alone[peer] = now + CONTACT_PAUSE_SECONDS
 
-        await asyncio.gather(*map(contact, chosen))
+        await together("contact", map(contact, chosen))
         self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
 
 

@@ -20,7 +20,7 @@ from p2ptrain.node.stage_saving import save_and_tell
 from p2ptrain.node.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.pipeline_view import DECIDED_STATE, PipelineView
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if feeding is not None:
         parts.append(feeding.run())
     async with Tasks() as tasks:
-        working = tasks.call(_all(parts), "pipeline")
+        working = tasks.call(together("part", parts), "pipeline")
         wanted = tasks.call(signals.requested.wait(), "stop")
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
         await asyncio.wait({working, wanted}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -113,12 +113,6 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     peer.remember_peers()
     if error is not None:
         raise error
-
-
-async def _all(parts: list[Coroutine[Any, Any, None]]) -> None:
-    """Run them together; the first error ends all, and is raised as it is."""
-    async with Tasks() as tasks:
-        await asyncio.gather(*(tasks.call(part, "part") for part in parts))
 
 
 async def _start(peer: Peer, config: PeerConfig, view: PipelineView) -> tuple[Mover | None, PipelineTrainer | None]:

@@ -27,7 +27,7 @@ from p2ptrain.network.reachability import (
     tcp_ports,
 )
 from p2ptrain.network.rpc import Rpc
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ProbeServer:
         reachable: list[int] = []
         # Dialling one's own loopback for a stranger would show it what listens there.
         if observed and scope(as_multiaddr(observed)) is not Scope.LOOPBACK:
-            answers = await asyncio.gather(*(speaks_libp2p(observed, port) for port in ports))
+            answers = await together("probe", (speaks_libp2p(observed, port) for port in ports))
             reachable = [port for port, answer in zip(ports, answers, strict=True) if answer]
         return {"observed": observed, "reachable": reachable, "relay": self.is_relay}
 

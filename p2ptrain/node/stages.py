@@ -12,7 +12,7 @@ from p2ptrain.node.peer import Peer
 from p2ptrain.node.stage_saving import restore_stage, save_and_tell
 from p2ptrain.node.training import find_the_others, step_in
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.pipeline_view import PipelineView
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Stages:
     async def step_in(self, hosted: HostedStage) -> None:
         """Have the others wait for this peer, and send it microbatches."""
         hosted.participate()
-        await asyncio.gather(*(step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
+        await together("step-in", (step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
         """Close a stage that this peer does not host after all, and show it no more."""

@@ -62,7 +62,8 @@ class Device:
                 raise
         self._is_busy = True
         on_begin()
-        return await asyncio.shield(self._finish(work))
+        finishing = self._finish(work)
+        return await asyncio.shield(finishing)
 
     def _finish(self, work: Callable[[], T]) -> asyncio.Task[T]:
         async def finish() -> T:

@@ -24,7 +24,7 @@ from p2ptrain.pipeline.ledger import MicrobatchId
 from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
 from p2ptrain.pipeline.outputs import Outputs, Waiting
 from p2ptrain.pipeline.routing import NoHostError, Router
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
     import torch
@@ -362,7 +362,7 @@ class Feeder:
         return self.round
 
     async def _settle(self, id: MicrobatchId, loss: float, legs: tuple[Leg, ...], sends: int) -> Accepted:
-        told = await asyncio.gather(*(self._tell(leg.stage, leg.host, [id], []) for leg in legs))
+        told = await together("settle", (self._tell(leg.stage, leg.host, [id], []) for leg in legs))
         missing = [leg for leg, counted in zip(legs, told, strict=True) if not counted]
         if missing:
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
@@ -374,7 +374,7 @@ class Feeder:
         return accepted
 
     async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
-        await asyncio.gather(*(self._tell(stage, host, [], [id]) for stage, host in told if host))
+        await together("give-up", (self._tell(stage, host, [], [id]) for stage, host in told if host))
 
     async def _tell(self, stage: int, host: str, settled: list[MicrobatchId], abandoned: list[MicrobatchId]) -> bool:
         """Tell a host what is settled and what is given up; whether it has counted all that is settled."""
@@ -429,7 +429,7 @@ class Feeder:
         for each in accepted:
             for leg in each.legs:
                 places[leg.stage, leg.host].append(each.id)
-        done = await asyncio.gather(*(self._ask_done(*place, ids) for place, ids in places.items()))
+        done = await together("ask-done", (self._ask_done(*place, ids) for place, ids in places.items()))
         missing = {id for ids in done for id in ids}
         self.tally.dropped += len(missing)
         self.tally.done += len(accepted) - len(missing)

@@ -30,7 +30,7 @@ from p2ptrain.pipeline.ledger import FullError, Ledger, Limits, MicrobatchId, St
 from p2ptrain.pipeline.messages import Hop, Leg, Payload, Reply
 from p2ptrain.pipeline.passes import Added, BadMicrobatchError, Passed, Passes
 from p2ptrain.pipeline.running import Running
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, until_ended
 
 __all__ = ["BadMicrobatchError", "StageHost"]
 
@@ -362,7 +362,7 @@ class StageHost:
                     await self._changed.wait()
         for running in list(self._running.values()):
             running.task.cancel()
-        await asyncio.gather(*(each.task for each in self._running.values()), return_exceptions=True)
+        await until_ended(*(each.task for each in self._running.values()))
         for kept in self.ledger.close():
             self._passes.take_out(kept.added)
         await self._passes.until_taken_out()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerError
 from p2ptrain.network.rpc import Rpc
+from p2ptrain.tasks import together
 from p2ptrain.training.layout import Layout
 from p2ptrain.training.optimizer_checks import differences
 
@@ -43,7 +43,7 @@ async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> 
             logger.debug("peer %s does not say what it trains: %s", peer[-8:], error)
             return None
 
-    asked = await asyncio.gather(*map(ask, trainers[:MAX_ASKED]))
+    asked = await together("compare", map(ask, trainers[:MAX_ASKED]))
     answers = [answer for answer in asked if answer is not None]
     if not answers or any(answer.get("fingerprint") == layout.fingerprint for answer in answers):
         return

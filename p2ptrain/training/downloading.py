@@ -30,7 +30,7 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.digest import CHUNK_BYTES
 from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.rounds_since import RoundsSince
@@ -249,8 +249,8 @@ class StateDownload:
                 for some in self._batches(peer, chain):
                     async with self._is_collecting:
                         bodies = [certificate.body for certificate in some]
-                        fetching = [self._history.fetch_means(peer, b, self._num_values_of(b)) for b in bodies]
-                        for certificate, means in zip(some, await asyncio.gather(*fetching), strict=True):
+                        fetching = (self._history.fetch_means(peer, b, self._num_values_of(b)) for b in bodies)
+                        for certificate, means in zip(some, await together("fetch", fetching), strict=True):
                             await self._runtime.compute(self._rounds.append, Result(certificate, means))
                     self._tell_news()
             except FAILURES as error:

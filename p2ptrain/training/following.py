@@ -35,7 +35,7 @@ from p2ptrain.jobs import Advance, Jobs
 from p2ptrain.network.rpc import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.tasks import Tasks, to_its_end
+from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.catching_up import between, choose_way
 from p2ptrain.training.digest import spec_of
 from p2ptrain.training.downloading import StateDownload
@@ -295,7 +295,7 @@ class Follower:
             return chain if between(chain, start, goal) else []
 
         asked = self._runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
-        chains = await asyncio.gather(*map(ask, asked))
+        chains = await together("ask", map(ask, asked))
         return next(((peer, chain) for peer, chain in zip(asked, chains, strict=True) if chain), (source, []))
 
     def _is_trusted(self, peer: str) -> bool:

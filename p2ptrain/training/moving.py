@@ -24,7 +24,7 @@ from p2ptrain.network.rpc import Rpc
 from p2ptrain.pipeline.hops import service
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.runtime import Runtime
-from p2ptrain.tasks import Tasks
+from p2ptrain.tasks import Tasks, until_ended
 from p2ptrain.training.hosted_stage import HostedStage
 from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
 
@@ -263,7 +263,7 @@ class Mover:
             await self._hand_over(before)
         except BaseException:  # This peer ends meanwhile.
             following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
+            await until_ended(following)
             raise
         self.hosted = after
         await before.close()
@@ -275,9 +275,9 @@ class Mover:
     async def _drop(self, taking: asyncio.Task[HostedStage]) -> None:
         """It is not going to be hosted."""
         taking.cancel()
-        (taken,) = await asyncio.gather(taking, return_exceptions=True)
-        if not isinstance(taken, BaseException):
-            await self._stages.give_up(taken)
+        await until_ended(taking)
+        if not taking.cancelled() and taking.exception() is None:
+            await self._stages.give_up(taking.result())
 
     async def _promised(self, leaving: HostedStage) -> bool:
         """Whether another host of the stage, that is as far as this one, promises to stay."""

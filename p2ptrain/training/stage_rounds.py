@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 from p2ptrain.pipeline.host import StageHost
 from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.tasks import together
 from p2ptrain.training.stage_work import StageWork
 from p2ptrain.training.sync import RoundResult, Synchronizer
 
@@ -171,7 +172,7 @@ class StageRounds:
         for unit in self._units:
             unit.work.add(self._host.ledger.settled_samples, self._host.ledger.settled_tokens)
         self._uncounted += ids
-        await asyncio.gather(*(self._advance(unit, before + 1) for unit in self._units))
+        await together("advance", (self._advance(unit, before + 1) for unit in self._units))
         await self._level()
         self._host.begin_round(self._units[0].round)
         if self._units[0].round == before and not self._is_stopping:
@@ -186,7 +187,7 @@ class StageRounds:
             behind = [unit for unit in self._units if unit.round < ahead]
             if not behind:
                 return
-            await asyncio.gather(*(self._advance(unit, ahead) for unit in behind))
+            await together("advance", (self._advance(unit, ahead) for unit in behind))
 
     async def _advance(self, unit: HostedUnit, until: int) -> None:
         """Average one unit until it has come to a round."""

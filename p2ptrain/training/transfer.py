@@ -19,6 +19,7 @@ go through buffers of their own, so that only verified bytes touch the result.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -210,22 +211,15 @@ class _Download:
 
     async def run(self) -> None:
         """Return when all is there; see `download_state` for what is raised."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                while not self._partial.is_complete and self._start_sources(group):
-                    try:
-                        async with asyncio.timeout(LOOK_SECONDS):
-                            await self._changed.wait()
-                    except TimeoutError:
-                        continue
-                for task in self._tasks.values():
-                    task.cancel()
-        except BaseExceptionGroup as group_error:
-            raise group_error.exceptions[0] from None
+        async with Tasks() as tasks:
+            while not self._partial.is_complete and self._start_sources(tasks):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await self._changed.wait()
         if not self._partial.is_complete:
             raise self._verdict()
 
-    def _start_sources(self, group: asyncio.TaskGroup) -> bool:
+    def _start_sources(self, tasks: Tasks) -> bool:
         """Ask further peers where there is room for them; whether any is being asked."""
         found = [source for source in self._find_sources() if source != self._rpc.peer_id]
         fresh = [source for source in found if source not in self._tasks]
@@ -237,7 +231,7 @@ class _Download:
             self._rested.discard(source)
             self._faults[source] = None
             self._pool.join(source)
-            self._tasks[source] = group.create_task(self._use(source))
+            self._tasks[source] = tasks.start(self._use(source), f"state-from-{source[-8:]}")
             running.append(source)
         return bool(running)
 

@@ -14,7 +14,7 @@ import pytest
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.simulated import VirtualTimeLoop
-from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end
+from p2ptrain.tasks import FIRST_PAUSE_SECONDS, Tasks, to_its_end, together
 
 PACKAGE = Path(__file__).resolve().parents[2] / "p2ptrain"
 ALLOWED = {
@@ -51,24 +51,27 @@ async def forever() -> None:
     await asyncio.get_running_loop().create_future()
 
 
+RAW = ("create_task", "ensure_future", "TaskGroup", "gather")
+"""What starts tasks without an owner; asyncio's task group logs nothing while its block goes on."""
+WRAPPING = ("shield", "as_completed")
+"""What makes a task of a coroutine that it is given; with a task of an owner's all is well."""
+
+
 def raw_starts(path: Path) -> list[int]:
-    """The lines that start a task without an owner; a task group is one."""
-    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    groups = {
-        item.optional_vars.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AsyncWith)
-        for item in node.items
-        if "TaskGroup" in ast.dump(item.context_expr) and isinstance(item.optional_vars, ast.Name)
-    }
+    """The lines that start a task without an owner."""
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute | ast.Name):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id
-            of_group = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in groups
-            if name in ("create_task", "ensure_future") and not of_group:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        if isinstance(node, ast.Call):
+            name = _name(node.func)
+            wraps = name in WRAPPING and any(isinstance(inner, ast.Call) for inner in ast.walk(node.args[0]))
+            is_asyncio = name != "gather" or _name(getattr(node.func, "value", node.func)) in ("asyncio", "gather")
+            if wraps or (name in RAW and is_asyncio):
                 found.append(node.lineno)
-    return found
+    return sorted(found)
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def test_every_task_of_the_package_is_started_by_an_owner() -> None:
@@ -78,10 +81,51 @@ def test_every_task_of_the_package_is_started_by_an_owner() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_a_raw_start_is_found_and_one_of_a_task_group_is_not(tmp_path: Path) -> None:
+def test_a_raw_start_is_found_and_one_of_an_owner_is_not(tmp_path: Path) -> None:
+    raw = [
+        "await asyncio.gather(f(), g())",
+        "await asyncio.gather(*parts)",
+        "await gather(*(f(x) for x in xs))",
+        "asyncio.ensure_future(f())",
+        "loop.create_task(f())",
+        "asyncio.create_task(f())",
+        "async with asyncio.TaskGroup() as group: pass",
+        "group.create_task(f())",
+        "await asyncio.shield(f())",
+        "for each in asyncio.as_completed([f(x) for x in xs]): pass",
+    ]
+    owned = [
+        "tasks.start(f(), 'f')",
+        "await asyncio.shield(task)",
+        "for each in asyncio.as_completed(asking, timeout=3.0): pass",
+        "fragment.gather(vector, values)",
+        "group: asyncio.TaskGroup",
+    ]
     path = tmp_path / "some.py"
-    path.write_text("async with asyncio.TaskGroup() as group:\n  group.create_task(f())\n  loop.create_task(f())")
-    assert raw_starts(path) == [3]
+    path.write_text("\n".join([*raw, *owned]))
+    assert raw_starts(path) == list(range(1, len(raw) + 1))
+
+
+def test_the_first_failure_of_several_ends_the_others_and_results_keep_their_order() -> None:
+    ended: list[str] = []
+
+    async def answer(seconds: float) -> float:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(f"{seconds:g}")
+        return seconds
+
+    async def owner() -> None:
+        assert await together("answer", map(answer, (3.0, 1.0, 2.0))) == [3.0, 1.0, 2.0]
+        assert await together("answer", ()) == []
+        ended.clear()
+        with pytest.raises(ZeroDivisionError):
+            await together("answer", (answer(60.0), fail(1.0)))
+        assert ended == ["60"]
+        assert asyncio.get_running_loop().time() == 4.0
+
+    run(owner())
 
 
 def test_a_failure_is_logged_with_its_trace_and_told_to_the_owner(caplog: pytest.LogCaptureFixture) -> None:

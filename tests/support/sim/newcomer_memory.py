@@ -1,7 +1,7 @@
 """Measure the memory that a newcomer takes for a state: ``python -m tests.support.sim.newcomer_memory FOLDER``.
 
-A simulated newcomer downloads a state of about 100 MB from one source in this process. Prints, as JSON, the state's size
-and the most memory beyond what there was before: the newcomer's own state counts as there. Mapped files do not count.
+A simulated newcomer downloads a state of about 100 MB from one source in this process. Prints, as JSON, the state's
+size and the most memory beyond what there was before: the newcomer's own state counts as there, mapped files do not.
 """
 
 from __future__ import annotations
