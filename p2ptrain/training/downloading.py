@@ -144,8 +144,8 @@ class StateDownload:
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
         if self._partial is None:
             rounds = self._folder / "rounds" if self._folder is not None else None
-            self._partial = await self._runtime.compute(PartialDownload.open, self._part)
-            self._rounds = await self._runtime.compute(RoundsSince.open, rounds, self._swarm, self._signer)
+            self._partial = await self._runtime.offload(PartialDownload.open, self._part)
+            self._rounds = await self._runtime.offload(RoundsSince.open, rounds, self._swarm, self._signer)
             for _, stamp in self._partial.chunks():  # They were believed before they were kept.
                 self._claims.setdefault(stamp.lineage, {})[self._rpc.peer_id] = stamp.digest
             if self._partial.num_done:
@@ -251,7 +251,7 @@ class StateDownload:
                         bodies = [certificate.body for certificate in some]
                         fetching = (self._history.fetch_means(peer, b, self._num_values_of(b)) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
-                            await self._runtime.compute(self._rounds.append, Result(certificate, means))
+                            await self._runtime.offload(self._rounds.append, Result(certificate, means))
                     self._tell_news()
             except FAILURES as error:
                 logger.debug("peer %s has no results for the download: %s", peer[-8:], error)

@@ -326,7 +326,7 @@ class _Download:
             await channel.send({"first": 0, "count": 1})
             await receive_steadily(channel, len(buffer), buffer, self._times.least)
             data, stamp, proof = _parts(buffer, cut.chunk_bytes(0))
-            leaf = await self._runtime.compute(leaf_of, data)
+            leaf = await self._runtime.offload(leaf_of, data)
             if not proves(description_hash(specs), leaf, 0, cut.num_chunks, proof, stamp.digest):
                 raise IntegrityError(f"peer {channel.remote[-8:]} described a state that has not the digest asked for")
             await self._admission.admit(source, stamp)
@@ -387,7 +387,7 @@ class _Download:
     async def _check(self, source: PeerId, index: int, received: memoryview) -> None:
         data, stamp, proof = _parts(received, self._partial.cut.chunk_bytes(index))
         if stamp != self._admitted.get(source):  # Before anybody waits for a round that may be made up.
-            if not await self._runtime.compute(self._partial.verifies, index, data, stamp, proof):
+            if not await self._runtime.offload(self._partial.verifies, index, data, stamp, proof):
                 raise IntegrityError(f"peer {source[-8:]} sent a chunk that does not match its hash")
             await self._admission.admit(source, stamp)
             self._admitted[source] = stamp

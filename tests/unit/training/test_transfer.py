@@ -57,6 +57,24 @@ def test_three_sources_share_the_work() -> None:
     with_sources(3, check)
 
 
+def test_chunks_are_kept_by_the_state_thread_and_descriptions_are_checked_beside_it() -> None:
+    async def check(swarm: Sources) -> None:
+        runtime, ran = swarm.newcomer.peer.runtime, dict[str, set[str]]()
+        for where in ("compute", "offload"):
+            run, names = getattr(runtime, where), ran.setdefault(where, set())
+
+            async def noted(function: Any, *args: Any, run: Any = run, names: set[str] = names) -> Any:
+                names.add(function.__name__)
+                return await run(function, *args)
+
+            setattr(runtime, where, noted)
+        await swarm.download()
+        assert ran["compute"] == {"put"}
+        assert {"leaf_of", "verifies"} <= ran["offload"]
+
+    with_sources(2, check)
+
+
 def test_a_download_tells_how_far_it_is() -> None:
     told: list[tuple[int, int]] = []
 
