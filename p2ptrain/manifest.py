@@ -124,7 +124,8 @@ class DataSpec(Section):
     """Which text the swarm reads."""
 
     source: str = "stdlib"
-    """``stdlib`` (the Python standard library's sources), ``path:DIR_OR_FILE``, ``datasets:NAME`` or ``custom``."""
+    """``stdlib`` (the Python standard library's sources), ``datasets:NAME``, ``path:DIR_OR_FILE`` of a copy that every
+    peer has there (the path is public), or ``custom``."""
     tokenizer: str = "bytes"
     """``bytes``; ``hub:OWNER/NAME`` (and, if not the newest, ``@REVISION``) of a Hugging Face tokenizer to download;
     ``path:DIR`` of one that every peer has there; or ``local:NAME``, that of ``model.weights``."""

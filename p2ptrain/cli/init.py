@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: One of them exists already.
     """
-    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, parse_settings, public_paths
     from p2ptrain.cli.toml import commented_toml
     from p2ptrain.network.identity import Identity
 
@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"wrote {run_file}\nwrote {key_file} (organizer {organizer.peer_id}; keep it private)")
     if manifest.model.weights.startswith("local:"):
         print(f"every peer needs a copy of {arguments.model}, and gives its folder with --weights DIR")
+    for warning in public_paths(manifest):
+        print(warning)
     print(f"next: edit {run_file}, then run: p2ptrain seed {shlex.quote(str(directory))}")
     return 0
 

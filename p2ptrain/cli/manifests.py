@@ -68,6 +68,15 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     return values
 
 
+def public_paths(manifest: Manifest) -> list[str]:
+    """What the organizer should know of each path of this machine that all who have the swarm's link can read."""
+    values = {"data.source": manifest.data.source, "data.tokenizer": manifest.data.tokenizer}
+    return [
+        f"{key} = {value!r} is public, and every peer needs a copy at that path"
+        for key, value in values.items() if value.startswith("path:")
+    ]  # fmt: skip
+
+
 def sign_manifest(manifest: Manifest, organizer: Signer, path: Path) -> SignedManifest:
     """Sign a manifest and write it to ``path``."""
     signed = SignedManifest.create(manifest, organizer)

@@ -8,6 +8,7 @@ run.toml and the address are the same: choose a fixed port with --listen, and --
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from p2ptrain.errors import ConfigError
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: DIR is not what ``init`` wrote.
     """
-    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, sign_manifest
+    from p2ptrain.cli.manifests import KEY_FILE, RUN_FILE, load_manifest, public_paths, sign_manifest
     from p2ptrain.cli.running import run_configured_peer
     from p2ptrain.config import PeerConfig
     from p2ptrain.manifest import SIGNED_FILE
@@ -50,6 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not (directory / name).is_file():
             raise ConfigError(f"{directory / name} is not there: write it with 'p2ptrain init {directory}'")
     manifest = load_manifest(directory / RUN_FILE)
+    for warning in public_paths(manifest):
+        print(warning, file=sys.stderr)
     run_dir = arguments.run_dir or directory / "bootstrap"
     config = PeerConfig.load(
         None,

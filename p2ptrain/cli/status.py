@@ -1,8 +1,8 @@
 """``p2ptrain status LINK``
 
-Show the peers of a swarm: what they do, which round they are in, how fast they are and whether their state agrees.
-Of a model that is cut into stages also who hosts each, which one is the slowest, and what losing a host would break.
-With --watch also whether the swarm is healthy, who covers the model, how far the round in progress is, and traffic.
+Show whether a swarm is healthy, and its peers: what they do, which round they are in, how fast they are and whether
+their state agrees. Of a model that is cut into stages also who hosts each, which one is the slowest, and what losing a
+host would break. With --watch also who covers the model, how far the round in progress is, and traffic.
 It reads the swarm's directory only, and takes no part.
 """
 
@@ -17,8 +17,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from p2ptrain.monitor.views import Snapshot
     from p2ptrain.network.link import SwarmLink
     from p2ptrain.network.records import PeerRecord
+
+ANY_WIDTH = 10_000
+"""Where output is no terminal: nothing is wrapped."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--watch", action="store_true", help="keep showing it, with its health, until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="keep showing it until Ctrl-C")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -39,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
-    from p2ptrain.monitor.agreed import stage_spans, what_is_missing
+    from p2ptrain.cli.looking import Remembering, watch_over
     from p2ptrain.node.observe import Observer
 
     async with Observer(link) as observer:
@@ -47,10 +51,11 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
             from p2ptrain.cli.swarm_view import watch_swarm
 
             await watch_swarm(observer, link)
-        else:
-            manifest, records = observer.manifest, await observer.peers()
-            spans, missing = stage_spans(manifest, records), what_is_missing(manifest)
-            print(rendered(records, manifest.name, link, spans, missing, as_json=as_json))
+            return
+        await observer.peers()
+        source = Remembering(observer)
+        async with watch_over(source, observer, link) as one_look:
+            print(rendered(await one_look.look(), source.records, as_json=as_json))
 
 
 def _title(name: str, peers: int) -> str:
@@ -58,38 +63,29 @@ def _title(name: str, peers: int) -> str:
 
 
 def rendered(
-    records: Sequence[PeerRecord],
-    name: str,
-    link: SwarmLink,
-    spans: Sequence[tuple[int, int]],
-    missing: str = "",
-    *,
-    as_json: bool = False,
-    width: int | None = None,
+    snapshot: Snapshot, records: Sequence[PeerRecord], *, as_json: bool = False, width: int | None = None
 ) -> str:
     """What ``status`` prints.
 
     Args:
+        snapshot: As the status page shows the swarm.
         records: Of all peers.
-        name: The swarm's.
-        link: Which swarm.
-        spans: By stage: its first block and the one after its last; one where the model is not cut.
-        missing: Why their blocks are not known; empty where they are.
         as_json: Whether for machines.
         width: Of the terminal; None: that of standard output, or any width where that is none.
     """
-    from p2ptrain.cli.lines import serving_parts
+    from p2ptrain.cli.lines import health, reasons, serving_parts
     from p2ptrain.cli.stages import risk_lines, stage_lines
     from p2ptrain.cli.table import peer_row, plain_table, printable, record_values
     from p2ptrain.monitor.serving import serving_view, since_their_start
-    from p2ptrain.monitor.snapshot import Sighting, peer_views
-    from p2ptrain.monitor.stages import stage_views
 
-    stages = stage_views(spans, peer_views([Sighting(record, 0.0) for record in records], {}, spans, 0.0))
+    stages, headline, missing = snapshot.stages, snapshot.headline, snapshot.swarm.missing
     if as_json:
         values = {
-            "swarm": name,
-            "digest": link.digest.hex(),
+            "swarm": snapshot.swarm.name,
+            "digest": snapshot.swarm.digest,
+            "health": headline.health,
+            "summary": headline.summary,
+            "reasons": headline.reasons,
             "stages": [asdict(stage) for stage in stages],
             "missing": missing,
             "peers": [record_values(record) for record in records],
@@ -97,10 +93,13 @@ def rendered(
         return json.dumps(values, indent=2)
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-    lines = [_title(name, len(records))]
+    lines = [_title(snapshot.swarm.name, len(records)), health(headline).plain]
+    lines += [line.plain for line in reasons(headline, width or ANY_WIDTH, len(headline.reasons))]
     if len(stages) > 1:
         lines += [line.plain for line in stage_lines(stages, width)]
-        lines += [*risk_lines(stages, width), *([printable(missing)] if missing else []), ""]
+        if not any(stage.risk for stage in stages):  # Else it is among the reasons.
+            lines += risk_lines(stages, width)
+        lines += [*([printable(missing)] if missing else []), ""]
     # One look knows no rates: these are totals and percentiles since each peer started.
     if served := serving_parts(serving_view(records, since_their_start(records))):
         lines.append("serving: " + ", ".join(served))

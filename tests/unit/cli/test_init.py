@@ -30,6 +30,13 @@ def test_init_takes_any_value(tmp_path: Path) -> None:
     assert not (tmp_path / "other").exists()
 
 
+def test_init_says_which_paths_become_public(tmp_path: Path) -> None:
+    done = p2ptrain("init", str(tmp_path / "run"), "--set", "data.source=path:/home/me/diary.txt")
+    assert done.returncode == 0, done.stderr
+    assert "data.source = 'path:/home/me/diary.txt' is public, and every peer needs a copy" in done.stdout
+    assert "public" not in p2ptrain("init", str(tmp_path / "other")).stdout
+
+
 def test_init_overwrites_nothing(tmp_path: Path) -> None:
     for name in ("run.toml", "organizer.key"):
         folder = tmp_path / name.partition(".")[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,10 @@ from p2ptrain.cli.table import COLUMNS, committed_rounds, most_tokens, peer_row,
 from p2ptrain.monitor.serving import NONE, Served
 from p2ptrain.monitor.views import StageView
 from p2ptrain.network.records import PeerRecord
-from tests.support.web.made_up_swarm import MadeUpSwarm
 from tests.support.web.served import served
-from tests.support.web.watched import CUT, STRANGE, feeder, host, pipeline, report, snapshot_of, trainer
+from tests.support.web.watched import CUT, STRANGE, aborted, feeder, host, pipeline, report, snapshot_of, trainer
 from tests.unit.cli.test_lines import PROGRESS, fits, plain
 
-LINK = MadeUpSwarm(1).link
 WIDTHS = (40, 50, 80)
 
 
@@ -66,6 +65,11 @@ def test_of_many_stages_those_are_shown_that_need_hosts_most() -> None:
     assert shown[-1] == "and 56 more stages"
 
 
+def shown(records: Sequence[PeerRecord], width: int | None = None, **changes: Any) -> str:
+    """What ``status`` prints of these peers."""
+    return rendered(snapshot_of(records, **changes), records, width=width)
+
+
 def test_a_loss_is_said_in_words() -> None:
     assert risk_lines(stages_of(pipeline()), 80) == ["losing any one host breaks nothing"]
     stages = stages_of(without("b1", "a2", "b2"))
@@ -77,31 +81,47 @@ def test_a_loss_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("width", [*WIDTHS, None])
 def test_status_shows_stages_above_peers(width: int | None) -> None:
-    text = rendered(without("b1"), "demo", LINK, CUT.spans, width=width)
+    text = shown(without("b1"), width, swarm=CUT)
     assert "\x1b" not in text
-    assert text.index("bottleneck") < text.index("! stage 1 has one host") < text.index("\npeer ")
+    assert text.index("! stage 1 has one host") < text.index("bottleneck") < text.index("\npeer ")
+    assert text.count("stage 1 has one host") == 1
     assert "feeds" in text
-    whole = rendered([trainer("a"), trainer("b")], "demo", LINK, ((0, 4),), width=width)
+    whole = shown([trainer("a"), trainer("b")], width)
     assert "stage" not in whole
-    assert whole.splitlines()[0] == "swarm demo: 2 peers"
+    assert whole.splitlines()[0] == "swarm tiny: 2 peers"
+
+
+def test_status_says_whether_the_swarm_is_healthy_and_why_not() -> None:
+    assert shown([]).splitlines()[1] == "Empty: Nobody trains in this swarm yet"
+    assert shown([trainer("a"), trainer("b")]).splitlines()[1] == "Healthy: 2 peers train; no round is committed yet"
+    assert "losing any one host breaks nothing" in shown(pipeline(), swarm=CUT)
+    failing = [trainer(name, last_rounds=tuple(aborted(number) for number in range(3, 8))) for name in "ab"]
+    lines = shown(failing, 80).splitlines()
+    assert lines[1].startswith("Degraded: 2 peers train, and rounds fail")
+    assert lines[2].startswith("! rounds fail")
+    values = json.loads(rendered(snapshot_of(failing), failing, as_json=True))
+    assert values["health"] == "degraded"
+    assert values["summary"] in lines[1]
+    assert values["reasons"]
 
 
 def test_status_says_what_is_served_if_anybody_does() -> None:
     serving = [trainer("a", serving=served(1000.0)), trainer("b", serving=served(500.0)), trainer("c")]
-    (told,) = [line for line in rendered(serving, "demo", LINK, ((0, 4),)).splitlines() if line.startswith("serving: ")]
+    (told,) = [line for line in shown(serving).splitlines() if line.startswith("serving: ")]
     assert told.startswith("serving: 2 peers, 4 sessions, 750 requests, 15 failed, first token 0.4")
     assert "tokens/s" not in told, "one look knows no rate"
-    assert "serving" not in rendered([trainer("c")], "demo", LINK, ((0, 4),))
+    assert "serving" not in shown([trainer("c")])
     snapshot = snapshot_of(serving, served=Served(NONE, served(600.0).totals, 60.0))
     assert "serves" in plain(swarm_lines(snapshot, (0, 0), 120))
     assert "serves" not in plain(swarm_lines(snapshot_of([trainer("c")]), (0, 0), 120))
 
 
 def test_status_of_a_model_that_is_not_known_here_says_so() -> None:
-    text = rendered(without("b1"), "demo", LINK, STRANGE.spans, STRANGE.missing, width=80)
-    assert text.splitlines()[1].split() == ["stage", "hosts", "waiting", "tokens/s", "load"]
+    text = shown(without("b1"), 80, swarm=STRANGE)
+    assert ["stage", "hosts", "waiting", "tokens/s", "load"] in [line.split() for line in text.splitlines()]
     assert text.index("! stage 1 has one host") < text.index(STRANGE.missing) < text.index("\npeer ")
-    assert json.loads(rendered(pipeline(), "demo", LINK, STRANGE.spans, "why", as_json=True))["missing"] == "why"
+    as_json = rendered(snapshot_of(pipeline(), swarm=STRANGE), pipeline(), as_json=True)
+    assert json.loads(as_json)["missing"] == STRANGE.missing
     snapshot = snapshot_of(pipeline(), swarm=STRANGE)
     assert "stages are shown without their blocks" in plain(swarm_lines(snapshot, (0, 0), 120))
     lines = peer_lines(replace(PROGRESS, record=host("a0", 0, 4), jobs=()), 1, (0, 0), "demo", snapshot, 80)
@@ -109,7 +129,7 @@ def test_status_of_a_model_that_is_not_known_here_says_so() -> None:
 
 
 def test_status_for_machines_has_stages_too() -> None:
-    values = json.loads(rendered(pipeline(), "demo", LINK, CUT.spans, as_json=True))
+    values = json.loads(rendered(snapshot_of(pipeline(), swarm=CUT), pipeline(), as_json=True))
     assert [stage["hosts"] for stage in values["stages"]][1] == ["a1", "b1"]
     assert values["peers"][0]["stages"][1]["unit"] == 4
     assert len(values["peers"][0]["stages"][0]["digest"]) == 64
@@ -117,7 +137,7 @@ def test_status_for_machines_has_stages_too() -> None:
 
 def test_a_hostile_host_cannot_command_the_terminal() -> None:
     evil = replace(host("evil", 1), name="\x1b[2J\x07")
-    assert "\x1b" not in rendered([*without("a1", "b1"), evil], "demo", LINK, CUT.spans, width=80)
+    assert "\x1b" not in shown([*without("a1", "b1"), evil], 80, swarm=CUT)
 
 
 def test_a_row_names_the_stages_of_a_host_but_not_what_it_shares() -> None:
