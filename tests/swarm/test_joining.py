@@ -57,7 +57,7 @@ def test_training_outlives_the_bootstrap_peer_and_who_knows_others_can_still_joi
         c.end()
         assert c.wait_for("left")
         again, stranger = swarm.start("c", link=link), swarm.start("d", link=link)
-        refusal = stranger.wait_for("error")
+        refusal = stranger.wait_for("error", timeout_seconds=2 * PATIENCE_SECONDS)  # It asks for half a minute.
         assert again.wait_for("joined")["peer"] == c.wait_for("joined")["peer"]
         again.wait_for_commit(2)
         wait_for_agreement(b, again, after_round=b.rounds()[-1]["round"])
