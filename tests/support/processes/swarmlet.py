@@ -184,7 +184,9 @@ def _start_command(arguments: Sequence[str | Path], stdout: IO[bytes], stderr: I
     )  # fmt: skip
 
 
-def run_command(*arguments: str | Path, timeout_seconds: float = PATIENCE_SECONDS) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str | Path, timeout_seconds: float = 2 * PATIENCE_SECONDS
+) -> subprocess.CompletedProcess[str]:
     """Run a ``p2ptrain`` command to its end; its output and exit code. It is killed at the timeout."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = _start_command(arguments, output, errors)
