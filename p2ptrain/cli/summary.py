@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ class SwarmSummary:
 
     Attributes:
         heldout_loss_before: Nats per token before training, mean over trainers; None if nobody measured it.
-        tokens_per_second: All trainers' tokens by the time of the one that trained longest.
+        tokens: In committed rounds; in those of all stages, if the model is cut.
+        tokens_per_second: Those by the time of the peer that ran longest.
         rounds_committed: By the trainer that committed most; ``rounds_aborted`` by the one that aborted most.
         state_digests: Hexadecimal digest of the state at the end, by peer name; of its stage, if the model is cut.
         stages: Which stage each peer hosted, by its name; empty if the model is not cut.
@@ -73,7 +75,7 @@ def combine(summaries: Mapping[str, Mapping[str, Any]], peers: int) -> SwarmSumm
     """
     values = list(summaries.values())
     seconds = max((float(value["seconds"]) for value in values), default=0.0)
-    tokens = sum(int(value["tokens"]) for value in values)
+    tokens = _committed_tokens(values)
     return SwarmSummary(
         heldout_loss_before=_mean([value["heldout_loss_before"] for value in values]),
         heldout_loss_after=_mean([value["heldout_loss_after"] for value in values]),
@@ -94,6 +96,17 @@ def combine(summaries: Mapping[str, Mapping[str, Any]], peers: int) -> SwarmSumm
         reporting_peers=len(values),
         stages={name: value["stage"] for name, value in summaries.items() if type(value.get("stage")) is int},
     )
+
+
+def _committed_tokens(values: Sequence[Mapping[str, Any]]) -> int:
+    """The tokens that count: what the least stage has of them, since a token goes through all."""
+    by_stage: Counter[int] = Counter()
+    for value in values:
+        if type(stage := value.get("stage")) is int:
+            by_stage[stage] += int(value["stage_tokens"])
+    if by_stage:
+        return min(by_stage.values())
+    return sum(int(value["tokens"]) for value in values)
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

@@ -42,7 +42,12 @@ QUIET_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class PipelineSummary:
-    """How one peer's part in a pipeline went; written to ``summary.json`` in its run directory."""
+    """How one peer's part in a pipeline went; written to ``summary.json`` in its run directory.
+
+    Attributes:
+        tokens: Of the microbatches that it sent and all stages accepted.
+        stage_tokens: Of the work that it did for its stage, in committed rounds of the stage.
+    """
 
     peer: str
     name: str
@@ -50,6 +55,7 @@ class PipelineSummary:
     heldout_loss_before: float | None
     heldout_loss_after: float | None
     tokens: int
+    stage_tokens: int
     tokens_per_second: float
     seconds: float
     bytes_sent: int
@@ -287,6 +293,7 @@ def _write_summary(
         heldout_loss_before=progress.held_out_loss_before if progress is not None else None,
         heldout_loss_after=progress.held_out_loss_after if progress is not None else None,
         tokens=tokens,
+        stage_tokens=sync.trained_tokens if sync is not None else 0,
         tokens_per_second=tokens / seconds,
         seconds=seconds,
         bytes_sent=peer.rpc.bytes_sent,

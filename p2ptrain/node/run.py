@@ -36,7 +36,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Summary:
-    """How one peer's run went; written to ``summary.json`` in its run directory."""
+    """How one peer's run went; written to ``summary.json`` in its run directory.
+
+    Attributes:
+        tokens: Of this peer's, in committed rounds.
+        tokens_per_second: Those by the seconds of the run.
+    """
 
     peer: str
     name: str
@@ -247,14 +252,15 @@ def _run_trainer(trainer: Trainer, loop: asyncio.AbstractEventLoop, done: asynci
 def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], started: float, reason: str) -> None:
     sync, progress = peer.synchronizer, trainer.progress
     assert sync is not None
+    seconds = time.monotonic() - started
     summary = Summary(
         peer=peer.identity.peer_id,
         name=peer.options.name,
         heldout_loss_before=progress.held_out_loss_before,
         heldout_loss_after=progress.held_out_loss_after,
-        tokens=progress.tokens,
-        tokens_per_second=progress.tokens_per_second,
-        seconds=time.monotonic() - started,
+        tokens=sync.trained_tokens,
+        tokens_per_second=sync.trained_tokens / seconds,
+        seconds=seconds,
         bytes_sent=peer.rpc.bytes_sent,
         bytes_received=peer.rpc.bytes_received,
         rounds_committed=sync.rounds_committed,

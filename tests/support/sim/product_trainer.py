@@ -46,7 +46,7 @@ class SimulatedNode:
     """What `build_trainer` and its parts use of a `Peer`, over a simulated transport and directory."""
 
     def __init__(self, peer: SimulatedPeer, manifest: Manifest) -> None:
-        self.identity = SimpleNamespace(peer_id=peer.peer_id)
+        self.identity, self.options = SimpleNamespace(peer_id=peer.peer_id), SimpleNamespace(name=peer.name)
         self.manifest, self.swarm, self.runtime = manifest, manifest.digest, peer.runtime
         self.jobs = JobBook(asyncio.get_running_loop())
         self.status = Status(started_at=peer.runtime.now())

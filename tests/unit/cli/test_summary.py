@@ -29,6 +29,12 @@ def test_trainers_add_up() -> None:
     assert summary.state_digests == {"a": "ab", "b": "ab"}
 
 
+def test_tokens_of_a_pipeline_count_once_all_stages_have_committed_them() -> None:
+    hosts = [of(stage=0, stage_tokens=300), of(stage=1, stage_tokens=100), of(stage=1, stage_tokens=150)]
+    feeder = of(stage=None, stage_tokens=0, tokens=900, state_digest="")
+    assert combine({str(number): each for number, each in enumerate([*hosts, feeder])}, peers=4).tokens == 250
+
+
 def test_a_trainer_that_died_leaves_the_others_numbers() -> None:
     summary = combine({"a": of(heldout_loss_after=None)}, peers=3)
     assert (summary.peers, summary.reporting_peers) == (3, 1)
