@@ -190,7 +190,7 @@ class Peer:
         known = [*(link.addresses if link is not None else ()), *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         settings = replace(relay_settings(self.options.network), bootstrap=addresses)
-        self.transport = await Libp2pTransport.start(self.identity, settings)
+        self.transport = await self._start_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
         limits = RpcLimits(
             up_bytes_per_second=self.options.upload_bandwidth, down_bytes_per_second=self.options.download_bandwidth
@@ -214,6 +214,11 @@ class Peer:
         else:
             await self.presence.refresh()
 
+    # All that knows of daemons; simulations put their own network here.
+
+    async def _start_transport(self, settings: Libp2pSettings) -> Libp2pTransport:
+        return await Libp2pTransport.start(self.identity, settings)
+
     async def _start_directory(self) -> Libp2pDirectory:
         return await Libp2pDirectory.start(
             self.transport,
@@ -235,7 +240,7 @@ class Peer:
         if joined:
             await self.directory.close()
         await self.transport.close()
-        self.transport = await Libp2pTransport.start(self.identity, settings)
+        self.transport = await self._start_transport(settings)
         self.transport.on_lost(self._network_lost)
         await self.rpc.move(self.transport)
         if joined:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -76,7 +75,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         ConfigError: There is no such stage, or the text cannot be read.
         TemporaryError: Microbatches do not come through.
     """
-    started = time.monotonic()
+    loop = asyncio.get_running_loop()
+    started = loop.time()
     if config.resources.threads:
         import torch
 
@@ -115,7 +115,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
-    await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, time.monotonic() - started, reason)
+    await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, loop.time() - started, reason)
     peer.remember_peers()
     if error is not None:
         raise error
@@ -218,13 +218,14 @@ async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) 
     hosted = mover.hosted
     await save(hosted)
     if hosted.rounds.is_done:  # Trainers may measure what came of it.
-        deadline = time.monotonic() + LINGER_SECONDS
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LINGER_SECONDS
         left = QUIET_SECONDS
         while left > 0:
             await asyncio.sleep(left)
             quiet = QUIET_SECONDS - hosted.host.seconds_idle
             # Other hosts are to tell of their last checkpoint, and to hear of this one's.
-            left = min(deadline - time.monotonic(), max(quiet, 1.0 if hosted.saves.missing() else 0.0))
+            left = min(deadline - loop.time(), max(quiet, 1.0 if hosted.saves.missing() else 0.0))
         if missing := hosted.saves.missing():
             logger.warning("the last checkpoint is not complete: %s", missing)
 

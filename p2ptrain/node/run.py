@@ -7,8 +7,6 @@ import contextlib
 import gc
 import json
 import logging
-import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
-from p2ptrain.runtime import Runtime, real_runtime
+from p2ptrain.runtime import real_runtime
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -94,37 +92,60 @@ async def run_peer(
             )
         runtime = real_runtime("sync", run_dir)
         stack.callback(runtime.close)
-        options = _options(config, identity)
-        peer = await Peer.start(identity, options, runtime, link=link, signed=signed)
-        try:
-            peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
-            _keep_manifest(peer.signed, run_dir / SIGNED_FILE)
-            if on_start is not None:
-                on_start(peer, signals)
-            async with _metrics(peer, config.metrics.port):
-                if on_ready is not None:
-                    on_ready(str(peer.link))
-                notify("READY=1")
-                if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
-                    from p2ptrain.node.pipeline import take_part
-
-                    await take_part(peer, config, signals)
-                elif config.role in ("stage", "both"):
-                    raise ConfigError(
-                        f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"'
-                    )
-                elif config.role == "trainer":
-                    await _train(peer, config, run_dir, signals, runtime)
-                elif config.role == "auxiliary":
-                    await lend_bandwidth(peer, config, signals)
-                else:
-                    await _serve(peer, config, signals)
-        finally:
-            notify("STOPPING=1")
-            await peer.close()
-        if signals.reason.startswith("the network daemon ended"):
-            raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
+        peer = await Peer.start(identity, peer_options(config, identity.peer_id), runtime, link=link, signed=signed)
+        await serve_and_close(peer, config, signals, on_start, on_ready)
     return 0
+
+
+async def serve_and_close(
+    peer: Peer,
+    config: PeerConfig,
+    signals: StopSignals,
+    on_start: Callable[[Peer, StopSignals], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Do what the peer's role asks for, until it is done or told to stop; then close the peer.
+
+    Args:
+        peer: It has met its swarm.
+        config: Its role file.
+        signals: Tell it to stop.
+        on_start: See `run_peer`.
+        on_ready: See `run_peer`.
+
+    Raises:
+        P2PTrainError: It cannot go on.
+    """
+    try:
+        peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
+        _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
+        if on_start is not None:
+            on_start(peer, signals)
+        async with _metrics(peer, config.metrics.port):
+            if on_ready is not None:
+                on_ready(str(peer.link))
+            notify("READY=1")
+            await _take_role(peer, config, signals)
+    finally:
+        notify("STOPPING=1")
+        await peer.close()
+    if signals.reason.startswith("the network daemon ended"):
+        raise TemporaryError(f"{signals.reason}; the state is saved: start this peer again")
+
+
+async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
+    if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
+        from p2ptrain.node.pipeline import take_part
+
+        await take_part(peer, config, signals)
+    elif config.role in ("stage", "both"):
+        raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
+    elif config.role == "trainer":
+        await _train(peer, config, signals)
+    elif config.role == "auxiliary":
+        await lend_bandwidth(peer, config, signals)
+    else:
+        await _serve(peer, config, signals)
 
 
 @contextlib.asynccontextmanager
@@ -166,11 +187,12 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
         logger.warning("cannot keep the manifest in %s, going on without: %s", path, error.strerror)
 
 
-def _options(config: PeerConfig, identity: Identity) -> PeerOptions:
+def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
+    """How a peer with this role file appears and listens."""
     network = config.network
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
-        name=config.name or identity.peer_id[-6:],
+        name=config.name or peer_id[-6:],
         device=config.resources.device,
         run_dir=config.run_dir,
         network=Libp2pSettings(
@@ -199,20 +221,19 @@ async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
             await signals.requested.wait()
 
 
-async def _train(peer: Peer, config: PeerConfig, run_dir: Path, signals: StopSignals, runtime: Runtime) -> None:
+async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     from p2ptrain.node.trainer import build_trainer
     from p2ptrain.training.optimizer import Bridge
 
-    started = time.monotonic()
-    bridge = Bridge(asyncio.get_running_loop())
+    loop, run_dir = asyncio.get_running_loop(), config.run_dir
+    started = loop.time()
+    bridge = Bridge(loop)
     trainer = await unless_stopped(build_trainer(peer, config, run_dir, bridge), signals)
     if trainer is None:
         return  # What it began with is on disk.
     gc.collect()
     gc.freeze()  # What is loaded now stays. Searching it for garbage stops the event loop for a tenth of a second.
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    loop, reason = asyncio.get_running_loop(), ""
-    threading.Thread(target=_run_trainer, args=(trainer, loop, done), name="train", daemon=True).start()
+    done, reason = bridge.begin(trainer.run), ""
     try:
         timeout = config.stop_after.minutes * 60 if config.stop_after.minutes else None
         async with Tasks() as tasks:
@@ -222,37 +243,19 @@ async def _train(peer: Peer, config: PeerConfig, run_dir: Path, signals: StopSig
     finally:
         unsaved: P2PTrainError | None = None
         try:
-            await end_training(trainer, bridge, done, runtime, config.drain_seconds)
+            await end_training(trainer, bridge, done, peer.runtime, config.drain_seconds)
         except (ResourceError, CheckpointError) as caught:
             unsaved = caught
     error = done.exception() or unsaved if done.done() else unsaved
     paths = [run_dir / "summary.json", *([config.summary] if config.summary else [])]
-    _write_summary(peer, trainer, paths, started, reason if error is None else str(error))
+    _write_summary(peer, trainer, paths, loop.time() - started, reason if error is None else str(error))
     if error is not None:
         raise error
 
 
-def _run_trainer(trainer: Trainer, loop: asyncio.AbstractEventLoop, done: asyncio.Future[None]) -> None:
-    def finish(error: BaseException | None) -> None:
-        if not done.done():
-            done.set_exception(error) if error is not None else done.set_result(None)
-
-    error: BaseException | None = None
-    try:
-        trainer.run()
-    except P2PTrainError as caught:
-        error = caught
-    except Exception as caught:
-        logger.exception("training failed")
-        error = caught
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(finish, error)
-
-
-def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], started: float, reason: str) -> None:
+def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], seconds: float, reason: str) -> None:
     sync, progress = peer.synchronizer, trainer.progress
     assert sync is not None
-    seconds = time.monotonic() - started
     summary = Summary(
         peer=peer.identity.peer_id,
         name=peer.options.name,

@@ -11,6 +11,7 @@ everywhere.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from p2ptrain.errors import TemporaryError, UsageError
+from p2ptrain.errors import P2PTrainError, TemporaryError, UsageError
 from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.dropped_batches import DROPS_TO_BEGIN_ANEW, DroppedBatches
 from p2ptrain.training.gradients import clip_gradients
@@ -57,6 +58,28 @@ class Bridge:
         self._under_way: set[Future[Any]] = set()
         self._over = ""
         self._ended = threading.Event()
+
+    def begin(self, work: Callable[[], object]) -> asyncio.Future[None]:
+        """Run ``work`` on a thread of its own, which may outlive the loop; return its end, with the error it raised."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def finish(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_exception(error) if error is not None else done.set_result(None)
+
+        def run() -> None:
+            error: Exception | None = None
+            try:
+                work()
+            except Exception as caught:
+                if not isinstance(caught, P2PTrainError):
+                    logger.exception("training failed")
+                error = caught
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(finish, error)
+
+        threading.Thread(target=run, name="train", daemon=True).start()
+        return done
 
     def cancel(self, reason: str = "the swarm is closing") -> None:
         """End what is under way and refuse more, from any thread; ``reason`` is what waiting for it raises."""

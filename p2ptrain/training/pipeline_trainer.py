@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import logging
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -91,7 +90,7 @@ class PipelineTrainer:
         self._evaluate = evaluate
         self._stop = asyncio.Event()
         self._losses: list[float] = []
-        self._marks = deque([(time.monotonic(), 0)])
+        self._marks = deque([(asyncio.get_running_loop().time(), 0)])
         self._failures = 0
         feeder.on_round = self._after_round
 
@@ -168,7 +167,7 @@ class PipelineTrainer:
         self._losses.append(accepted.loss)
         self.progress.loss = accepted.loss
         self.progress.tokens += tokens
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         if now - self._marks[-1][0] >= 1.0:
             self._marks.append((now, self.progress.tokens))
             while len(self._marks) > 2 and now - self._marks[1][0] > PACE_SECONDS:

@@ -18,7 +18,7 @@ from p2ptrain.training.partial_download import PartialDownload
 from p2ptrain.training.state_server import ServeLimits
 from p2ptrain.training.trainer import Trainer
 from p2ptrain.training.transfer import TransferTimes, download_state
-from tests.support.sim.product_trainer import ProductSwarm, small_manifest, use_virtual_time
+from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 CHUNK_BYTES = 1024
 HALF = 5
@@ -43,7 +43,6 @@ class OneSource:
     def __init__(self, network: SimulatedNetwork, folder: Path, patch: pytest.MonkeyPatch) -> None:
         text = folder / "text.txt"
         text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
-        use_virtual_time(patch, network)
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
@@ -52,6 +51,7 @@ class OneSource:
         self.swarm = ProductSwarm(
             network, small_manifest(text, {"every": 4, "warmup_steps": 4}, history_rounds=HISTORY_ROUNDS), folder
         )
+        use_virtual_time(patch, self.swarm)
         times = TransferTimes(least=LeastRate(bytes_per_second=UPLOAD / 100, window_seconds=600.0))
         patch.setattr(downloading, "download_state", partial(download_state, times=times))
         self.kept = 0
@@ -70,9 +70,7 @@ class OneSource:
 
     def round(self, name: str) -> int:
         """Where a peer stands."""
-        sync = self.swarm.nodes[name].synchronizer
-        assert sync is not None
-        return sync.head.round
+        return self.swarm.sync(name).head.round
 
     async def until(self, condition: Any, seconds: float, what: str) -> None:
         """Wait for a condition in virtual time."""

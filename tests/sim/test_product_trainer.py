@@ -1,20 +1,20 @@
-"""The trainer that `p2ptrain peer` runs, thread and checkpoints included, on a simulated network."""
+"""The trainer that `p2ptrain peer` runs, from its role file to its summary, on a simulated network."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from p2ptrain.cli.summary import combine
+from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.node import run
+from p2ptrain.training.checkpoint import load_newest_valid
 from p2ptrain.training.trainer import Trainer
-from tests.support.sim.product_trainer import ProductSwarm, small_manifest, use_virtual_time
+from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 ROUNDS = 6
 EVERY = {1: {"every": 1, "global_batch": 12, "warmup_steps": 4}, 4: {"every": 4, "warmup_steps": 4}}
@@ -32,8 +32,8 @@ def test_trainers_commit_rounds_and_hold_the_same_bits(
     every: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        use_virtual_time(monkeypatch, network)
         swarm = ProductSwarm(network, small_manifest(text, EVERY[every]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
         for name in "abc":
             swarm.start(name, ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
@@ -53,8 +53,8 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
     every: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        use_virtual_time(monkeypatch, network)
         swarm = ProductSwarm(network, small_manifest(text, EVERY[every]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
         has_saved = asyncio.Event()
 
         def look(name: str, trainer: Trainer) -> None:
@@ -107,18 +107,15 @@ def test_trainers_follow_the_manifests_learning_rate_and_a_summary_counts_commit
         optimizer.step = observed_step  # type: ignore[method-assign]
 
     async def main(network: SimulatedNetwork) -> None:
-        use_virtual_time(monkeypatch, network)
         swarm = ProductSwarm(network, small_manifest(text, training), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
         swarm.before_step = observe
         for name in "ab":
             swarm.start(name, ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
-        paths = {name: tmp_path / f"{name}.json" for name in "ab"}
-        for name, path in paths.items():
-            run._write_summary(cast(Any, swarm.nodes[name]), swarm.trainers[name], [path], 0.0, "rounds")
         sync = swarm.nodes["a"].synchronizer
         assert sync is not None
-        combined = combine({name: json.loads(path.read_text()) for name, path in paths.items()}, 2)
+        combined = combine({name: swarm.summary(name) for name in "ab"}, 2)
         assert combined.tokens == sync.head.tokens
         assert combined.tokens <= sum(trainer.optimizer.total_tokens for trainer in swarm.trainers.values())
 
@@ -127,3 +124,121 @@ def test_trainers_follow_the_manifests_learning_rate_and_a_summary_counts_commit
     assert {step for step, _ in seen} >= set(range(ROUNDS * every))
     assert all(rate == pytest.approx(expected(step), rel=1e-9) for step, rate in seen)
     assert len({rate for _, rate in seen}) > 4
+
+
+def saved_head(swarm: ProductSwarm, name: str) -> tuple[int, bytes]:
+    """Round and digest of a trainer's newest checkpoint."""
+    checkpoint = load_newest_valid(swarm.folder / name / "checkpoints", swarm.manifest.digest)
+    assert checkpoint is not None
+    return checkpoint.head.round, checkpoint.head.digest
+
+
+@pytest.mark.parametrize("every", EVERY)
+def test_a_trainer_that_is_told_to_stop_hands_in_its_work_and_saves(
+    every: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[every]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        for name in "abc":
+            swarm.start(name, 4 * ROUNDS, checkpoints={"every_rounds": 0})
+        await swarm.until(lambda: swarm.round("c") >= 2)
+        left_at = swarm.round("c")
+        swarm.stop("c")
+        await swarm.tasks["c"]
+        summary = swarm.summary("c")
+        assert summary["exit_reason"] == "signal"
+        assert summary["round"] >= left_at
+        assert saved_head(swarm, "c") == (summary["round"], bytes.fromhex(summary["state_digest"]))
+        assert swarm.trainers["c"].optimizer.tokens_in_round == 0
+        swarm.start("c", 4 * ROUNDS)
+        await asyncio.gather(*swarm.tasks.values())
+        assert len(swarm.heads()) == 1
+        assert "c" in swarm.trainers
+        assert swarm.sync("c").trained_rounds > 0
+
+    simulate(main, seed=every)
+
+
+def test_a_trainer_that_is_told_to_stop_in_a_round_that_does_not_end_saves_in_time(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        averaging: dict[str, Any] = {"matchmaking_seconds": 120.0, "round_seconds": 120.0, "grace_seconds": 120.0}
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[4], **averaging), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        for name in "abc":
+            swarm.start(name, checkpoints={"every_rounds": 0}, drain_seconds=30.0)
+        await swarm.until(lambda: swarm.round("c") >= 2)
+        for name in "ab":
+            network.cut(network.peers[name])
+        await asyncio.sleep(10.0)
+        began, held = network.loop.time(), swarm.round("c")
+        swarm.stop("c")
+        await swarm.tasks["c"]
+        assert network.loop.time() - began <= 30.0
+        assert swarm.summary("c")["exit_reason"] == "signal"
+        assert saved_head(swarm, "c") == (held, swarm.sync("c").head.digest)
+        for name in "ab":
+            await swarm.kill(name)
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 1.0, 2.0])
+def test_a_trainer_that_is_told_to_stop_while_it_starts_leaves_nothing_behind(
+    seconds: float, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[4]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        for name in "ab":
+            swarm.start(name, ROUNDS)
+        await swarm.until(lambda: swarm.round("a") >= 2)
+        swarm.start("c")
+        await swarm.until(lambda: "c" in swarm.signals)
+        await asyncio.sleep(seconds)
+        began = network.loop.time()
+        swarm.stop("c")
+        await swarm.tasks["c"]
+        assert network.loop.time() - began < 20.0
+        await asyncio.gather(*swarm.tasks.values())
+        assert {swarm.round("a"), swarm.round("b")} == {ROUNDS}
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.fault(25)
+def test_a_trainer_whose_network_daemon_ends_saves_and_asks_to_be_started_again(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[4]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        for name in "abc":
+            swarm.start(name, 2 * ROUNDS, checkpoints={"every_rounds": 0})
+        await swarm.until(lambda: swarm.round("c") >= 2)
+        await swarm.lose_network("c")
+        with pytest.raises(TemporaryError, match="start this peer again"):
+            await swarm.tasks["c"]
+        assert saved_head(swarm, "c") == (swarm.round("c"), swarm.sync("c").head.digest)
+        del swarm.nodes["c"], swarm.tasks["c"]
+        await asyncio.gather(*swarm.tasks.values())
+        assert len(swarm.heads()) == 1
+
+    simulate(main, seed=1)
+
+
+def test_a_trainer_leaves_after_its_minutes(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = ProductSwarm(network, small_manifest(text, EVERY[4]), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        for name in "ab":
+            swarm.start(name, stop_after={"minutes": 0.5})
+        await asyncio.gather(*swarm.tasks.values())
+        assert {swarm.summary(name)["exit_reason"] for name in "ab"} == {"minutes"}
+        assert 30.0 <= network.loop.time() <= 60.0
+        for name in "ab":
+            assert saved_head(swarm, name) == (swarm.round(name), swarm.sync(name).head.digest)
+
+    simulate(main, seed=1)

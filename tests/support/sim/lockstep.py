@@ -47,8 +47,12 @@ class LockstepBridge(Bridge):
         self._turns: queue.SimpleQueue[Callable[[], Coroutine[Any, Any, None]] | _End] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_killed = False
-        # The loop is still while the thread runs, so what the thread schedules needs no wake-up.
-        loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]
+
+    def begin(self, work: Callable[[], object]) -> asyncio.Future[None]:
+        async def run() -> None:
+            await self.run(work)
+
+        return asyncio.ensure_future(run())
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run ``work`` on a thread, in turns with the loop; cancelled, it ends the thread in its next turn."""
@@ -90,18 +94,26 @@ class LockstepBridge(Bridge):
         self._hand_over(lambda: asyncio.sleep(seconds))
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        if self.is_over():
+            coroutine.close()
+            raise TemporaryError(self._over)
         future: Future[T] = Future()
 
         def copy(task: asyncio.Task[T]) -> None:
             if task.cancelled():
                 future.cancel()
             elif (error := task.exception()) is not None:
-                future.set_exception(error)
-            else:
+                if not future.done():
+                    future.set_exception(error)
+            elif not future.done():
                 future.set_result(task.result())
 
         async def turn() -> None:
-            asyncio.create_task(coroutine, name="bridge").add_done_callback(copy)
+            task = asyncio.create_task(coroutine, name="bridge")
+            task.add_done_callback(copy)
+            self._under_way.add(future)
+            future.add_done_callback(self._under_way.discard)
+            future.add_done_callback(lambda _: task.cancel())
 
         self._hand_over(turn)
         return future
@@ -116,4 +128,4 @@ class LockstepBridge(Bridge):
         try:
             return future.result(timeout=0)
         except FutureCancelledError as error:
-            raise TemporaryError("the swarm is closing") from error
+            raise TemporaryError(self._over or "the swarm is closing") from error

@@ -1,0 +1,277 @@
+"""The product's own peers on a simulated network: `p2ptrain.node.run.serve_and_close` and all that it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p_directory import Libp2pDirectory
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
+from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.run import peer_options, serve_and_close
+from p2ptrain.node.signals import StopSignals
+from p2ptrain.pipeline import device
+from p2ptrain.pipeline.device import Device
+from p2ptrain.training import optimizer
+from p2ptrain.training.hosted_stage import HostedStage
+from p2ptrain.training.state import SharedState
+from p2ptrain.training.sync import Synchronizer
+from p2ptrain.training.trainer import Trainer
+from tests.support.sim.lockstep import LockstepBridge
+from tests.support.sim.pipelines import SlowDevice
+
+STEP_SECONDS = 0.5
+PASS_SECONDS = 0.05
+
+
+def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1, **averaging: Any) -> Manifest:
+    """A narrow Llama over the bytes of a text, with short deadlines; one block for each stage."""
+    return Manifest(
+        name="simulated",
+        model=ModelSpec(
+            layers=num_stages,
+            hidden=8,
+            heads=2,
+            kv_heads=1,
+            intermediate=8,
+            context=8,
+            vocabulary=256,
+            tied_embeddings=num_stages == 1,
+        ),
+        data=DataSpec(source=f"path:{text}"),
+        training=TrainingSpec.model_validate({"local_batch": 2, **training}),
+        averaging=AveragingSpec.model_validate(
+            {"codec": "int8", "grace_seconds": 3.0, "matchmaking_seconds": 15.0, "round_seconds": 20.0, **averaging}
+        ),
+        pipeline=PipelineSpec(stages=num_stages),
+    )
+
+
+class NodeTransport(Transport):
+    """A simulated transport, with what the product asks a daemon besides."""
+
+    def __init__(self, peer: SimulatedPeer, settings: Libp2pSettings) -> None:
+        self.settings = settings
+        self.direct = SimpleNamespace(refusals=Counter[str]())
+        self.lose: Callable[[str], None] = lambda reason: None
+        self._peer = peer
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._peer.peer_id
+
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
+        return await self._peer.transport.open(peer, protocol, timeout_seconds, expected_bytes=expected_bytes)
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        await self._peer.transport.serve(protocol, handler)
+
+    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
+        return await self._peer.transport.connect(addresses, timeout_seconds)
+
+    async def addresses(self) -> list[str]:
+        return await self._peer.transport.addresses()
+
+    async def reachability(self) -> str:
+        return "direct"
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        self.lose = callback
+
+    async def close(self) -> None:
+        await self._peer.transport.close()
+
+
+class SimulatedNode(Peer):
+    """The product's peer on a simulated transport and directory.
+
+    Attributes:
+        swarm_of: The simulation.
+        simulated: Its place on the network.
+    """
+
+    swarm_of: ProductSwarm
+    simulated: SimulatedPeer
+
+    async def _start_transport(self, settings: Libp2pSettings) -> Libp2pTransport:
+        return cast(Libp2pTransport, NodeTransport(self.simulated, settings))
+
+    async def _start_directory(self) -> Libp2pDirectory:
+        directory = self.simulated.directory
+        directory.clock_skew_seconds = None  # type: ignore[attr-defined]
+        return cast(Libp2pDirectory, directory)
+
+    def train(self, state: SharedState) -> Synchronizer:
+        synchronizer = super().train(state)
+        self._check(synchronizer)
+        return synchronizer
+
+    def host(self, stage: HostedStage) -> None:
+        super().host(stage)
+        for unit in stage.units:
+            self._check(unit.synchronizer)
+
+    def _check(self, synchronizer: Synchronizer) -> None:
+        """Whenever its head moves, it holds the bits that other holders of the lineage hold."""
+
+        def moved() -> None:
+            head, digests = synchronizer.head, self.swarm_of.digests
+            digest = digests.setdefault(head.lineage, head.digest)
+            assert digest == head.digest, f"{self.options.name} holds another digest at round {head.round}"
+            self.presence.changed()
+
+        synchronizer.on_change = moved
+
+    def _warm_up_codecs(self) -> None:
+        """Codecs need no warming up: torch gives the same bits."""
+
+
+@dataclass
+class ProductSwarm:
+    """Peers that run the product from their role file to their exit, each with a run directory of its own.
+
+    Attributes:
+        digests: The digest of each lineage, checked to be one whenever a head moves.
+        nodes, signals, tasks, trainers: By name, of each peer's present life.
+        step_seconds: How long a trainer's step takes, where not `STEP_SECONDS`.
+        before_step: Called on the training thread.
+    """
+
+    network: SimulatedNetwork
+    manifest: Manifest
+    folder: Path
+    digests: dict[bytes, bytes] = field(default_factory=dict)
+    trainers: dict[str, Trainer] = field(default_factory=dict)
+    nodes: dict[str, SimulatedNode] = field(default_factory=dict)
+    signals: dict[str, StopSignals] = field(default_factory=dict)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    before_step: Callable[[str, Trainer], None] = lambda name, trainer: None
+
+    def start(self, name: str, max_rounds: int = 0, role: str = "trainer", **config: Any) -> None:
+        """Start a peer, or start it again after it ended; it leaves at ``max_rounds``.
+
+        Args:
+            name: Decides its identity.
+            max_rounds: 0 for never.
+            role: As in its role file.
+            config: More of that file.
+        """
+        before = self.network.peers.get(name)
+        if before is not None and before.alive:
+            self.network.crash(before)
+        peer = self.network.restart(before) if before is not None else self.network.add_peer(name)
+        run_dir = self.folder / name
+        run_dir.mkdir(exist_ok=True)
+        values = {
+            "role": role, "name": name, "run_dir": run_dir, "manifest": run_dir / "manifest.bin",
+            "network": {"listen": ["/ip4/127.0.0.1/tcp/0"]}, "resources": {"device": "cpu"},
+            "stop_after": {"at_round": max_rounds}, "checkpoints": {"every_rounds": 1}, **config,
+        }  # fmt: skip
+        self.tasks[name] = peer.spawn(self._run(peer, PeerConfig.model_validate(values)))
+
+    async def _run(self, peer: SimulatedPeer, config: PeerConfig) -> None:
+        name = peer.name
+        signals = self.signals[name] = StopSignals()
+        signed = SignedManifest.create(self.manifest, peer.signer)
+        others = tuple(other.address for other in self.network.alive if other is not peer)
+        link = SwarmLink(self.manifest.digest, others) if others else None
+        options = peer_options(config, peer.peer_id)
+        node = self.nodes[name] = SimulatedNode(cast(Identity, peer.signer), options, peer.runtime)
+        node.swarm_of, node.simulated = self, peer
+        try:
+            await node._start(link, signed)
+            await serve_and_close(node, config, signals)
+        finally:
+            await node.close(farewell=False)
+            await peer.close()
+
+    def stop(self, name: str) -> None:
+        """SIGTERM."""
+        self.signals[name].stop("signal")
+
+    async def lose_network(self, name: str) -> None:
+        """End the peer's network daemon."""
+        transport: Any = self.nodes[name].transport
+        await transport.close()
+        transport.lose("killed")
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.network.crash(self.network.peers[name])
+        await asyncio.gather(self.tasks[name], return_exceptions=True)
+
+    async def until(self, condition: Callable[[], bool], seconds: float = 600.0) -> None:
+        """Wait in virtual time; the error of a peer that ended surfaces here."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while not condition():
+            for task in self.tasks.values():
+                if task.done() and not task.cancelled():
+                    task.result()
+            assert loop.time() < deadline, f"not within {seconds:g} s"
+            await asyncio.sleep(0.25)
+
+    def summary(self, name: str) -> dict[str, Any]:
+        """What the peer wrote at its end."""
+        values: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_text())
+        return values
+
+    def sync(self, name: str) -> Synchronizer:
+        """A trainer's, or that of the stage that a peer hosts."""
+        synchronizer = self.nodes[name].synchronizer
+        assert synchronizer is not None
+        return synchronizer
+
+    def round(self, name: str) -> int:
+        """The round of a peer's state; -1 before it has one."""
+        node = self.nodes.get(name)
+        return node.synchronizer.head.round if node is not None and node.synchronizer is not None else -1
+
+    def heads(self) -> set[tuple[int, bytes]]:
+        """Round and digest of every peer's state."""
+        syncs = [node.synchronizer for node in self.nodes.values()]
+        return {(sync.head.round, sync.head.digest) for sync in syncs if sync is not None}
+
+
+def use_virtual_time(monkeypatch: pytest.MonkeyPatch, swarm: ProductSwarm) -> None:
+    """Let training threads take turns with the loop, steps and passes take virtual time, and nobody measure."""
+    loop = swarm.network.loop
+    # Threads run only while the loop stands still, so what they schedule needs no wake-up.
+    loop.call_soon_threadsafe = loop.call_soon  # type: ignore[method-assign]
+    monkeypatch.setattr(optimizer, "time", SimpleNamespace(monotonic=loop.time))
+    monkeypatch.setattr(optimizer, "Bridge", LockstepBridge)
+    monkeypatch.setattr(device, "Device", _slow_device)
+    step, begin = Trainer._train_step, Trainer.run
+
+    def run(trainer: Trainer) -> Any:
+        trainer._evaluate = False
+        return begin(trainer)
+
+    def slow_step(trainer: Trainer) -> Any:
+        name = next(name for name, peer in swarm.network.peers.items() if peer.peer_id == trainer._peer)
+        swarm.trainers[name] = trainer
+        trainer.optimizer._bridge.rest(swarm.step_seconds.get(name, STEP_SECONDS))
+        swarm.before_step(name, trainer)
+        return step(trainer)
+
+    monkeypatch.setattr(Trainer, "run", run)
+    monkeypatch.setattr(Trainer, "_train_step", slow_step)
+
+
+def _slow_device(runtime: Any) -> Device:
+    return SlowDevice(runtime, PASS_SECONDS)
