@@ -50,4 +50,15 @@ def configure_logging(log_format: str, level: str) -> None:
     root.setLevel(logging.WARNING)
     # It warns, whenever it is loaded, of kernels for 4 bits that are not there. They are not used.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    logging.getLogger("asyncio").addFilter(_is_ours)
     logging.getLogger("p2ptrain").setLevel(level.upper())
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """True if a record is not about a wait that hivemind leaves behind when a time limit ends its search.
+
+    See ``hivemind.dht.traverse``. Tasks of this package have names (`p2ptrain.tasks`).
+    """
+    message = record.getMessage()
+    is_lost = message.startswith("Task was destroyed but it is pending!")
+    return not (is_lost and "name='Task-" in message and "coro=<Event.wait()" in message)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import logging
 
-from p2ptrain.cli.logs import JsonFormatter
+from p2ptrain.cli.logs import JsonFormatter, _is_ours
 
 
 def test_a_json_line_holds_the_message_what_was_added_and_the_exception() -> None:
@@ -33,3 +33,14 @@ def test_a_library_that_renames_the_levels_does_not_change_the_log() -> None:
         assert json.loads(JsonFormatter().format(record))["level"] == "warning"
     finally:
         logging.addLevelName(logging.WARNING, before)
+
+
+def test_a_wait_that_hivemind_leaves_behind_is_not_logged_and_a_lost_task_of_ours_is() -> None:
+    def logged(name: str, coroutine: str) -> bool:
+        text = f"Task was destroyed but it is pending!\ntask: <Task pending name='{name}' coro=<{coroutine}() done>>"
+        return _is_ours(logging.LogRecord("asyncio", logging.ERROR, "f", 1, text, (), None))
+
+    assert not logged("Task-349", "Event.wait")
+    assert logged("presence", "Event.wait")
+    assert logged("Task-349", "Presence.run")
+    assert _is_ours(logging.LogRecord("asyncio", logging.ERROR, "f", 1, "another %s", ("error",), None))
