@@ -48,12 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         CheckpointError: There is none, or one is torn or tampered with.
         UsageError: OUTPUT is missing, or there where it does not belong.
     """
-    from p2ptrain.cli.stage_checkpoints import completeness, export_stages, find_stage_checkpoints
-    from p2ptrain.training.checkpoint import load_checkpoint, verify_checkpoint
-
     if (arguments.action == "export") != (arguments.output is not None):
         raise UsageError("'export' takes PATH and OUTPUT, the others PATH alone; see 'p2ptrain checkpoint --help'")
     paths = find_checkpoints(arguments.path)
+    from p2ptrain.cli.stage_checkpoints import completeness, export_stages, find_stage_checkpoints
+    from p2ptrain.training.checkpoint import load_checkpoint, verify_checkpoint
+
     if arguments.action == "export" and find_stage_checkpoints(arguments.path):
         export_stages(
             arguments.path, paths, arguments.manifest, arguments.output, arguments.by_round, arguments.weights
@@ -81,6 +81,8 @@ def find_checkpoints(path: Path) -> list[Path]:
     Raises:
         CheckpointError: There is none.
     """
+    if not path.exists():
+        raise ConfigError(f"{path} is not there: give a peer's run directory, or a checkpoint's folder")
     from p2ptrain.cli.stage_checkpoints import find_stage_checkpoints
     from p2ptrain.training.checkpoint import DESCRIPTION_FILE
 
@@ -93,8 +95,6 @@ def find_checkpoints(path: Path) -> list[Path]:
                 return sorted(found, key=lambda entry: int(entry.name.partition("-")[0]))
     if of_stages := find_stage_checkpoints(path):
         return of_stages
-    if not path.exists():
-        raise ConfigError(f"{path} is not there: give a peer's run directory, or a checkpoint's folder")
     raise CheckpointError(f"there is no checkpoint in {path}: give a peer's run directory, or a checkpoint's folder")
 
 

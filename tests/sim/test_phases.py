@@ -125,6 +125,32 @@ def test_who_was_stopped_does_not_end_alone_a_round_that_the_others_ended(
     simulate(main, seed=40 + PHASES.index(phase))
 
 
+@pytest.mark.fault(16)
+def test_who_was_stopped_in_a_round_of_its_own_does_not_end_it_when_another_has() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm, accounts = await start_with_accounts(network, 2)
+        absent, alone = swarm.trainers["t0"], swarm.trainers["t1"]
+        stopped: list[int] = []
+
+        def stop(phase: str, round: int) -> None:
+            if phase == "reduce" and network.loop.is_frozen(absent.peer) and not stopped:
+                stopped.append(round)
+                network.stall(alone.peer, 40.0)
+
+        alone.sync.averager.on_phase = stop
+        network.stall(absent.peer, 25.0)
+        await swarm.until(lambda: bool(stopped), 60, "one begins a round alone")
+        front = stopped[0]
+        await swarm.until(lambda: absent.sync.head.round > front + 2, 60, "the other one goes on")
+        assert network.loop.is_frozen(alone.peer)
+        await swarm.until(lambda: swarm.in_agreement(front + 8) and same_lineage(swarm), 180, "all are in one lineage")
+        ends = Counter((body.round, body.lineage) for body in accounts.bodies.values())
+        assert max(ends.values()) == 1, "a round ended twice"
+        await swarm.end()
+
+    simulate(main, seed=3)
+
+
 @pytest.mark.fault(4)
 @pytest.mark.parametrize("phase", PHASES)
 def test_two_peers_crash_in_the_same_phase(phase: str) -> None:

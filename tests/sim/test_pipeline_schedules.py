@@ -150,6 +150,28 @@ def test_a_host_that_ends_a_round_alone_leaves_when_another_has_its_result() -> 
     simulate(main, seed=1)
 
 
+def test_hosts_that_end_a_round_together_leave_when_one_that_stays_has_its_result() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline, trainer = await begin(network, 0, 1, 1, 1)
+        assert all((await pipeline.feed(trainer, range(6), 6)).values())
+        first, second, stays = [peer for peer in pipeline.hosts if peer.stage == 1]
+        for mover in (first, second):
+            assert isinstance(mover, CountingPeer)
+            mover.go(0)
+        await until(lambda: all(mover.is_leaving for mover in (first, second) if isinstance(mover, CountingPeer)))
+        await asyncio.sleep(0.5)  # Both have its promise.
+        network.stall(stays.peer, 8.0)
+        await until(lambda: first.stage == second.stage == 0)
+        assert stays.hosted is not None
+        assert stays.hosted.units[0].round == 1
+        assert all((await pipeline.feed(trainer, range(6, 48), 6)).values())
+        await until(pipeline.is_level)
+        pipeline.check()
+        await pipeline.close()
+
+    simulate(main, seed=1)
+
+
 @pytest.mark.parametrize("are_others_through", [False, True])
 def test_a_round_that_died_with_the_host_that_had_it_goes_on_after_it_was_closed(are_others_through: bool) -> None:
     async def main(network: SimulatedNetwork) -> None:
