@@ -32,6 +32,11 @@ def test_a_command_s_help_imports_nothing_heavy(command: str) -> None:
     assert loaded(code) == ""
 
 
+@pytest.mark.parametrize("words", [["ls", "none"], ["export", "none"]])
+def test_a_mistake_about_checkpoints_imports_nothing_heavy(words: list[str]) -> None:
+    assert loaded(f"from p2ptrain.cli.main import main; assert main(['checkpoint', *{words}])") == ""
+
+
 @pytest.mark.parametrize("words", [[], ["--set", "training.every=1", "--set", "pipeline.stages=2"]])
 def test_init_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
     assert loaded(f"from p2ptrain.cli.main import main; main(['init', {str(tmp_path / 'run')!r}, *{words}])") == ""
