@@ -103,7 +103,7 @@ def _committed_tokens(values: Sequence[Mapping[str, Any]]) -> int:
     by_stage: Counter[int] = Counter()
     for value in values:
         if type(stage := value.get("stage")) is int:
-            by_stage[stage] += int(value["stage_tokens"])
+            by_stage[stage] += int(value.get("stage_tokens", 0))
     if by_stage:
         return min(by_stage.values())
     return sum(int(value["tokens"]) for value in values)
