@@ -10,15 +10,23 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
-TEST_SECONDS = 600.0
+TEST_SECONDS = 180.0
+"""How long one test may take, of which most take seconds; a longer one counts as a failure of the list."""
+ALL_SECONDS = 900.0
+"""The same for the tests of all mutants, without a change."""
+PASSES, FAILS = "passes", "fails"
 
 
 @dataclass(frozen=True)
@@ -182,6 +190,532 @@ MUTANTS = (
         "return [self._known[peer].record for peer in sorted(self._known)]",
         "unit/averaging/test_membership.py -k expired",
     ),
+    Mutant(
+        "a certificate holds one signature of a member",
+        "averaging/certificate.py",
+        "if len(proofs) > len(body.members) or len({peer for peer, _ in proofs}) < len(proofs):",
+        "if False:",
+        "unit/averaging/test_certificate.py -k repeated",
+    ),
+    Mutant(
+        "the counts of a body are integers",
+        "averaging/certificate.py",
+        "                and all(type(count) is int for contributor in body.contributors for count in contributor)\n",
+        "",
+        "unit/averaging/test_certificate.py -k no_integers",
+    ),
+    Mutant(
+        "a round moves the data position by the fastest reader for all members",
+        "averaging/certificate.py",
+        "return self.samples_before + sum(self.peers) * self.most_samples",
+        "return self.samples_before + sum(samples for *_, samples in self.contributors)",
+        "unit/averaging/test_certificate.py -k advances_the_data",
+    ),
+    Mutant(
+        "a result of a part of the swarm ends no round",
+        "averaging/certificate.py",
+        "        if not self.is_last:\n",
+        "        if False:\n",
+        "unit/averaging/test_certificate.py -k part_of_the_swarm",
+    ),
+    Mutant(
+        "more tokens win before more rounds",
+        "averaging/head.py",
+        "return (self.tokens, self.round, other.lineage) > (other.tokens, other.round, self.lineage)",
+        "return (self.round, self.tokens, other.lineage) > (other.round, other.tokens, self.lineage)",
+        "unit/averaging/test_certificate.py -k more_tokens_win",
+    ),
+    Mutant(
+        "nobody renounces while another member may hold a result",
+        "averaging/settle.py",
+        "return all(standing.is_over for peer, standing in others.items() if peer not in silent)",
+        "return True",
+        "unit/averaging/test_settle.py -k nobody_renounces",
+    ),
+    Mutant(
+        "a result that all others gave up is given up",
+        "averaging/settle.py",
+        "if attempt.certificate() is not None and await self._was_given_up(attempt, others):",
+        "if False:",
+        "unit/averaging/test_settle.py -k all_others_gave_up",
+    ),
+    Mutant(
+        "a member that gave up hands out no signature",
+        "averaging/settle.py",
+        "        attempt.body, attempt.contributors, attempt.means = None, None, [None] * len(attempt.means)\n"
+        "        attempt.proofs.clear()\n",
+        "",
+        "unit/averaging/test_settle.py -k hands_out_no_signature",
+    ),
+    Mutant(
+        "a certificate is excluded once the rest is no majority",
+        "averaging/settle.py",
+        "return members - renounced >= majority and Standing.WITHHOLDS not in standings",
+        "return members - renounced > majority and Standing.WITHHOLDS not in standings",
+        "unit/averaging/test_settle.py -k is_excluded",
+    ),
+    Mutant(
+        "a beat may be as late as the latest ones were",
+        "averaging/patience.py",
+        ", LATENESSES * latest_seconds)",
+        ")",
+        "unit/averaging/test_patience.py -k beat",
+    ),
+    Mutant(
+        "the rest may take a fifth longer than the quorum",
+        "averaging/patience.py",
+        "return grace_seconds + SLACK * seconds_until_quorum",
+        "return grace_seconds",
+        "unit/averaging/test_patience.py -k fifth",
+    ),
+    Mutant(
+        "a leader that stood still takes nobody for silent",
+        "averaging/absent.py",
+        "if now - asked <= 2 * patience_seconds:",
+        "if True:",
+        "unit/averaging/test_absent.py -k stood_still",
+    ),
+    Mutant(
+        "older records are ignored",
+        "averaging/membership.py",
+        "elif sequence > known.sequence:",
+        "else:",
+        "unit/averaging/test_membership.py -k older_records",
+    ),
+    Mutant(
+        "a suspect stays out for its back-off",
+        "averaging/membership.py",
+        "return self._runtime.now() < known.suspect_until or known.sequence",
+        "return known.sequence",
+        "unit/averaging/test_membership.py -k back_off",
+    ),
+    Mutant(
+        "one leader's broken groups make no peer avoided",
+        "averaging/membership.py",
+        'known.broke_under.add(leader or f"itself {known.breaks}")',
+        'known.broke_under.add(f"itself {known.breaks}")',
+        "unit/averaging/test_membership.py -k one_leader",
+    ),
+    Mutant(
+        "the number of known peers is bounded",
+        "averaging/membership.py",
+        "if len(self._known) >= MAX_KNOWN_PEERS:",
+        "if False:",
+        "unit/averaging/test_membership.py -k flood",
+    ),
+    Mutant(
+        "a rule by votes counts no tokens",
+        "averaging/robust.py",
+        "    if spec.aggregation in VOTING_RULES:\n        return [1",
+        "    if False:\n        return [1",
+        "unit/averaging/test_robust.py -k claimed_tokens",
+    ),
+    Mutant(
+        "tokens count up to a multiple of the median",
+        "averaging/robust.py",
+        "min(float(count), spec.max_weight_ratio * usual) if usual else float(count)",
+        "float(count)",
+        "unit/averaging/test_robust.py -k multiple_of_the_median",
+    ),
+    Mutant(
+        "a norm that is not finite is out of proportion",
+        "averaging/robust.py",
+        "if not norm <= max_ratio * usual",
+        "if max_ratio * usual < norm < math.inf",
+        "unit/averaging/test_robust.py -k infinite",
+    ),
+    Mutant(
+        "a round that too few are ready for is not formed",
+        "averaging/rally.py",
+        "    if situation.ready < spec.min_peers:\n",
+        "    if False:\n",
+        "unit/averaging/test_rally.py -k below_the_minimum",
+    ),
+    Mutant(
+        "without a quorum the round is given up",
+        "averaging/rally.py",
+        "    if not has_quorum(situation, spec):\n        if out_of_time:",
+        "    if not (out_of_time or has_quorum(situation, spec)):\n        if out_of_time:",
+        "unit/averaging/test_rally.py -k without_a_quorum",
+    ),
+    Mutant(
+        "half of the delegates are no quorum",
+        "averaging/rally.py",
+        "situation.ready <= situation.missing:",
+        "situation.ready < situation.missing:",
+        "unit/averaging/test_rally.py -k delegates",
+    ),
+    Mutant(
+        "the group forms once the grace period is over",
+        "averaging/rally.py",
+        "if out_of_time or (situation.seconds_since_quorum or 0.0) >= spec.grace_seconds:",
+        "if out_of_time:",
+        "unit/averaging/test_rally.py -k grace",
+    ),
+    Mutant(
+        "work in a round that its peer did not see end is not brought again",
+        "averaging/own_work.py",
+        "return any(body.members[index] == self._peer for index, *_ in body.contributors)",
+        "return False",
+        "sim/test_catching_up.py -k whose_end_was_not_seen",
+    ),
+    Mutant(
+        "a residual decays",
+        "averaging/feedback.py",
+        "if self._decay != 1.0:",
+        "if False:",
+        "unit/averaging/test_feedback.py -k decays",
+    ),
+    Mutant(
+        "means have the hashes of their certificate",
+        "averaging/history.py",
+        "if mean_root(codec, mean, size, chunk) != body.hashes[index]:",
+        "if False:",
+        "unit/averaging/test_history.py -k other_means",
+    ),
+    Mutant(
+        "a delegate brings its group's result",
+        "averaging/origins.py",
+        "if codec_here.encode(self._values(first, last, pieces)) != memoryview(part)[begin:end]:",
+        "if self._values(first, last, pieces) is None:",
+        "unit/averaging/test_origins.py -k a_change_is_found",
+    ),
+    Mutant(
+        "a batch whose gradient is not finite takes no step",
+        "training/optimizer.py",
+        "if math.isfinite(clip_gradients(self._trained(), limit)):",
+        "if clip_gradients(self._trained(), limit) is not None:",
+        "unit/training/test_dropped_batches.py -k leaves_no_trace",
+    ),
+    Mutant(
+        "many bad batches set the live model anew",
+        "training/optimizer.py",
+        "if self._dropped.in_a_row == DROPS_TO_BEGIN_ANEW:",
+        "if False:",
+        "unit/training/test_dropped_batches.py -k begins_anew",
+    ),
+    Mutant(
+        "bad batches that never end end training",
+        "training/dropped_batches.py",
+        "if self.in_a_row >= MAX_DROPS:",
+        "if False:",
+        "unit/training/test_dropped_batches.py -k never_end",
+    ),
+    Mutant(
+        "the learning rate follows the round",
+        "training/optimizer.py",
+        "return round_ * self._steps_per_round + min(self._work.steps, self._steps_per_round - 1)",
+        "return self.total_steps",
+        "unit/training/test_rates_by_round.py -k late_peer",
+    ),
+    Mutant(
+        "a step counts within its round",
+        "training/optimizer.py",
+        "min(self._work.steps, self._steps_per_round - 1)",
+        "self._work.steps",
+        "unit/training/test_rates_by_round.py -k no_further",
+    ),
+    Mutant(
+        "gradients are clipped",
+        "training/optimizer.py",
+        "limit = self._clip_norm if self._every > 1 and self._clip_norm else math.inf",
+        "limit = math.inf",
+        "unit/training/test_dropped_batches.py -k clipped_by_the_norm",
+    ),
+    Mutant(
+        "a repeated row of a sparse gradient counts once in the norm",
+        "training/gradients.py",
+        "            parameter.grad = parameter.grad.coalesce()\n",
+        "            parameter.grad = parameter.grad._coalesced_(True)\n",
+        "unit/training/test_gradients.py -k repeated_rows",
+    ),
+    Mutant(
+        "work that waits comes back with a checkpoint",
+        "training/local_work.py",
+        'self.pending, self.samples, self.steps = list(counts["pending"]), counts["samples"], counts["steps"]',
+        "pass",
+        "unit/training/test_saving.py -k had_not_stopped",
+    ),
+    Mutant(
+        "what is not finite is neither saved nor restored",
+        "training/saving.py",
+        "if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):",
+        "if True:",
+        "unit/training/test_saving.py -k not_finite",
+    ),
+    Mutant(
+        "a restored state has the digest of its checkpoint",
+        "training/saving.py",
+        "if state.tree().root != checkpoint.head.digest:",
+        "if False:",
+        "unit/training/test_saving.py -k another_digest",
+    ),
+    Mutant(
+        "a result is mixed into the live values",
+        "training/local_work.py",
+        "return live.sub_(shared).mul_(self._mixing).add_(shared)",
+        "return shared",
+        "unit/training/test_overlap.py -k mixed_in",
+    ),
+    Mutant(
+        "a source below the least rate is given up",
+        "network/pace.py",
+        "if received - mark >= rate.bytes_per_second * rate.window_seconds:",
+        "if received > mark:",
+        "unit/training/test_transfer.py -k least_rate",
+    ),
+    Mutant(
+        "a chunk's proof leads to the digest",
+        "training/partial_download.py",
+        "if not proves(self._description, leaf, index, self.cut.num_chunks, proof, stamp.digest):",
+        "if False:",
+        "unit/training/test_transfer.py -k 'lying_source or only_liars'",
+    ),
+    Mutant(
+        "members read different samples",
+        "training/data.py",
+        "return self.at(cursor + rank + count * number)",
+        "return self.at(cursor + rank + number)",
+        "unit/training/test_data.py -k read_nothing_twice",
+    ),
+    Mutant(
+        "a trainer of a pipeline reserves positions before it reads",
+        "training/data.py",
+        "        if self._next > self._reserved:\n",
+        "        if False:\n",
+        "unit/training/test_reading_position.py -k killed",
+    ),
+    Mutant(
+        "a trainer of a pipeline that stops keeps its position",
+        "training/pipeline_trainer.py",
+        "        finally:\n            self._position.save()\n",
+        "        finally:\n            pass\n",
+        "sim/test_product_pipeline.py -k reads_on",
+    ),
+    Mutant(
+        "a microbatch that runs is not settled",
+        "pipeline/ledger.py",
+        "if entry is None or entry.state is State.RUNNING:\n            return False",
+        "if entry is None:\n            return False",
+        "unit/pipeline/test_ledger.py -k what_runs_is_not_settled",
+    ),
+    Mutant(
+        "a round that closes takes out what nobody settled",
+        "pipeline/ledger.py",
+        "unsettled = [id for id, entry in self._entries.items() if entry.state is not State.SETTLED]",
+        "unsettled = [id for id, entry in self._entries.items() if entry.state is State.RUNNING]",
+        "unit/pipeline/test_host.py -k closes_takes_out",
+    ),
+    Mutant(
+        "a microbatch counts in its own round only",
+        "pipeline/ledger.py",
+        "if id.round != self.round or self.is_closed:",
+        "if self.is_closed:",
+        "unit/pipeline/test_ledger.py -k another_round",
+    ),
+    Mutant(
+        "one trainer cannot fill a host",
+        "pipeline/ledger.py",
+        "        if too_many or too_much:\n",
+        "        if too_much:\n",
+        "unit/pipeline/test_ledger.py -k cannot_fill",
+    ),
+    Mutant(
+        "a failed host is out until it publishes again",
+        "pipeline/routing.py",
+        "            if state.sequence <= failed_at:\n                continue\n",
+        "",
+        "unit/pipeline/test_routing.py -k publishes_again",
+    ),
+    Mutant(
+        "a new host does not make up for the time before",
+        "pipeline/routing.py",
+        "min((each.virtual_time for each in self._hosts.values()), default=0.0)",
+        "0.0",
+        "unit/pipeline/test_routing.py -k newcomer",
+    ),
+    Mutant(
+        "a route that lacks a host counts nothing",
+        "pipeline/routing.py",
+        "        for stage in self.stages:\n            if not stage.hosts:\n                stage.draw(work)\n",
+        "",
+        "unit/pipeline/test_routing.py -k without_a_host",
+    ),
+    Mutant(
+        "a small difference moves no host",
+        "pipeline/placement.py",
+        "<= slower * (1 + margin / math.sqrt(max(counts[target], 1))):",
+        "<= slower:",
+        "unit/pipeline/test_placement.py -k small_differences",
+    ),
+    Mutant(
+        "text in a record is printable",
+        "network/record_checks.py",
+        '        expect(value.isprintable(), name, "holds control characters")  # it is printed on terminals\n',
+        "",
+        "unit/network/test_records.py -k 'out_of_bounds and not stage'",
+    ),
+    Mutant(
+        "a record names a stage once",
+        "network/records.py",
+        '    checks.expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")\n',
+        "",
+        "unit/network/test_records.py -k named_twice",
+    ),
+    Mutant(
+        "a record is stored under its own peer's id",
+        "node/presence.py",
+        "if opened.peer != peer:",
+        "if False:",
+        "unit/node/test_presence.py -k another_peers_id",
+    ),
+    Mutant(
+        "one peer's streams are bounded",
+        "network/rpc_server.py",
+        "if self._inbound[peer] >= self._limits.inbound_streams_per_peer:",
+        "if False:",
+        "unit/network/test_rpc_server.py -k flood",
+    ),
+    Mutant(
+        "a header has a deadline",
+        "network/rpc_server.py",
+        "async with asyncio.timeout(self._limits.header_seconds):",
+        "async with asyncio.timeout(None):",
+        "unit/network/test_rpc_server.py -k slow_header",
+    ),
+    Mutant(
+        "a request is no longer than its handler takes",
+        "network/rpc_server.py",
+        "        if length > max_bytes:\n",
+        "        if False:\n",
+        "unit/network/test_rpc_server.py -k garbage",
+    ),
+    Mutant(
+        "a peer of another swarm is refused",
+        "network/rpc_server.py",
+        "        if swarm != self._swarm:\n",
+        "        if False:\n",
+        "unit/network/test_rpc_server.py -k another_swarm",
+    ),
+    Mutant(
+        "what waits in an inbox is bounded",
+        "network/inbox.py",
+        "if self._items and self.num_bytes + num_bytes > self._max_bytes:",
+        "if False:",
+        "unit/network/test_inbox.py -k bound",
+    ),
+    Mutant(
+        "a peer that was stopped itself blames no other",
+        "network/heartbeat.py",
+        "        if now > self._due + min(LATE_SECONDS, LATE_SHARE * self.silence_seconds):\n",
+        "        if False:\n",
+        "unit/network/test_heartbeat.py -k stood_still",
+    ),
+    Mutant(
+        "a key that others can read is refused",
+        "network/identity.py",
+        "    if mode & 0o077:\n",
+        "    if False:\n",
+        "unit/network/test_identity.py -k readable_by_others",
+    ),
+    Mutant(
+        "a wrong peer id is remembered behind the daemon's back-off",
+        "network/wrong_peers.py",
+        "elif _BACKOFF not in reason:",
+        "else:",
+        "unit/network/test_wrong_peers.py -k behind_the_daemons_backoff",
+    ),
+    Mutant(
+        "a manifest is signed by its organizer",
+        "manifest.py",
+        'if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):',
+        "if False:",
+        "unit/test_manifest.py -k did_not_sign",
+    ),
+    Mutant(
+        "a manifest has the digest of the link",
+        "manifest.py",
+        "if digest is not None and actual != digest:",
+        "if False:",
+        "unit/test_manifest.py -k another_manifest",
+    ),
+    Mutant(
+        "a full disk has its exit code",
+        "errors.py",
+        "    exit_code = 7\n",
+        "    exit_code = 1\n",
+        "unit/test_errors.py -k exit_code",
+    ),
+    Mutant(
+        "a drain saves for a training thread that is stuck",
+        "node/draining.py",
+        "if not (trainer.is_saving or trainer.is_saved or has_failed_to_save):",
+        "if False:",
+        "unit/node/test_draining.py -k stuck",
+    ),
+    Mutant(
+        "a drain gives up a round that does not end",
+        "node/draining.py",
+        '    bridge.cancel("the peer leaves")\n',
+        "",
+        "unit/node/test_draining.py -k given_up_after_a_third",
+    ),
+    Mutant(
+        "a peer whose network daemon ended asks to be started again",
+        "node/run.py",
+        'if signals.reason.startswith("the network daemon ended"):',
+        "if False:",
+        "sim/test_product_trainer.py -k daemon_ends",
+    ),
+    Mutant(
+        "a trainer saves when it stops",
+        "training/trainer.py",
+        '        with self._jobs("saving a checkpoint", ""):\n            self._save()\n',
+        "",
+        "sim/test_product_trainer.py -k 'hands_in and 4'",
+    ),
+    Mutant(
+        "a swarm with a warning is not healthy",
+        "monitor/headline.py",
+        'return "degraded" if "warning" in severities else "healthy"',
+        'return "healthy"',
+        "unit/monitor/test_headline.py -k health",
+    ),
+    Mutant(
+        "one peer does not make up the loss",
+        "monitor/headline.py",
+        "loss=statistics.median(losses) if losses else None",
+        "loss=max(losses) if losses else None",
+        "unit/monitor/test_headline.py -k one_liar",
+    ),
+    Mutant(
+        "a second signal ends the process",
+        "node/signals.py",
+        'if self.requested.is_set() and self.reason == "signal":',
+        "if False:",
+        "unit/node/test_signals.py",
+    ),
+    Mutant(
+        "a task that fails is told of",
+        "tasks.py",
+        '        logger.error("%s failed", task.get_name(), exc_info=error)\n',
+        "        pass\n",
+        "unit/test_tasks.py -k logged_with_its_trace",
+    ),
+    Mutant(
+        "values that are not finite are not encoded",
+        "codecs/dense.py",
+        "            if not bool(np.isfinite(values[piece]).all()):\n                raise",
+        "            if False:\n                raise",
+        "unit/codecs/test_codecs.py -k 'not_finite_are_not_encoded and fp32'",
+    ),
+    Mutant(
+        "no half byte of an encoding hides anything",
+        "codecs/blockwise.py",
+        '            raise CodecError(f"{self.name}: the unused half of a block\'s last byte is not zero")\n',
+        "            pass\n",
+        "unit/codecs/test_symmetric.py -k unused_half",
+    ),
 )
 
 
@@ -190,48 +724,103 @@ def occurrences(mutant: Mutant) -> int:
     return (ROOT / "p2ptrain" / mutant.file).read_text().count(mutant.before)
 
 
-def run(mutants: tuple[Mutant, ...]) -> list[str]:
-    """Run mutants one after another in a copy of the tree; what is wrong, one line each."""
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        for name in ("p2ptrain", "tests", "benchmarks", "examples"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        for test in sorted({mutant.test for mutant in mutants}):
-            if _fails(copy, test):
-                wrong.append(f"{test} fails without any change")
-        for number, mutant in enumerate(mutants, 1):
+def run(mutants: tuple[Mutant, ...], jobs: int = 1) -> list[str]:
+    """Run mutants in copies of the tree; what is wrong, one line each."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(jobs):
+            copies.put(_copy_tree(Path(folder) / str(number)))
+        began = time.monotonic()
+        healthy = _with(copies, lambda copy: _pytest(copy, *_all_tests(mutants), seconds=ALL_SECONDS))
+        wrong = [f"the tests do not pass without any change: pytest {healthy}"] if healthy != PASSES else []
+        print(f"all tests without any change: {time.monotonic() - began:.0f} s", flush=True)
+
+        def judge(numbered: tuple[int, Mutant]) -> str:
+            number, mutant = numbered
             began = time.monotonic()
-            path = copy / "p2ptrain" / mutant.file
-            text = path.read_text()
-            path.write_text(text.replace(mutant.before, mutant.after, 1))
-            is_caught = text.count(mutant.before) == 1 and _fails(copy, mutant.test)
-            path.write_text(text)
-            verdict = "caught" if is_caught else "NOT CAUGHT"
+            outcome = _with(copies, lambda copy: _broken_outcome(copy, mutant))
+            verdict = "caught" if outcome == FAILS else "NOT CAUGHT"
             seconds = time.monotonic() - began
             print(f"{number:3} of {len(mutants)}  {seconds:5.1f} s  {verdict}  {mutant.name}", flush=True)
-            if not is_caught:
-                wrong.append(f"not caught by {mutant.test}: {mutant.name}")
-    return wrong
+            return "" if outcome == FAILS else f"not caught by {mutant.test}, which {outcome}: {mutant.name}"
+
+        return [*wrong, *filter(None, threads.map(judge, enumerate(mutants, 1)))]
 
 
-def _fails(copy: Path, test: str) -> bool:
-    """Whether a test fails in the copy; a run that selects nothing is an error of the list."""
+def _copy_tree(copy: Path) -> Path:
+    for name in ("p2ptrain", "tests", "benchmarks", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    return copy
+
+
+def _with(copies: SimpleQueue[Path], work: Callable[[Path], str]) -> str:
+    """Do ``work`` in a copy that no other thread uses."""
+    copy = copies.get()
+    try:
+        return work(copy)
+    finally:
+        copies.put(copy)
+
+
+def _broken_outcome(copy: Path, mutant: Mutant) -> str:
+    path = copy / "p2ptrain" / mutant.file
+    text = path.read_text()
+    if text.count(mutant.before) != 1:
+        return "does not fit the product any more"
+    path.write_text(text.replace(mutant.before, mutant.after, 1))
+    try:
+        return _outcome(copy, mutant.test)
+    finally:
+        path.write_text(text)
+
+
+def _outcome(copy: Path, test: str) -> str:
+    file, words = _parts(test)
+    return _pytest(copy, "-x", f"tests/{file}", *(("-k", words) if words else ()), seconds=TEST_SECONDS)
+
+
+def _all_tests(mutants: tuple[Mutant, ...]) -> list[str]:
+    """Arguments that select at least the tests of all mutants, so that one process runs them."""
+    tests = sorted({_parts(mutant.test) for mutant in mutants})
+    words = sorted({words or Path(file).stem for file, words in tests})
+    return [*sorted({f"tests/{file}" for file, _ in tests}), "-k", " or ".join(f"({each})" for each in words)]
+
+
+def _parts(test: str) -> tuple[str, str]:
     file, _, words = test.partition(" -k ")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{file}"]
-    command += ["-k", words.strip("'")] if words else []
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS)
-    if done.returncode not in (0, 1):
-        raise RuntimeError(f"{test} did not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    return done.returncode == 1
+    return file, words.strip("'")
+
+
+def _pytest(copy: Path, *arguments: str, seconds: float) -> str:
+    """How pytest ends in the copy: it passes, or fails, or is of no use to the list."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "CI": "true",
+        "PYTHONPATH": str(copy),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    with subprocess.Popen(
+        command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # With all that the tests started.
+            return f"takes more than {seconds:g} s"
+    if process.returncode not in (0, 1):
+        return f"does not run: {said[-1000:]}"
+    return FAILS if process.returncode else PASSES
 
 
 def main() -> int:
     """Run what the command line asks for; 1 if a mutant lives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name has this in it")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="tests at a time")
     parser.add_argument("--list", action="store_true", help="show them, run nothing")
     options = parser.parse_args()
     chosen = tuple(mutant for mutant in MUTANTS if options.only in mutant.name)
@@ -239,7 +828,7 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.name}\n    {mutant.file}; tests/{mutant.test}")
         return 0
-    wrong = run(chosen)
+    wrong = run(chosen, options.jobs)
     print(f"{len(chosen) - sum(line.startswith('not') for line in wrong)} of {len(chosen)} mutants caught")
     print(*wrong, sep="\n")
     return bool(wrong)

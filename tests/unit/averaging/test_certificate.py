@@ -198,3 +198,9 @@ def test_samples_that_would_push_the_data_position_out_of_range_are_refused() ->
     ticket = replace(make_ticket("a"), samples=1 << 61).signed(SWARM, NamedSigner("a"))
     with pytest.raises(IntegrityError, match="samples"):
         Ticket.from_wire(ticket.to_wire(), SWARM, VERIFIER, 1e9)
+
+
+def test_a_result_of_a_part_of_the_swarm_ends_no_round() -> None:
+    body = replace(make_body(), levels=2)
+    with pytest.raises(IntegrityError, match="does not end a round"):
+        body.next_head(b"d" * 32, b"")

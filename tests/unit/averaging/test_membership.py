@@ -88,6 +88,18 @@ def test_a_suspect_comes_back_with_a_newer_record_after_the_back_off_but_not_bef
     assert membership.why_not_expected("a") == "silent"
 
 
+def test_a_suspect_that_failed_often_stays_out_for_its_back_off_whatever_its_records_say() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    for _ in range(4):  # 2, 4, 8, 16 seconds.
+        membership.suspect("a", "silent")
+    clock.now += 15.0
+    see(membership, "a", sequence=2)
+    assert membership.is_suspect("a")
+    clock.now += 1.0
+    assert not membership.is_suspect("a")
+
+
 def test_a_record_that_was_written_before_its_peer_fell_silent_and_seen_after_proves_nothing() -> None:
     membership, clock = make_membership()
     see(membership, "a")

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.patience import attempt_seconds, least_mask, patience_seconds, quorum_of_others
+from p2ptrain.averaging.patience import (
+    attempt_seconds,
+    beat_seconds,
+    least_mask,
+    patience_seconds,
+    quiet_seconds,
+    quorum_of_others,
+)
 from p2ptrain.manifest import AveragingSpec
 
 SPEC = AveragingSpec(grace_seconds=3.0, round_seconds=60.0)
@@ -31,7 +38,14 @@ def test_an_honest_owner_that_refuses_a_minority_counts_enough(members: int, quo
 
 @given(st.floats(0, 1e4), st.floats(0, 600))
 def test_the_rest_costs_at_most_a_fifth_more_and_the_grace_period(until_quorum: float, grace: float) -> None:
-    assert until_quorum + patience_seconds(until_quorum, grace) <= 1.2 * until_quorum + grace + 1e-6
+    assert until_quorum + patience_seconds(until_quorum, grace) == pytest.approx(1.2 * until_quorum + grace)
+
+
+def test_a_beat_may_be_later_where_the_link_or_the_machine_is_slow() -> None:
+    usual = quiet_seconds(8.0, 0.5, 0.01, 0.0)
+    assert usual == beat_seconds(8.0) + 0.5
+    assert quiet_seconds(8.0, 0.5, 1.0, 0.0) == usual + 3.5
+    assert quiet_seconds(8.0, 0.5, 0.01, 2.0) == usual + 5.5
 
 
 @given(durations)

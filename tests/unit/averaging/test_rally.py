@@ -52,6 +52,15 @@ def test_without_a_quorum_the_deadline_gives_up_instead_of_forking_the_swarm() -
     assert "2 of 6" in decision.reason
 
 
+def test_half_of_the_delegates_are_no_quorum_before_the_time_is_up() -> None:
+    def of_delegates(ready: int, missing: int, waiting: float = 0.0) -> Situation:
+        return Situation(ready, missing, False, waiting, 0.0, of_delegates=True)
+
+    assert decide(of_delegates(2, 2), SPEC).action == "wait"
+    assert decide(of_delegates(3, 2), SPEC).action == "close"
+    assert decide(of_delegates(2, 2, waiting=20.0), SPEC).action == "form"
+
+
 def test_below_the_minimum_nothing_forms() -> None:
     assert decide(situation(1, 0), SPEC).action == "wait"
     assert decide(situation(1, 0, waiting=20.0), SPEC).action == "give up"

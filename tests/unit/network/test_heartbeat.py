@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -11,6 +13,7 @@ from p2ptrain.errors import PeerLostError, PeerSilentError
 from p2ptrain.network.channel import Channel
 from p2ptrain.network.heartbeat import Heartbeat
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from p2ptrain.network.transport import Stream
 from tests.support.sim.channels import against, conversation, talkers
 
 
@@ -170,3 +173,27 @@ def test_a_pause_of_ones_own_is_no_silence_and_counts_from_its_end() -> None:
     assert all(later - earlier == pytest.approx(3.0) for earlier, later in pairwise(pings))
     assert [seconds for name, seconds in events if name == "silent"] == [pytest.approx(110.0)]
     assert events[-1][0] == "silent"
+
+
+def test_a_process_that_stood_still_gives_the_other_side_its_whole_time_again() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        loop, silences = network.loop, list[float]()
+        peer = network.add_peer("a")
+        stream = cast(Stream, SimpleNamespace(num_arrived=0))
+
+        async def listen() -> None:
+            heartbeat = Heartbeat(stream, 2.0, 10.0, lambda: None, lambda: silences.append(loop.time()))
+            await asyncio.sleep(120.0)
+            heartbeat.stop()
+
+        listening = peer.spawn(listen())
+        await asyncio.sleep(1.0)
+        network.stall(peer, 60.0)
+        await asyncio.sleep(69.0)
+        assert silences == []
+        await asyncio.sleep(5.0)
+        assert silences == [71.0]
+        await listening
+        await peer.close()
+
+    simulate(main, 1)

@@ -1,4 +1,4 @@
-"""Being seen and seeing goes on after a defect: the loops of a peer's presence are started again."""
+"""Being seen and seeing: records of others are believed under their own ids, and the loops go on after a defect."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from p2ptrain.averaging.membership import Membership
 from p2ptrain.network.directory import Directory, Entry
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records import PeerRecord, peers_key, seal_record
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.node.presence import LIFETIME_SECONDS, Presence
+from p2ptrain.node.presence import LIFETIME_SECONDS, RECORD_KIND, Presence, RecordReader
 from tests.support.web.watched import trainer
 
 SWARM = bytes(32)
@@ -68,3 +68,23 @@ def test_a_peer_stays_visible_after_a_defect_in_its_presence(caplog: pytest.LogC
     simulate(main, seed=1)
     assert "presence-refresh failed" in caplog.text
     assert "starting it again" in caplog.text
+
+
+def test_a_record_that_is_stored_under_another_peers_id_is_dropped() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        ada, bob = network.add_peer("ada"), network.add_peer("bob")
+        expires_at = ada.runtime.now() + LIFETIME_SECONDS
+        payload = trainer(ada.peer_id).to_payload()
+        sealed = seal_record(RECORD_KIND, SWARM, payload, 1, expires_at, ada.signer)
+        for subkey in (ada.peer_id, bob.peer_id):
+            assert await bob.directory.publish(peers_key(SWARM), subkey, sealed, expires_at, 5.0)
+        await asyncio.sleep(5.0)
+        reader = RecordReader(bob.directory, SWARM, bob.signer)
+        found = await reader.read(5.0)
+        assert found is not None
+        assert [record.peer for record, *_ in found] == [ada.peer_id]
+        assert reader.rejected == 1
+        for peer in (ada, bob):
+            await peer.close()
+
+    simulate(main, seed=1)

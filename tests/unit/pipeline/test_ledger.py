@@ -191,3 +191,13 @@ def test_what_was_given_up_may_come_again_and_counts_once() -> None:
     assert ledger.settle(id), "a trainer may say it twice"
     assert ledger.abandon(id) is None, "what is settled stays"
     assert (ledger.settled_samples, ledger.settled_tokens) == (2, 8)
+
+
+def test_what_runs_is_not_settled_whatever_its_trainer_says() -> None:
+    ledger: Ledger[str] = Ledger(LIMITS, 3)
+    id = MicrobatchId("a", 3, 0)
+    assert not ledger.settle(id)
+    ledger.admit(id, 2, 8, 5)
+    assert not ledger.settle(id)
+    ledger.counted(id, "kept", 1.0)
+    assert ledger.settle(id)

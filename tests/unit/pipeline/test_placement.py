@@ -110,6 +110,7 @@ def test_who_stays_counts_but_another_one_moves() -> None:
 def test_small_differences_move_nobody() -> None:
     needs = [StageNeed(1.0), StageNeed(1.0)]
     assert best_move(needs, hosts_of([0, 0, 1], [1.0, 0.04, 1.0])) is None
+    assert best_move(needs, hosts_of([0, 0, 1], [1.02, 0.04, 1.0])) is None, "it helps, but hardly"
     assert best_move(needs, hosts_of([0, 0, 1], [1.2, 1.1, 1.0])) is not None
 
 

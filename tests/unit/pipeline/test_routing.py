@@ -91,8 +91,10 @@ def test_without_a_host_the_error_names_stage_and_failures_and_nothing_is_counte
     made.update([alive, {"b": HostState(1.0, 1)}, alive])
     assert made.draw(1.0) == ["a", "b", "a"]
     made.failed("b", "cannot be dialled")
+    given = [host.virtual_time for host in made.stages[0]._hosts.values()]
     with pytest.raises(NoHostError, match=r"stage 1 has no host \(b cannot be dialled\)") as caught:
         made.draw(1.0)
     assert caught.value.stage == 1
+    assert [host.virtual_time for host in made.stages[0]._hosts.values()] == given
     made.update([alive, {"b": HostState(1.0, 2), "c": HostState(1.0, 1)}, alive])
     assert {made.draw(1.0)[1] for _ in range(4)} == {"b", "c"}

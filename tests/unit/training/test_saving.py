@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from p2ptrain.errors import CheckpointError
+from p2ptrain.errors import CheckpointError, IntegrityError
 from p2ptrain.training.checkpoint import list_checkpoints, load_newest_valid
 from p2ptrain.training.save_policy import SavePolicy
 from p2ptrain.training.saving import restore_shared
@@ -66,6 +67,18 @@ def test_a_peer_that_starts_again_goes_on_as_if_it_had_not_stopped(
         _train(peer, stop_at, 10)
         assert peer.synchronizer.head == expected_head
     assert torch.equal(_values(second), _values(whole))
+
+
+def test_a_state_that_has_another_digest_is_not_restored(tmp_path: Path) -> None:
+    module = make_model(8)
+    with lone_peer(tmp_path, module, make_optimizer(module), every=4) as peer:
+        _train(peer, 0, 2)
+        peer.saver.save()
+        checkpoint = load_newest_valid(tmp_path, peer.saver._swarm)
+        assert checkpoint is not None
+        other = replace(checkpoint, head=replace(checkpoint.head, digest=b"d" * 32))
+        with pytest.raises(IntegrityError, match="does not have its digest"):
+            restore_shared(peer.synchronizer.state, other)
 
 
 def test_hyperparameters_stay_as_the_script_sets_them(tmp_path: Path) -> None:
