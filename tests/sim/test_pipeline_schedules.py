@@ -11,18 +11,19 @@ from collections import Counter
 
 import pytest
 
-from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from tests.support.seeds import changing_seeds
 from tests.support.sim.counting import PLACES, CountedPipeline, CountingPeer
 from tests.support.sim.peers import until
 from tests.support.sim.pipeline_schedules import (
     FAULTS_IN,
+    PASSES,
     PHASES,
     PipelineSchedule,
     draw_pipeline_schedule,
     find_pipeline_problems,
 )
-from tests.support.sim.pipelines import PipelinePeer, make_manifest, tell
+from tests.support.sim.pipelines import HOP_LIMITS, PipelinePeer, make_manifest, tell
 
 
 def settled(peer: PipelinePeer) -> int:
@@ -62,6 +63,51 @@ def test_it_does_so_in_whatever_phase_a_host_or_its_trainer_is_hit(fault: str, p
     schedule = PipelineSchedule(1, (8, 8, 2), (3, 3), trainers=2, own_losses=1, is_both=False, events=events)
     assert find_pipeline_problems(schedule, hits) == []
     assert hits[f"{fault} {phase}"] == 1
+
+
+@pytest.mark.fault(27)
+@pytest.mark.parametrize("phase", PASSES)
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_the_next_microbatch_is_through_soon_after_a_host_dies_or_stops(fault: str, phase: str) -> None:
+    """In each stage, with round trips of up to 40 ms: a killed host's streams end, a stopped one falls silent.
+
+    After that silence a microbatch may take a second more than usual.
+    """
+
+    async def main(network: SimulatedNetwork) -> None:
+        manifest = make_manifest(3, layers=4, global_batch=600, local_batch=1)  # No round ends meanwhile.
+        pipeline = CountedPipeline(network, manifest)
+        for number in range(6):
+            await pipeline.add(f"host{number}", number % 3, pass_seconds=0.02)
+        await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
+        trainer = await pipeline.add("trainer", None)
+        await asyncio.sleep(10.0)
+        next_number = iter(range(600))
+        await pipeline.feed(trainer, (next(next_number) for _ in range(6)), 1)
+        began = network.loop.time()
+        await pipeline.feed(trainer, [next(next_number)], 1)
+        usual = network.loop.time() - began
+        most_seconds = 1.0 if fault == "SIGKILL" else HOP_LIMITS.quiet_seconds + 1.0 + usual
+        for stage in range(3 if "backward" in phase else 2):  # The last stage goes back at once.
+            hit_at: list[float] = []
+
+            def harm(peer: CountingPeer, told: str) -> None:
+                if told == phase and peer.stage == stage and not hit_at:  # noqa: B023
+                    hit_at.append(network.loop.time())  # noqa: B023
+                    (network.crash if fault == "SIGKILL" else network.stall)(peer.peer)
+
+            for host in pipeline.hosts:
+                assert isinstance(host, CountingPeer)
+                host.told = harm
+            while not hit_at:
+                fed = await pipeline.feed(trainer, [next(next_number)], 1)
+                assert None not in fed.values()
+            seconds = network.loop.time() - hit_at[0]
+            assert seconds < most_seconds, f"stage {stage}"
+        pipeline.check()
+        await pipeline.close()
+
+    simulate(main, seed=1, model=LinkModel(latency_seconds=(0.002, 0.02)))
 
 
 def test_what_was_dropped_with_a_lineage_that_lost_is_never_reported_done() -> None:
