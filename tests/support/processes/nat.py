@@ -59,6 +59,7 @@ class Internet:
         self._hosts = 0
         self._outside: dict[str, str] = {}
         self._ports: dict[str, str] = {}
+        self._has_other_wire = False
 
     def __enter__(self) -> Internet:
         try:
@@ -111,6 +112,40 @@ class Internet:
     def plug_in(self, host: Host) -> None:
         """Put the cable of a public host back."""
         _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "up")
+
+    def lose(self, host: Host, percent: int) -> None:
+        """Lose so many of a hundred packets that come to a public host, by chance; 0 ends that."""
+        rules = "add table ip loss\ndelete table ip loss\n"
+        if percent:
+            rules += f"""
+            table ip loss {{
+              chain in {{
+                type filter hook prerouting priority -200;
+                iifname "wan" numgen random mod 100 < {percent} counter drop
+              }}
+            }}
+            """
+        _run("ip", "netns", "exec", host.namespace, "nft", "-f", "-", text=rules)
+
+    def lost_packets(self, host: Host) -> int:
+        """How many packets `lose` has lost since it was last called."""
+        command = host.command("nft", "list", "table", "ip", "loss")
+        listed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
+        return int(listed.partition("counter packets ")[2].split()[0])
+
+    def part(self, *hosts: Host) -> None:
+        """Put public hosts on a wire of their own: they reach each other, and none of the others."""
+        if not self._has_other_wire:
+            _run("ip", "-n", self._wire, "link", "add", "other", "type", "bridge")
+            _run("ip", "-n", self._wire, "link", "set", "other", "up")
+            self._has_other_wire = True
+        for host in hosts:
+            _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "master", "other")
+
+    def heal(self, *hosts: Host) -> None:
+        """Put public hosts back on the wire of all."""
+        for host in hosts:
+            _run("ip", "-n", self._wire, "link", "set", self._ports[host.namespace], "master", "wire")
 
     def _namespace(self, name: str) -> str:
         namespace = f"{self._prefix}-{name}"

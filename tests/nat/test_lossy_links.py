@@ -1,0 +1,50 @@
+"""Packets are lost at random on every link while peers train: rounds take longer, and their results are right.
+
+`tests/sim/test_schedules.py` has lossy links in virtual time; here the daemons' TCP has to cope.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.nat import Internet, why_unavailable
+from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.tools import needed
+
+pytestmark = [
+    needed(why_unavailable(), "ip", "nft"),
+    pytest.mark.timeout(300),
+]
+
+PERCENTS = (1, 5, 20)
+ROUNDS = 1
+HIDDEN = 500
+"""Of the model: its parts are several packets."""
+
+
+@pytest.mark.slow
+@pytest.mark.fault(15)
+def test_rounds_are_committed_and_states_agree_while_packets_are_lost(tmp_path: Path) -> None:
+    with nothing_left_behind(), Internet() as net, Swarmlet(tmp_path, averaging={"min_peers": 2}) as swarm:
+        hosts = [net.public(name) for name in "abc"]
+        for name, host in zip("abc", hosts, strict=True):
+            swarm.start(name, prefix=host.command(), listen="/ip4/0.0.0.0/tcp/0", hidden=HIDDEN)
+        for worker in swarm.workers:
+            worker.wait_for_commit(3, timeout_seconds=2 * PATIENCE_SECONDS)
+        for percent in PERCENTS:
+            marks = [len(worker.events) for worker in swarm.workers]
+            newest = max(worker.rounds()[-1]["round"] for worker in swarm.workers)
+            for host in hosts:
+                net.lose(host, percent)
+            wait_for_agreement(*swarm.workers, after_round=newest + ROUNDS)
+            for host in hosts:
+                assert net.lost_packets(host), f"{percent} %: nothing was lost"
+                net.lose(host, 0)
+            for worker, mark in zip(swarm.workers, marks, strict=True):
+                assert any(event["contributed"] for event in worker.rounds(mark)), f"{worker.name}, {percent} %"
+        check_states(*swarm.workers)
+        for worker in swarm.workers:
+            assert worker.process.poll() is None, worker.last_words()

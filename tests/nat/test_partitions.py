@@ -1,0 +1,82 @@
+"""A swarm is split in two, and comes together again: one lineage by the rule, and nothing of the other one in it.
+
+`tests/sim/test_schedules.py` has partitions of every shape; here real daemons lose each other and meet again.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes.daemons import wait_until
+from tests.support.processes.nat import Internet, why_unavailable
+from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
+from tests.support.processes.tellers import PATIENCE_SECONDS
+from tests.support.tools import needed
+
+pytestmark = [
+    needed(why_unavailable(), "ip", "nft"),
+    pytest.mark.timeout(300),
+]
+
+START_SECONDS = 2 * PATIENCE_SECONDS
+LEAD_TOKENS = 150
+"""Of the side that wins: some rounds."""
+
+
+def tokens(worker: Worker) -> int:
+    return int(worker.rounds()[-1]["tokens"])
+
+
+def lineages(workers: list[Worker], since: list[int]) -> set[str]:
+    """Of the rounds that these committed, from these events on."""
+    rounds = (event for worker, mark in zip(workers, since, strict=True) for event in worker.rounds(mark))
+    return {event["lineage"] for event in rounds if event["committed"]}
+
+
+def chain(worker: Worker) -> dict[str, str]:
+    """By lineage of each round that it committed: the one before."""
+    return {event["lineage"]: event["extends"] for event in worker.rounds() if event.get("extends")}
+
+
+@pytest.mark.slow
+@pytest.mark.fault(20)
+def test_after_a_partition_the_side_with_more_tokens_wins_and_nothing_of_the_other_one_is_merged(
+    tmp_path: Path,
+) -> None:
+    with nothing_left_behind(), Internet() as net, Swarmlet(tmp_path, averaging={"min_peers": 2}) as swarm:
+        hosts = {name: net.public(name) for name in "abcd"}
+        for name, host in hosts.items():
+            slower = 3 if name in "cd" else 1
+            swarm.start(name, prefix=host.command(), listen="/ip4/0.0.0.0/tcp/0", step_seconds=0.05 * slower)
+        a, b, c, d = swarm.workers
+        for worker in swarm.workers:
+            worker.wait_for_commit(4, timeout_seconds=START_SECONDS)
+        more, less = [a, b], [c, d]
+
+        # Both sides have what the manifest asks for: two lineages.
+        net.part(hosts["c"], hosts["d"])
+        for side in (more, less):
+            for worker in side:
+                worker.wait_for_commit(2, since=len(worker.events))
+        marks = [len(worker.events) for worker in swarm.workers]
+        for worker in swarm.workers:
+            worker.wait_for_commit(2, since=len(worker.events))
+        wait_until(lambda: tokens(a) > tokens(c) + LEAD_TOKENS, PATIENCE_SECONDS)
+        won, lost = lineages(more, marks[:2]), lineages(less, marks[2:])
+        assert not won & lost
+        net.heal(hosts["c"], hosts["d"])
+        together = [len(worker.events) for worker in swarm.workers]
+        for worker, mark in zip(swarm.workers, together, strict=True):
+            worker.wait_for_commit(4, since=mark)
+        newest = max(worker.rounds()[-1]["round"] for worker in swarm.workers)
+        end = wait_for_agreement(*swarm.workers, after_round=newest)
+        known, at = chain(a), end["lineage"]
+        passed = {at}
+        while at in known:
+            at = known[at]
+            passed.add(at)
+        assert won <= passed, "the side with more tokens gave up rounds"
+        assert not lost & passed, "rounds of both sides are in one lineage"
+        check_states(*swarm.workers)
