@@ -20,7 +20,7 @@ from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.patience import leader_allowance_seconds, silence_seconds
+from p2ptrain.averaging.patience import leader_allowance_seconds, leader_dial_seconds, silence_seconds
 from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
 from p2ptrain.averaging.standby import Standby
@@ -329,7 +329,8 @@ class Matchmaker:
     async def _ask(self, leader: str, request: dict[str, Any], timeout_seconds: float) -> Answer:
         """Another peer's answer to a ticket, which it may take long to give as long as it says that it is at it."""
         began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
-        async with self._rpc.open(leader, "rally.join", request, OPEN_TIMEOUT_SECONDS) as channel:
+        dial_seconds = leader_dial_seconds(grace, self._rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
+        async with self._rpc.open(leader, "rally.join", request, dial_seconds) as channel:
             opened = asyncio.get_running_loop().time()
             return await answer_after_beats(
                 channel,

@@ -108,3 +108,18 @@ def silence_seconds(grace_seconds: float, round_trip_seconds: float = 0.0) -> fl
 def leader_allowance_seconds(grace_seconds: float) -> float:
     """How late a beat of a leader may be; see `quiet_seconds`."""
     return max(LEADER_SHARE * grace_seconds, LEAST_LEADER_SECONDS) - beat_seconds(grace_seconds)
+
+
+def leader_dial_seconds(grace_seconds: float, usual_seconds: float | None, most_seconds: float) -> float:
+    """How long a dial of a leader may take before the next one is asked.
+
+    As long as the leader may be silent later. A dial of an unknown peer may take longer: its link may be slow.
+
+    Args:
+        grace_seconds: The swarm's.
+        usual_seconds: What dials of this leader take; None where that is unknown.
+        most_seconds: Upper bound.
+    """
+    if usual_seconds is None:
+        return most_seconds
+    return min(most_seconds, quiet_seconds(grace_seconds, leader_allowance_seconds(grace_seconds), usual_seconds, 0.0))

@@ -44,6 +44,8 @@ from p2ptrain.runtime import Runtime
 __all__ = ["NOT_SERVED", "OTHER_PROTOCOL", "OTHER_SWARM", "PROTOCOL", "Rpc", "RpcLimits"]
 
 PROTOCOL = "/p2ptrain/rpc"
+MAX_DIALS_REMEMBERED = 1024
+"""Peers of which it is known how long a dial takes; the latest ones."""
 
 
 class Rpc:
@@ -79,6 +81,7 @@ class Rpc:
         self._meters = Meters(Traffic(RateLimit(limits.up_bytes_per_second), RateLimit(limits.down_bytes_per_second)))
         self._server = RpcServer(swarm, protocol, limits, self._meters)
         self._outbound: Counter[PeerId] = Counter()
+        self._dial_seconds: dict[PeerId, float] = {}
 
     def scoped(self, scope: str) -> Rpc:
         """The same peer, calling and answering names of a scope: for parts of which a peer has several.
@@ -132,6 +135,19 @@ class Rpc:
     def is_talking_with(self, peer: PeerId) -> bool:
         """Whether a stream with a peer is open now, in either direction."""
         return self._outbound[peer] > 0 or self._server.is_serving(peer)
+
+    def dial_seconds(self, peer: PeerId) -> float | None:
+        """Return how long the last dial of a peer took, doubled for each failure since; None if unknown."""
+        return self._dial_seconds.get(peer)
+
+    def _note_dial(self, peer: PeerId, seconds: float | None) -> None:
+        before = self._dial_seconds.pop(peer, None)
+        if seconds is None:
+            seconds = None if before is None else 2.0 * before
+        if seconds is not None:
+            self._dial_seconds[peer] = seconds
+            if len(self._dial_seconds) > MAX_DIALS_REMEMBERED:
+                del self._dial_seconds[next(iter(self._dial_seconds))]
 
     async def start(self) -> None:
         """Begin to answer; call it after the first names are served."""
@@ -251,11 +267,14 @@ class Rpc:
 
     async def _dial(self, peer: PeerId, opening: bytes, timeout_seconds: float, expected_bytes: int) -> Channel:
         stream: Stream | None = None
+        loop = asyncio.get_running_loop()
+        began, seconds = loop.time(), None
         try:
             async with asyncio.timeout(timeout_seconds):
                 transport = self._root._transport
                 stream = await transport.open(peer, PROTOCOL, timeout_seconds, expected_bytes=expected_bytes)
                 await stream.write(opening)
+            seconds = loop.time() - began
         except TimeoutError:
             if stream is None:
                 raise PeerUnreachableError(peer, f"not reached within {timeout_seconds:g} s") from None
@@ -265,6 +284,8 @@ class Rpc:
             if stream is not None:
                 stream.abort()
             raise
+        finally:
+            self._note_dial(peer, seconds)
         traffic = self._meters.of(stream)
         traffic.sent += len(opening)
         return Channel(stream, self._limits.channel, traffic)

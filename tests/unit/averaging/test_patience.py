@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from p2ptrain.averaging.patience import (
     attempt_seconds,
     beat_seconds,
+    leader_dial_seconds,
     least_mask,
     patience_seconds,
     quiet_seconds,
@@ -66,3 +67,10 @@ def test_one_outlier_does_not_move_the_deadline_of_steady_rounds() -> None:
 
 def test_without_history_the_manifest_s_deadline_holds() -> None:
     assert attempt_seconds([1.0, 1.0], SPEC) == SPEC.round_seconds
+
+
+def test_a_dial_of_a_leader_may_take_as_long_as_its_silence_or_longer_where_its_link_is_slow_or_unknown() -> None:
+    assert leader_dial_seconds(3.0, None, 8.0) == 8.0
+    assert leader_dial_seconds(3.0, 0.01, 8.0) < 3.0
+    assert leader_dial_seconds(3.0, 1.0, 8.0) >= 4.0
+    assert leader_dial_seconds(3.0, 60.0, 8.0) == 8.0

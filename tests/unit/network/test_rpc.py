@@ -70,6 +70,26 @@ def test_a_call_to_oneself_runs_the_handler_on_a_copy() -> None:
     simulate(main, 1)
 
 
+def test_what_dials_took_is_remembered_and_doubled_when_they_fail() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as (caller, server):
+            peer = server.rpc.peer_id
+            server.rpc.serve("double", double)
+            assert caller.rpc.dial_seconds(peer) is None
+            await caller.rpc.call(peer, "double", {"number": 1}, 5)
+            took = caller.rpc.dial_seconds(peer)
+            assert took is not None
+            assert took == pytest.approx(0.1)
+            network.cut(server.peer)
+            for times in (2, 4):
+                with pytest.raises((PeerUnreachableError, DeadlineError)):
+                    await caller.rpc.call(peer, "double", {"number": 1}, 1)
+                assert caller.rpc.dial_seconds(peer) == times * took
+            network.mend(server.peer)
+
+    simulate(main, 1, model=FIXED)
+
+
 def test_both_sides_know_while_they_talk_with_each_other() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
