@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from p2ptrain.averaging.absent import ANSWER_SECONDS
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.attempts import Attempts
 from p2ptrain.averaging.beats import first_result
@@ -249,6 +250,8 @@ class Averager:
             certificate, failure = await self._attempts.run(butterfly, failure)
             transfer += loop.time() - matched
             if certificate is not None:
+                if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
+                    await self.matchmaker.check_alone()
                 return _Stage(butterfly, certificate, attempt_number, matchmaking, transfer)
             butterfly.release()
         raise failure

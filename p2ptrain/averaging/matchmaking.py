@@ -8,6 +8,7 @@ smaller rank, and leaders that probe each other's followers merge into the one o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -163,6 +164,28 @@ class Matchmaker:
         key = self.cells.key_of(head or self._place.head, self._rpc.peer_id)
         peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
         await together("greet", (self._greet(peer, key) for peer in peers))
+
+    async def check_alone(self) -> None:
+        """Ask the others once more before a round is ended alone that took so long that their answers are old news.
+
+        A peer that was stopped in the middle of it would end a round that the others have ended meanwhile.
+
+        Raises:
+            BehindError: They have.
+        """
+        key, ahead = self._place.key, list[str]()
+
+        async def ask(peer: str) -> None:
+            with contextlib.suppress(PeerError, DeadlineError, IntegrityError):
+                said = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
+                if said.head.lineage != self.head.lineage and said.head.outranks(self.head):
+                    ahead.append(peer)
+
+        trainers = {*self._membership.trainers(), *self.head.members} - {self._rpc.peer_id}
+        there = [peer for peer in sorted(trainers) if self.cells.includes(key, peer)]
+        await together("ask", (ask(peer) for peer in there[:MAX_GREETED]))
+        if ahead:
+            raise BehindError(ahead[0])
 
     def _ask_absentees(self, key: Key, members: tuple[str, ...]) -> None:
         """Find out in the background which expected peers did not come because they do not live.

@@ -303,7 +303,8 @@ class Rally:
                 await self._stirred.wait()
 
     def situation(self, expected: list[str], now: float) -> Situation:
-        """The facts for `decide`, if these slots are waited for."""
+        """The facts for `decide`, if these slots are waited for; of members, those that have not gone away."""
+        self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
         situation = Situation(

@@ -283,35 +283,40 @@ class Mover:
         """Whether another host of the stage, that is as far as this one, promises to stay."""
         others = self._others_of(leaving.number)
         self._runtime.random.shuffle(others)
-        request = {"stage": leaving.number, "round": leaving.host.ledger.round}
         for other in others[:MAX_ASKED]:
-            try:
-                reply = await self._rpc.call(other, "pipeline.stay", request, CALL_SECONDS)
-            except (PeerError, DeadlineError) as error:
-                logger.debug("host %s promises nothing: %s", other[-8:], error)
-                continue
-            if reply.get("stays") is True:
+            if await self._promises(other, leaving.number, leaving.host.ledger.round):
                 return True
         return False
+
+    async def _promises(self, other: str, stage: int, round: int) -> bool:
+        """Whether a host of a stage is in that round, or a later one, and promises to stay."""
+        try:
+            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, CALL_SECONDS)
+        except (PeerError, DeadlineError) as error:
+            logger.debug("host %s promises nothing: %s", other[-8:], error)
+            return False
+        return reply.get("stays") is True
 
     def _others_of(self, stage: int) -> list[str]:
         """Who else hosts a stage; also who says that it goes, which it may take back."""
         return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:
-        """Wait until another host of the stage is as far as this one, which may have ended its last round alone."""
+        """Wait until another host of the stage, that stays, is as far as this one.
+
+        This one may have ended its last round alone, or with others that leave, too.
+        """
         round = leaving.host.ledger.round
         request = {"after": round - 1, "seconds": HAND_OVER_SECONDS}
 
-        async def ask(other: str) -> bool:
+        async def ask(other: str) -> str:
             name = f"{service(leaving.number)}.round"
             try:
-                reply = await self._rpc.call(other, name, request, HAND_OVER_SECONDS + CALL_SECONDS)
+                await self._rpc.call(other, name, request, HAND_OVER_SECONDS + CALL_SECONDS)
             except (PeerError, DeadlineError) as error:
                 logger.debug("host %s takes nothing over: %s", other[-8:], error)
-                return False
-            now = reply.get("round")
-            return type(now) is int and now >= round
+                return ""
+            return other
 
         others = self._others_of(leaving.number)
         async with Tasks() as tasks:
@@ -319,7 +324,7 @@ class Mover:
             try:
                 async with asyncio.timeout(HAND_OVER_SECONDS):
                     for answer in asyncio.as_completed(asking):
-                        if await answer:
+                        if (other := await answer) and await self._promises(other, leaving.number, round):
                             return
             except TimeoutError:
                 logger.warning(
