@@ -13,7 +13,7 @@ PYTEST = $(BIN)/python -m pytest $(if $(REPORTS),--junitxml=$(REPORTS)/$@.xml)
 # pytest ends with 5 where -k selects nothing of a folder.
 OR_NONE := $(if $(ARGS),|| [ $$? -eq 5 ])
 # Swarms at a time: their peers wait for each other, and for peers that are stopped, more than they compute.
-SWARMS ?= 4
+SWARMS ?= 3
 HOURS ?= 1
 # Seeds of `make test-all` beyond those of the tests.
 SEEDS ?= 2000

@@ -22,8 +22,6 @@ from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(300)
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 LINE = b"the 7th of many lines that say nearly the same\n"
 MODEL = ModelSpec(layers=2, hidden=32, heads=2, kv_heads=2, intermediate=64, context=64, tied_embeddings=False)

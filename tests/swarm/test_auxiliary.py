@@ -6,8 +6,6 @@ import json
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import (
     Swarmlet,
@@ -28,8 +26,6 @@ run_dir = "helper"
 [network]
 listen = ["/ip4/127.0.0.1/tcp/0"]
 """
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def test_an_auxiliary_helps_trainers_leaves_in_good_order_and_they_go_on(tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
-
 ROLE = """
 role = "trainer"
 name = "lone"

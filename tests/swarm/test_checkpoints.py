@@ -17,8 +17,6 @@ from tests.support.processes.daemons import free_port, wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(300)
-
 RUN = """
 name = "tiny"
 [model]

@@ -29,8 +29,6 @@ from tests.support.processes.daemons import is_alive, peer_process, wait_until
 from tests.support.processes.swarmlet import Swarmlet, background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 SMALL = ("--set=model.layers=1", "--set=model.context=32", "--set=training.every=4")
 

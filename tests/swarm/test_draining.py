@@ -25,8 +25,6 @@ from tests.support.processes.stuck import SAYS
 from tests.support.processes.swarmlet import background_command, nothing_left_behind
 from tests.support.processes.tellers import PATIENCE_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
-
 DRAIN_SECONDS = 9.0
 ROLE = """
 role = "{role}"

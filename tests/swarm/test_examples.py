@@ -14,8 +14,6 @@ from tests.support.processes.swarmlet import nothing_left_behind
 
 TIMEOUT_SECONDS = 200
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def start(name: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """Start an example."""

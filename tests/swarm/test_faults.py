@@ -28,8 +28,6 @@ HIDDEN = 128
 """Of the model: five blocks of values, so that each peer can own a share."""
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
 
-pytestmark = pytest.mark.timeout(240)
-
 
 class Trio:
     """A swarm of three whose members can be brought back. The first one's address is in the link."""

@@ -14,8 +14,6 @@ from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, not
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.worker import DOWNLOADED_CHUNKS
 
-pytestmark = pytest.mark.timeout(240)
-
 LARGE = 500_000
 """Hidden width of a model with 5 million parameters: its state is 40 MB with the outer momentum."""
 MATCHMAKING_SECONDS = 50.0

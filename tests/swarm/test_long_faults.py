@@ -24,8 +24,6 @@ from tests.support.processes.swarmlet import (
     wait_for_agreement,
 )
 
-pytestmark = pytest.mark.timeout(300)
-
 SLEEP_SECONDS = 65.0
 """Longer than any lifetime of a record, and than the libp2p daemons keep a connection that does not answer."""
 NOTICE_SECONDS = 15.0

@@ -6,15 +6,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import Swarmlet, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.web.monitors import NEXT_LOOK_SECONDS, RECORD_SECONDS, StatusPage, monitoring
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def wait_for_verified_round(page: StatusPage) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS, Teller
 
-pytestmark = pytest.mark.timeout(300)
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MODEL = """
 name = "stages"

@@ -15,8 +15,6 @@ from tests.support.processes.worker import loss_of, make_model, make_optimizer
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def train(swarm: Swarm, first: int, last: int) -> tuple[torch.Tensor, int]:
     """Take some steps of one long run; returns the parameters, and the samples that wait."""

@@ -27,8 +27,6 @@ STEP_SECONDS = 0.15
 """So that eight of them leave each other time."""
 PATIENCE_SECONDS = 120.0
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarmlet]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.support.processes.swarmlet import Swarmlet, check_states, nothing_left_behind, wait_for_agreement
 
 TRAINING = {
@@ -19,7 +17,6 @@ TRAINING = {
 }
 
 
-@pytest.mark.timeout(240)
 def test_fragments_under_compute_agree_and_survive_a_killed_peer(tmp_path: Path) -> None:
     with nothing_left_behind(), Swarmlet(tmp_path, training=TRAINING, averaging={"codec": "int8"}) as swarm:
         workers = swarm.start_all("a", "b", "c", step_seconds=0.05)

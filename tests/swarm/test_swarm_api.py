@@ -26,8 +26,6 @@ from tests.support.processes.worker import loss_of, make_model, make_optimizer
 LOCAL_BATCH = 4
 GLOBAL_BATCH = 16
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @contextmanager
 def lone_swarm(directory: Path, averaging: dict[str, Any] | None = None, **training: Any) -> Iterator[Swarm]:

@@ -15,8 +15,6 @@ from tests.support.processes.swarmlet import background_command, nothing_left_be
 from tests.support.processes.tellers import PATIENCE_SECONDS
 from tests.support.processes.terminals import CTRL_C, TerminalCommand
 
-pytestmark = pytest.mark.timeout(300)
-
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TINY = (
     "--set", "model.layers=1", "--set", "model.hidden=32", "--set", "model.heads=2", "--set", "model.kv_heads=2",

@@ -18,8 +18,6 @@ TINY = (
     "--set", "averaging.grace_seconds=2", "--no-monitor", "--device", "cpu", "--threads", "1",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def read_json(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(path.read_text())
