@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.absent import ANSWER_SECONDS
 from p2ptrain.averaging.attempt import AttemptFailedError
 from p2ptrain.averaging.attempts import Attempts
+from p2ptrain.averaging.batch import NO_GOAL, Goal
 from p2ptrain.averaging.beats import first_result
 from p2ptrain.averaging.butterfly import Butterfly
 from p2ptrain.averaging.certificate import Body, Certificate, Ticket
@@ -127,7 +128,7 @@ class Averager:
         head: Head,
         num_values: int,
         layout: bytes,
-        batch_target: int = 0,
+        goal: Goal = NO_GOAL,
     ) -> None:
         """
         Args:
@@ -141,7 +142,7 @@ class Averager:
             head: Where this peer stands.
             num_values: Length of the longest vector to average.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
-            batch_target: Samples that fill the global batch; 0 without one.
+            goal: With what a round is due.
         """
         self._rpc = rpc
         self._runtime = runtime
@@ -152,7 +153,7 @@ class Averager:
         self._layout = layout
         history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
         self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
-        self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, batch_target)
+        self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, goal)
         self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None

@@ -25,6 +25,22 @@ HOLD_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
+class Goal:
+    """With what a round is due.
+
+    Attributes:
+        samples: Of all peers together, the global batch (``every = 1``); 0 without one.
+        steps: Local steps that trainers do on average (``every = H``, see `p2ptrain.averaging.closing`); 0 without.
+    """
+
+    samples: int = 0
+    steps: int = 0
+
+
+NO_GOAL = Goal()
+
+
+@dataclass(frozen=True)
 class Report:
     """How far a peer is in a round.
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from p2ptrain.averaging.absent import Absent
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
-from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, GlobalBatch, Report
+from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, NO_GOAL, GlobalBatch, Goal, Report
 from p2ptrain.averaging.beats import Stage, beat_until
 from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.certificate import Ticket
+from p2ptrain.averaging.closing import Closing, StepReport
 from p2ptrain.averaging.descent import QUIET_GRACES
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
@@ -59,7 +60,7 @@ class Conductor:
         membership: Membership,
         leaders: Leaders,
         place: Place,
-        batch_target: int,
+        goal: Goal,
     ) -> None:
         """
         Args:
@@ -70,7 +71,7 @@ class Conductor:
             membership: Who is there.
             leaders: Whose turn it is.
             place: Where this peer stands.
-            batch_target: Samples that fill the global batch; 0 without one.
+            goal: With what a round is due.
         """
         self._rpc = rpc
         self._signer = signer
@@ -79,7 +80,7 @@ class Conductor:
         self._membership = membership
         self._leaders = leaders
         self._place = place
-        self._batch_target = batch_target
+        self._goal = goal
         self._cells = place.cells
         self._stage = Stage()
         self._absent = Absent()
@@ -151,11 +152,13 @@ class Conductor:
                 # Never let tickets for made-up rounds push out the real one.
                 oldest = min(self._rallies, key=lambda k: (self._place.is_of(k), self._rallies[k].last_activity))
                 self._rallies.pop(oldest).answer_all({"kind": "refused", "reason": "too many rallies at once"})
-            target = -(-self._batch_target // self._cells.num_cells(key)) if key.level == 0 else 0
+            now, goal = asyncio.get_running_loop().time(), NO_GOAL if key.level else self._goal
+            target = -(-goal.samples // self._cells.num_cells(key))
             rally = self._rallies[key] = Rally(
-                head, key, self._spec_of(key), GlobalBatch(target, self._pace), lambda peer: self._cells.slot(key, peer)
-            )
-            rally.last_activity = asyncio.get_running_loop().time()
+                head, key, self._spec_of(key), GlobalBatch(target, self._pace),
+                lambda peer: self._cells.slot(key, peer), Closing(goal.steps, now, self._pace),
+            )  # fmt: skip
+            rally.last_activity = now
             self._tasks.start(self._conduct(key, rally), f"rally-{head.round}")
         return rally
 
@@ -279,6 +282,8 @@ class Conductor:
             raise IntegrityError("malformed report")
         if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
             raise IntegrityError("a report with values out of range")
+        if self._goal.steps:
+            return self._serve_steps(peer, head, request)
         if not all(type(count) is int and 0 <= count < 1 << 40 for count in (held, wanted)):
             raise IntegrityError("a report with values out of range")
         self._membership.heard_from(peer)
@@ -286,6 +291,38 @@ class Conductor:
         if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
             return {"closing": True}
         return await self.take_report(peer, head, (samples, batch, seconds), held, wanted)
+
+    def _serve_steps(self, peer: str, head: Head, request: dict[str, Any]) -> dict[str, Any]:
+        age, is_stepping = request.get("age"), request.get("stepping")
+        if not (type(age) is float and 0.0 <= age <= LONGEST_BATCH_SECONDS and type(is_stepping) is bool):
+            raise IntegrityError("a malformed report")
+        self._leaders.reached(peer)
+        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
+            return {"closing": True}  # Its process lives, but its training does not come along: it is not waited for.
+        self._membership.heard_from(peer)
+        return self.take_steps(peer, head, request)
+
+    def take_steps(self, peer: str, head: Head, told: dict[str, Any]) -> dict[str, Any]:
+        """Note how far a trainer is in a round of local steps, and say in how many seconds the round closes.
+
+        Args:
+            peer: Which.
+            head: Its head.
+            told: ``samples`` (steps), ``seconds``, ``age`` and ``stepping`` of a `StepReport`.
+
+        Raises:
+            PeerRefusedError: This peer leads nobody any more.
+        """
+        now = asyncio.get_running_loop().time()
+        rally = self.rally(head, self._cells.key_of(head, peer))
+        if not rally.has(peer):
+            report = StepReport(told["samples"], told["seconds"], told["age"], now, told["stepping"])
+            rally.report_steps(peer, report)
+        rally.steps.foresee(self._expected(rally), now)
+        reply: dict[str, Any] = {"closing": rally.closing or rally.over}
+        if rally.steps.at is not None:
+            reply["closes_in"] = max(0.0, rally.steps.at - now)
+        return reply
 
     async def _serve_pass(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         head = Head.from_dict(request.get("head"))
@@ -338,7 +375,7 @@ class Conductor:
 
     def _expected(self, rally: Rally) -> list[str]:
         """The slots that a rally waits for."""
-        told = {*rally.batch.peers, *self._leaders.nudgers(rally.key)}
+        told = {*rally.reporters, *self._leaders.nudgers(rally.key)}
         peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
         peers.discard(self._rpc.peer_id)
         if self._place.participates and self._place.is_of(rally.key):
@@ -360,9 +397,14 @@ class Conductor:
                     rally.answer_all({"kind": "behind", "peer": self._rpc.peer_id})
                     break
                 expected = self._expected(rally)
+                if not rally.closing:
+                    rally.steps.foresee(expected, now)
                 decision = decide(rally.situation(expected, now), rally.spec)
                 if decision.action == "close" and not rally.closing:
                     rally.closing = True
+                    behind = {each.peer for each in self._membership.records() if each.round < key.round}
+                    behind.difference_update(self._place.head.members)
+                    rally.passed |= rally.steps.absentees(expected, behind, now, rally.spec.grace_seconds)
                     probed_at.clear()
                     self._place.close(key)
                 unasked = self._unasked(rally, now) if decision.action == "form" else []

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
+from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS, NO_GOAL, Goal
 from p2ptrain.averaging.beats import answer_after_beats
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
@@ -21,6 +21,7 @@ from p2ptrain.averaging.conductor import CONVICTED, MAX_HOPS, Conductor
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.leaders import Leaders
 from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.pacing import Pacing
 from p2ptrain.averaging.patience import leader_allowance_seconds, leader_dial_seconds, silence_seconds
 from p2ptrain.averaging.place import Place, nudge, probe_seconds
 from p2ptrain.averaging.rally import Answer, agrees_with_itself, roster_from_wire
@@ -81,7 +82,7 @@ class Matchmaker:
         spec: AveragingSpec,
         membership: Membership,
         head: Head,
-        batch_target: int = 0,
+        goal: Goal = NO_GOAL,
     ) -> None:
         self._rpc = rpc
         self._runtime = runtime
@@ -94,11 +95,13 @@ class Matchmaker:
         self._place = Place(head, rpc.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
         self._leaders = Leaders(rpc.peer_id, membership, self.cells)
-        self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, batch_target)
+        self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, goal)
         self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[Answer]] | None = None
         self.standby = Standby(rpc, runtime, spec, membership, self._leaders, self._conductor, self._place)
         """For who computes what others bring."""
+        self.pacing = Pacing(rpc, spec, self.standby, self._conductor, self._place, goal.steps)
+        """For who does local steps."""
         rpc.serve("rally.nudge", self._serve_nudge)
 
     @property
@@ -123,6 +126,7 @@ class Matchmaker:
     @participates.setter
     def participates(self, value: bool) -> None:
         self._place.participates = value
+        (self.pacing.start if value else self.pacing.stop)()
 
     @property
     def last_leader(self) -> str:
@@ -146,6 +150,7 @@ class Matchmaker:
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""
+        await self.pacing.close()
         await self._tasks.close()
         await self._conductor.close()
 

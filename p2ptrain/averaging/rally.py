@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from p2ptrain.averaging.auxiliary_ticket import AuxiliaryTicket
-from p2ptrain.averaging.batch import GlobalBatch, Report
+from p2ptrain.averaging.batch import MAX_REPORTS, GlobalBatch, Report
 from p2ptrain.averaging.cells import Cells, Key
 from p2ptrain.averaging.certificate import Roster, Ticket
+from p2ptrain.averaging.closing import Closing, StepReport
 from p2ptrain.averaging.head import Head
 from p2ptrain.averaging.membership import rank
 from p2ptrain.errors import IntegrityError
@@ -96,7 +97,7 @@ class Situation:
     Attributes:
         ready: Peers that handed in a ticket.
         missing: Peers that are expected to, but did not yet.
-        batch_is_full: With a global batch: whether the samples reported by all peers fill it.
+        batch_is_full: Whether the peers have done what the round's goal asks of all together.
         seconds_waiting: Since the first ticket; 0 without tickets.
         seconds_since_quorum: Since the quorum was ready; None before.
         of_delegates: Whether the peers are delegates. Two halves of them would end the round in two lineages, so half
@@ -194,6 +195,7 @@ class Rally:
         key: Which group of that round.
         spec: Quorum, grace, deadlines.
         batch: The global batch, as far as it was reported or handed in.
+        steps: When the round closes, going by the local steps that were reported.
         slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.cells.Cells.slot`.
         members: By slot: tickets handed in, in order of arrival.
         lenders: By peer: offers of auxiliaries. Nobody waits for them.
@@ -208,6 +210,7 @@ class Rally:
     spec: AveragingSpec
     batch: GlobalBatch
     slot_of: Callable[[str], str] = lambda peer: peer
+    steps: Closing = field(default_factory=Closing)
     members: dict[str, _Member] = field(default_factory=dict)
     lenders: dict[str, _Lender] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
@@ -237,6 +240,7 @@ class Rally:
         self.members[slot] = _Member(ticket, answer, avoid)
         self.passed.discard(ticket.peer)
         self.batch.hand_in(ticket.peer, ticket.samples)
+        self.steps.hand_in(ticket.peer, now)
         self._first_ticket_at = now if self._first_ticket_at is None else self._first_ticket_at
         self.last_activity = now
         self.stir()
@@ -290,6 +294,17 @@ class Rally:
         self.last_activity = report.reported_at
         self.stir()
 
+    def report_steps(self, peer: str, report: StepReport) -> None:
+        """Note how many local steps a peer has done in this round."""
+        self.steps.report(peer, report, MAX_REPORTS)
+        self.last_activity = report.heard_at
+        self.stir()
+
+    @property
+    def reporters(self) -> set[str]:
+        """Peers that said how far they are."""
+        return {*self.batch.peers, *self.steps.peers}
+
     def stir(self) -> None:
         """Wake whoever waits for something to change."""
         self.changed.set()
@@ -307,9 +322,8 @@ class Rally:
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
-        situation = Situation(
-            len(self.members), len(missing), self.batch.is_full, waiting, None, of_delegates=self.key.level > 0
-        )
+        is_full = self.batch.is_full or self.steps.is_due(now)
+        situation = Situation(len(self.members), len(missing), is_full, waiting, None, of_delegates=self.key.level > 0)
         if not has_quorum(situation, self.spec):
             self._quorum_at = None
             return situation
@@ -319,6 +333,8 @@ class Rally:
     def next_change(self, now: float) -> float:
         """Seconds until `decide` may say something else without any message; bounded."""
         times = [2.0]
+        if self.steps.at is not None and not self.closing:
+            times.append(self.steps.at - now)
         if self._first_ticket_at is not None:
             times.append(self._first_ticket_at + self.spec.matchmaking_seconds - now)
         if self._quorum_at is not None:

@@ -154,6 +154,10 @@ class Standby:
         if isinstance(error, PeerUnreachableError):
             self._leaders.not_reached(key, leader)
 
+    def led_astray(self, key: Key, leader: str) -> None:
+        """Note that a leader takes no reports: the next report goes to another."""
+        self._leaders.led_astray(key, leader)
+
     async def _first_to_move(self, peers: Sequence[str], head: dict[str, Any], seconds: float) -> str:
         async def ask(peer: str) -> str:
             try:

@@ -1,8 +1,9 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
-With ``every = H`` each `SwarmOptimizer.step` is an inner step; after H of them, or when the swarm closes the round, the
-pseudo-gradient (start of the round minus now) is averaged and the outer step applied (DiLoCo, arXiv 2311.08105). With P
-fragments this happens every H / P steps, to one fragment at a time (Streaming DiLoCo, arXiv 2501.18512).
+With ``every = H`` each `SwarmOptimizer.step` is an inner step. When the swarm's peers have done H of them on average
+(`p2ptrain.averaging.closing`), the pseudo-gradient (start of the round minus now) is averaged and the outer step
+applied (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment at a time
+(Streaming DiLoCo, arXiv 2501.18512).
 With ``every = 1`` each call adds one local batch's gradient to an accumulator that ``zero_grad`` does not touch; when
 the swarm's global batch is full, the mean gradient is averaged and the wrapped optimizer steps once, the same
 everywhere.
@@ -120,6 +121,12 @@ class Bridge:
             future.cancel()
         return future
 
+    def tell(self, callback: Callable[..., object], *values: object) -> None:
+        """Call ``callback`` on the event loop soon; not at all once the network is closed."""
+        if not self.is_over():
+            with contextlib.suppress(RuntimeError):  # It was closed just now.
+                self._loop.call_soon_threadsafe(callback, *values)
+
     def finish(self, future: Future[T]) -> T:
         """Wait for what `start` gave; as `wait`."""
         try:
@@ -199,7 +206,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.on_step: Callable[[], None] = lambda: None
         self._default_tokens = tokens_per_step
         self._counted: tuple[int, int] | None = None
-        self._next_attempt = spec.steps_per_round
+        self._first_step = 0
         self._total_tokens = 0
         self.total_steps = 0
         self._loss: float | None = None
@@ -239,6 +246,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def is_under_way(self) -> bool:
         """Whether a round goes on under compute."""
         return self._flight is not None
+
+    @property
+    def steps_in_round(self) -> int:
+        """Local steps for the round in progress, without those that wait from earlier ones."""
+        return max(0, self._work.steps - self._first_step)
 
     @property
     def samples_in_round(self) -> int:
@@ -428,10 +440,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return True
 
     def _is_due(self, batch_samples: int, batch_seconds: float) -> bool:
+        if self._every > 1:
+            self._bridge.tell(self._synchronizer.note_steps, self.steps_in_round, batch_seconds)
+            return self._synchronizer.is_due(self.steps_in_round)
         if self._synchronizer.is_closing():
             return True
-        if self._every > 1:
-            return self._work.steps >= self._next_attempt
         return self._bridge.wait(self._synchronizer.report(self._work.samples, batch_samples, batch_seconds))
 
     def synchronize(self) -> RoundResult:
@@ -450,10 +463,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._overlap_steps:
                 self._work.steps = 0
             self.last_result = self._bridge.wait(self._synchronizer.synchronize(self._work))
+        steps = 0 if self._overlap_steps else self._work.steps
         if self.last_result.committed or self._work.steps == 0:
-            self._next_attempt = self._steps_per_round
-        else:
-            self._next_attempt = self._work.steps + max(1, self._steps_per_round // 4)
+            self._first_step = steps
+        else:  # The next attempt is due after a part of a round's steps.
+            self._first_step = self._work.steps + max(1, self._steps_per_round // 4) - self._steps_per_round
+        if self._every > 1:
+            self._bridge.tell(self._synchronizer.note_steps, self.steps_in_round)
         return self.last_result
 
     def _check_layout(self) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.averager import Averager, RoundOutcome
+from p2ptrain.averaging.batch import Goal
 from p2ptrain.averaging.certificate import Body
 from p2ptrain.averaging.encodings import decode_means
 from p2ptrain.averaging.feedback import ErrorFeedback
@@ -109,10 +110,11 @@ class Synchronizer:
         self._spec = manifest.averaging
         self._membership = membership
         self._bandwidth = bandwidth
-        target = manifest.training.global_batch if manifest.training.every == 1 else 0
+        training = manifest.training
+        goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
         self.averager = Averager(
             rpc, runtime, signer, swarm, self._spec, codec, membership, state.head,
-            state.layout.num_values, state.layout.fingerprint, target,
+            state.layout.num_values, state.layout.fingerprint, goal,
         )  # fmt: skip
         self._codecs = [vector_codec(self._spec, fragment.layout) for fragment in state.fragments]
         sizes = [fragment.num_values for fragment in state.fragments]
@@ -127,6 +129,7 @@ class Synchronizer:
             self._move, drop_stale=manifest.training.every == 1, late_decay=self._spec.late_decay,
             jobs=jobs,
         )  # fmt: skip
+        self.averager.matchmaker.pacing.is_behind = self._follower.is_behind
         serve_agreement(rpc, state.layout)
         if self._spec.auxiliaries:
             serve_layout(rpc, state.layout)
@@ -190,6 +193,19 @@ class Synchronizer:
         """
         return await self.averager.matchmaker.report(samples, batch_samples, batch_seconds, self.is_behind)
 
+    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+        """Take note of the local steps done for the round in progress (``every = H``); on the event loop.
+
+        Args:
+            steps: How many.
+            seconds: How long the last one took; 0 at the start of a round.
+        """
+        self.averager.matchmaker.pacing.note(steps, seconds)
+
+    def is_due(self, steps: int) -> bool:
+        """True if a peer that has done so many steps for the round should contribute them now; from any thread."""
+        return self.is_closing() or self.averager.matchmaker.pacing.is_due(steps)
+
     async def announce(self) -> None:
         """Tell the peers that train, or will soon, that this one takes part from now on."""
         await self.averager.matchmaker.announce()
@@ -247,7 +263,8 @@ class Synchronizer:
         started = asyncio.get_running_loop().time()
         computed = 0.0 if self.rested_since is None else started - self.rested_since
         try:
-            result = await self._synchronize(work)
+            with self.averager.matchmaker.pacing.handing_in():
+                result = await self._synchronize(work)
         except TemporaryError as error:
             result = RoundResult(False, self.head.round, str(error), paused=self._below_minimum(error))
         self.rested_since = asyncio.get_running_loop().time()
@@ -283,12 +300,17 @@ class Synchronizer:
         return pauses and isinstance(error, NoGroupError) and present < self._spec.min_peers
 
     async def _synchronize(self, work: Work) -> RoundResult:
-        before = self.head
+        before, pacing = self.head, self.averager.matchmaker.pacing
         for _ in range(MAX_STEPS):
             async with work.at_rest():
                 ready = await self._prepare(work, before)
             if isinstance(ready, RoundResult):
                 return ready
+            if self.head != before:
+                await pacing.refresh()
+                if pacing.has_time:
+                    return RoundResult(True, self.head.round, "caught up: this peer's work goes into the next round")
+            await pacing.until_closing()
             try:
                 outcome = await self.averager.average(*ready, self._bandwidth)
             except (BehindError, MismatchError, UnencodableError) as error:

@@ -242,3 +242,35 @@ def test_a_trainer_leaves_after_its_minutes(text: Path, tmp_path: Path, monkeypa
             assert saved_head(swarm, name) == (swarm.round(name), swarm.sync(name).head.digest)
 
     simulate(main, seed=1)
+
+
+@pytest.mark.fault(51)
+@pytest.mark.parametrize("speeds", [(1, 1, 1), (1, 1, 8)], ids=["1:1:1", "1:1:8"])
+def test_trainers_of_uneven_speeds_do_the_sum_of_what_they_can(
+    speeds: tuple[int, ...], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = 10.0
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = ProductSwarm(network, small_manifest(text, {"every": 16}), tmp_path)
+        use_virtual_time(monkeypatch, swarm)
+        marks: list[tuple[float, int, int]] = []
+
+        def look(name: str, trainer: Trainer) -> None:
+            head = trainer._synchronizer.head
+            if not marks or head.round > marks[-1][1]:
+                marks.append((network.loop.time(), head.round, head.tokens))
+
+        swarm.before_step = look
+        for index, speed in enumerate(speeds):
+            swarm.step_seconds["abc"[index]] = seconds / speed
+            swarm.start("abc"[index], ROUNDS + 2)
+        await asyncio.gather(*swarm.tasks.values())
+        (began, _, before), (ended, _, after) = marks[3], marks[-1]
+        able = sum(speeds) / seconds * 2 * 8 * (ended - began)
+        assert (after - before) / able >= 0.95
+        syncs = [node.synchronizer for node in swarm.nodes.values()]
+        assert all(sync.rounds_committed >= ROUNDS for sync in syncs if sync is not None)
+        assert len(swarm.heads()) == 1
+
+    simulate(main, seed=sum(speeds))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from p2ptrain.averaging.head import Head
-from p2ptrain.manifest import Manifest
+from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.learning_rate import LearningRates, Schedule
@@ -37,14 +37,14 @@ class LoneSynchronizer:
         fail_rounds: Commit nothing.
     """
 
-    def __init__(self, state: SharedState, global_batch: int) -> None:
+    def __init__(self, state: SharedState, spec: TrainingSpec) -> None:
         self.state = state
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
         self.averager = SimpleNamespace(own_work=self)
         self.forgot: list[int] = []
         self.fail_rounds = False
         self.place: tuple[int, int] | None = (0, 1)
-        self._global_batch = global_batch
+        self._global_batch, self._every = spec.global_batch, spec.steps_per_round
 
     @property
     def head(self) -> Head:
@@ -58,6 +58,12 @@ class LoneSynchronizer:
 
     def is_closing(self) -> bool:
         return False
+
+    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+        """It needs no pace."""
+
+    def is_due(self, steps: int) -> bool:
+        return steps >= self._every
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
         return samples >= self._global_batch
@@ -107,7 +113,7 @@ def lone_peer(
     thread = LoopThread()
     try:
         state = initial_state(module, inner, manifest, manifest.digest, clip_norm)
-        synchronizer: Any = LoneSynchronizer(state, manifest.training.global_batch)
+        synchronizer: Any = LoneSynchronizer(state, manifest.training)
         optimizer = SwarmOptimizer(
             module, inner, synchronizer, Bridge(thread.loop), manifest.training, 10, clip_norm=clip_norm
         )
@@ -126,6 +132,9 @@ class InlineBridge(Bridge):
 
     def is_over(self) -> bool:
         return False
+
+    def tell(self, callback: Callable[..., object], *values: object) -> None:
+        callback(*values)
 
     def start(self, coroutine: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -186,7 +195,7 @@ def lone_optimizer(
     rates = LearningRates(inner, schedule)
     state = initial_state(module, inner, manifest, manifest.digest, clip_norm, rates)
     state.head = dataclasses.replace(state.head, round=round_)
-    synchronizer: Any = LoneSynchronizer(state, manifest.training.global_batch)
+    synchronizer: Any = LoneSynchronizer(state, manifest.training)
     optimizer = SwarmOptimizer(module, inner, synchronizer, InlineBridge(), manifest.training, 10, clip_norm, rates)
     lone = LoneOptimizer(module, optimizer, synchronizer)
     inner.register_step_pre_hook(lambda *_: lone.applied_rates.append(float(inner.param_groups[0]["lr"])))

@@ -141,6 +141,7 @@ class SimulatedTrainer:
         self.work = LocalWork(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
         )
+        self.first_step = 0
         self.results: list[RoundResult] = []
         self.stop = False
         self.is_hostile = False
@@ -166,24 +167,30 @@ class SimulatedTrainer:
         try:
             await self._join()
             spec = self.manifest.training
-            next_attempt = spec.steps_per_round
             while not self.stop:
                 began = asyncio.get_running_loop().time()
                 await self._compute()
-                if await self._is_due(next_attempt, asyncio.get_running_loop().time() - began):
+                if await self._is_due(asyncio.get_running_loop().time() - began):
                     result = await (self.synchronize_under_compute() if spec.overlap_steps else self.synchronize())
-                    next_attempt = spec.steps_per_round
+                    self.first_step = 0 if spec.overlap_steps else self.work.steps
                     if not result.committed:
-                        next_attempt = self.work.steps + 1
+                        self.first_step = self.work.steps + 1 - spec.steps_per_round
+                    self.sync.note_steps(self.steps_in_round)
         finally:
             await self.close()
 
-    async def _is_due(self, next_attempt: int, batch_seconds: float) -> bool:
+    @property
+    def steps_in_round(self) -> int:
+        """As the product's optimizer counts them."""
+        return max(0, self.work.steps - self.first_step)
+
+    async def _is_due(self, batch_seconds: float) -> bool:
         """True if the product's optimizer would synchronise now."""
+        if self.manifest.training.every > 1:
+            self.sync.note_steps(self.steps_in_round, batch_seconds)
+            return self.sync.is_due(self.steps_in_round)
         if self.sync.is_closing():
             return True
-        if self.manifest.training.every > 1:
-            return self.work.steps >= next_attempt
         return await self.sync.report(self.work.samples, 1, batch_seconds)
 
     async def synchronize_under_compute(self) -> RoundResult:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.batch import HOLD_SECONDS
+from p2ptrain.averaging.batch import HOLD_SECONDS, Goal
 from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.matchmaking import Matchmaker
 from p2ptrain.averaging.membership import Membership
@@ -60,7 +60,7 @@ async def standing_by(network: SimulatedNetwork, count: int) -> AsyncIterator[li
             for other in swarm:
                 membership.update(record_of(other.peer, HEAD), 1, 1e12)
             matchmaker = Matchmaker(
-                member.rpc, member.peer.runtime, member.peer.signer, SWARM, SPEC, membership, HEAD, TARGET
+                member.rpc, member.peer.runtime, member.peer.signer, SWARM, SPEC, membership, HEAD, Goal(TARGET)
             )
             matchmaker.participates = True
             peers.append(Peer(member, matchmaker, membership))

@@ -144,12 +144,16 @@ class ScriptedSynchronizer:
     """Reads the contribution, waits for the test, and then gives the result that it is told."""
 
     state: SharedState
+    steps_per_round: int
     head: Any = field(default_factory=lambda: SimpleNamespace(round=0))
     begun: list[list[int]] = field(default_factory=list)
     arrivals: list[Future[RoundResult]] = field(default_factory=list)
 
-    def is_closing(self) -> bool:
-        return False
+    def note_steps(self, steps: int, seconds: float = 0.0) -> None:
+        """It needs no pace."""
+
+    def is_due(self, steps: int) -> bool:
+        return steps >= self.steps_per_round
 
     async def synchronize(self, work: LocalWork) -> RoundResult:
         fragment = self.state.fragments.of_round(self.head.round)
@@ -172,7 +176,7 @@ class ScriptedSynchronizer:
 def _optimizer(loop: asyncio.AbstractEventLoop, **spec: Any) -> tuple[SwarmOptimizer, ScriptedSynchronizer]:
     module, state = _shared(spec.get("fragments", 1))
     training = TrainingSpec.model_validate({"local_batch": 1, **spec})
-    synchronizer = ScriptedSynchronizer(state)
+    synchronizer = ScriptedSynchronizer(state, training.steps_per_round)
     inner = torch.optim.SGD(module.parameters(), lr=0.1)
     return SwarmOptimizer(module, inner, synchronizer, Bridge(loop), training, 10), synchronizer  # type: ignore[arg-type]
 
