@@ -279,8 +279,9 @@ def _doing(progress: PeerProgress, width: int) -> list[Part]:
         return [*parts, "averaging"]
     waits = progress.seconds_to_round
     soon = [] if waits is None else [f"next in {human_seconds(waits)}" if waits > 0 else "next soon"]
-    counts = _round_parts(progress.in_round, width)
-    return [*parts, *counts[:2], *soon, *counts[2:]]
+    counts, own = _round_parts(progress.in_round, width), record.round_tokens
+    is_shared = own and own < progress.in_round[0]
+    return [*parts, *counts[:2], *soon, *counts[2:], f"{human_count(own)} of them its own" if is_shared else ""]
 
 
 def _given(record: PeerRecord) -> str:

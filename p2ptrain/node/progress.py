@@ -120,7 +120,8 @@ class PeerProgress:
     Attributes:
         record: What it publishes; with the counters as of now.
         phase: What its averaging is doing: ``idle``, ``matchmaking``, ``scatter``, ``reduce``, ``gather``, ``commit``.
-        seconds_to_round: Until it will average next, by how long it took of late; None when that cannot be told.
+        seconds_to_round: Until it will average next, as the round's leader foresees it, or by how long it took of late;
+            None when that cannot be told.
         in_round: Tokens for the round in progress, and how many it takes: see `tokens_in_round`.
         committed, aborted: Rounds.
         jobs: Long jobs that are going on.
@@ -143,9 +144,11 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
     phase, seconds = "idle", None
     if sync is not None:
         phase = sync.phase
-        seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())
+        seconds = sync.averager.matchmaker.pacing.seconds_left
+        if seconds is None:
+            seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())
     record, goal = peer.describe(), round_goal(peer.manifest)
-    counted = [record, *peer.membership.records()] if goal.is_shared else [record]
+    counted = [record, *peer.membership.records()]
     return PeerProgress(
         record=record,
         phase=phase,
@@ -178,7 +181,8 @@ class RoundGoal:
 
     Attributes:
         tokens: 0 where that cannot be told.
-        is_shared: Whether it is that of all peers together, not of each.
+        is_shared: Whether it is that of all peers together, however many there are; else it is that of a peer on
+            average, and all together need as many times more.
         sample_tokens: Tokens of a sample, of a model that is cut into stages, whose hosts tell samples; else 0.
     """
 
@@ -188,7 +192,7 @@ class RoundGoal:
 
 
 def round_goal(manifest: Manifest) -> RoundGoal:
-    """What a swarm agreed on: a global batch with ``every = 1``, else each peer's inner steps."""
+    """What a swarm agreed on: a global batch with ``every = 1``, else the inner steps of a peer on average."""
     training, is_shared = manifest.training, manifest.training.every == 1
     samples = training.global_batch if is_shared else training.every * training.local_batch
     if manifest.model.family == "custom" or training.fragments > 1:
@@ -208,11 +212,8 @@ def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal)
     if goal.sample_tokens:
         return _tokens_in_first_stage(records, goal)
     here = [each for each in records if (each.role, each.state, each.round) == ("trainer", "training", number)]
-    if goal.is_shared:
-        return sum(each.round_tokens for each in here), goal.tokens if here else 0
-    # Nobody's surplus makes up for what another peer still has to do.
-    most = goal.tokens or 1 << 63
-    return sum(min(each.round_tokens, most) for each in here), goal.tokens * len(here)
+    needed = goal.tokens * (min(1, len(here)) if goal.is_shared else len(here))
+    return sum(each.round_tokens for each in here), needed
 
 
 def _tokens_in_first_stage(records: Iterable[PeerRecord], goal: RoundGoal) -> tuple[int, int]:
