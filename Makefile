@@ -19,7 +19,7 @@ HOURS ?= 1
 SEEDS ?= 2000
 
 .PHONY: help venv demo test test-unit test-swarm test-nat test-systemd test-browser test-docker test-gpu test-all soak \
-	wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline clean
+	wheels schedules lint format bench bench-averaging bench-convergence bench-moshpit bench-groups bench-monitor bench-pipeline bench-uneven clean
 
 help:  ## show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -110,6 +110,9 @@ bench-monitor: $(STAMP)  ## the status page under 2,000 peers and 50 viewers; AR
 
 bench-pipeline: $(STAMP)  ## stages against one process, links, bits and faults; ARGS="--only utilisation --json FILE"
 	$(BIN)/python -m benchmarks.bench_pipeline $(ARGS)
+
+bench-uneven: $(STAMP)  ## machines of different speeds against the sum of what each can; ARGS="--real --json FILE"
+	$(BIN)/python -m benchmarks.bench_uneven $(ARGS)
 
 clean:  ## remove .venv, caches and build outputs (runs/ is kept)
 	rm -rf $(VENV) wheels build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
