@@ -716,6 +716,20 @@ MUTANTS = (
         "            pass\n",
         "unit/codecs/test_symmetric.py -k unused_half",
     ),
+    Mutant(
+        "a host that leaves takes on nothing new",
+        "pipeline/host.py",
+        "        self._is_leaving = True\n",
+        "        self._is_leaving = False\n",
+        "sim/test_pipeline_schedules.py -k loses_none",
+    ),
+    Mutant(
+        "nobody waits for the batch of a peer that never reports",
+        "averaging/batch.py",
+        "            began = self._began\n",
+        "            began = now - min(one.batch_seconds for one in others)\n",
+        "unit/averaging/test_batch.py -k dead",
+    ),
 )
 
 

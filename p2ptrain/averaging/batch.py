@@ -13,6 +13,7 @@ times as long.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class GlobalBatch:
         self._reports: dict[str, Report] = {}
         self._idle: set[str] = set()
         self._held: dict[str, tuple[int, float]] = {}
+        self._began = math.inf
 
     @property
     def peers(self) -> Collection[str]:
@@ -91,6 +93,8 @@ class GlobalBatch:
         """Take in what a peer says; a later report replaces an earlier one."""
         if peer in self._reports or len(self._reports) < MAX_REPORTS:
             self._reports[peer] = report
+            if report.batch_samples:
+                self._began = min(self._began, report.reported_at - report.batch_seconds)
             if report.batch_seconds and (peer in self._pace or len(self._pace) < MAX_REPORTS):
                 self._pace[peer] = report.batch_seconds
 
@@ -150,9 +154,9 @@ class GlobalBatch:
     def _foresee(self, peer: str, until: float, now: float) -> int:
         """Samples that a peer which computes now will have added by then."""
         report = self._reports.get(peer)
-        if report is None:  # It began with the round, as the others did before their first report.
+        if report is None:  # It began with the first of the others, who may have reported often since then.
             others = [one for one in self._reports.values() if one.batch_samples]
-            began = min(one.reported_at - one.batch_seconds for one in others)
+            began = self._began
             samples = min(one.batch_samples for one in others)
             seconds = self._pace.get(peer, statistics.median(one.batch_seconds for one in others))
         else:

@@ -216,7 +216,10 @@ class Matchmaker:
             said = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
             if key == self._place.key:
                 self._leaders.learn(key, said.failed)
+        except PeerRefusedError as error:
+            logger.debug("peer %s takes no part: %s", peer[-8:], error)
         except (PeerError, DeadlineError, IntegrityError) as error:
+            self._leaders.lost(peer)  # It may have said that it takes part, and died since.
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
     async def _serve_nudge(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:

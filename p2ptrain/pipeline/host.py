@@ -110,6 +110,7 @@ class StageHost:
         self._num_early = 0
         self._done: dict[int, frozenset[MicrobatchId]] = {}
         self._asked_at = asyncio.get_running_loop().time()
+        self._is_leaving = False
         self._is_closed = False
         self.admit: Callable[[int], Awaitable[bool]] | None = None
         self.on_change: Callable[[], None] = lambda: None
@@ -144,6 +145,11 @@ class StageHost:
         """Since it was last asked for anything."""
         return asyncio.get_running_loop().time() - self._asked_at
 
+    def leave(self) -> None:
+        """Take on nothing new from now on: what is under way here comes to its end, all else goes elsewhere."""
+        self._is_leaving = True
+        self._stir()
+
     async def close(self) -> None:
         """Give up what is under way, and forget the rest."""
         self._is_closed = True
@@ -162,9 +168,17 @@ class StageHost:
         if hop.learns and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
             self.ledger.check(hop.id, _size(hop))
 
-    def _check_hop(self, hop: Hop) -> None:
-        if self._is_closed:
+    def _check_leaving(self, hop: Hop) -> None:
+        """Whoever comes again with what is under way here, or counted, still gets its reply.
+
+        Raises:
+            FullError: This host is about to leave, and has not taken that on.
+        """
+        if self._is_closed or (self._is_leaving and hop.learns and self.ledger.find(hop.id) is None):
             raise FullError("this host leaves its stage: go to another one")
+
+    def _check_hop(self, hop: Hop) -> None:
+        self._check_leaving(hop)
         try:
             self._check(hop.inputs, hop.targets, hop.samples, hop.tokens)
         except ValueError as error:
@@ -190,7 +204,8 @@ class StageHost:
         self._check_hop(hop)
         if not hop.learns:
             return await self._evaluations.take(hop, news)
-        await self._in_its_round(hop.id)
+        await self._in_its_round(hop)
+        self._check_leaving(hop)
         known = self.ledger.find(hop.id)
         running = self._running.get(hop.id)
         if known is not None and (known.samples, known.tokens) != (hop.samples, hop.tokens):
@@ -219,13 +234,14 @@ class StageHost:
         """
         return await take_here(self, self._peer_id, hop, news)
 
-    async def _in_its_round(self, id: MicrobatchId) -> None:
+    async def _in_its_round(self, hop: Hop) -> None:
         """Let a microbatch that came early wait for its round.
 
         Raises:
             WrongRoundError: That has not begun in time.
-            FullError: Too many wait.
+            FullError: Too many wait, or this host is about to leave.
         """
+        id = hop.id
         if id.round <= self.ledger.round:
             return
         self._over_elsewhere(self.ledger.round)
@@ -234,7 +250,9 @@ class StageHost:
         self._num_early += 1
         try:
             async with asyncio.timeout(NEXT_ROUND_SECONDS):
-                await self.round_after(id.round - 1)
+                while id.round > self.ledger.round:
+                    self._check_leaving(hop)
+                    await self._changed.wait()
         except TimeoutError:
             reason = f"{id} came too early: this host is in round {self.ledger.round}"
             raise WrongRoundError(reason, is_late=False) from None

@@ -100,8 +100,9 @@ class StageRounds:
         return 0 < self.last_round <= self._host.ledger.round
 
     def stop(self) -> None:
-        """Let `run` end with the round in progress averaged as it is."""
+        """Let `run` end with the round in progress averaged as it is; nothing more is taken on."""
         self._is_stopping = True
+        self._host.leave()
         self._stir()
 
     async def run(self) -> None:

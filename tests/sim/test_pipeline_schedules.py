@@ -32,11 +32,13 @@ def settled(peer: PipelinePeer) -> int:
     return peer.hosted.host.ledger.settled_samples
 
 
-async def begin(network: SimulatedNetwork, *stages: int) -> tuple[CountedPipeline, PipelinePeer]:
+async def begin(
+    network: SimulatedNetwork, *stages: int, pass_seconds: float = 0.0
+) -> tuple[CountedPipeline, PipelinePeer]:
     """A pipeline whose hosts have these stages, and a trainer; all know of all."""
     pipeline = CountedPipeline(network, make_manifest(2, layers=4, global_batch=12, local_batch=1))
     for stage in stages:
-        await pipeline.add(f"host{len(pipeline.peers)}", stage)
+        await pipeline.add(f"host{len(pipeline.peers)}", stage, pass_seconds)
     await until(lambda: all(peer.status == "training" for peer in pipeline.hosts))
     trainer = await pipeline.add("trainer", None)
     await asyncio.sleep(10.0)
@@ -216,6 +218,24 @@ def test_hosts_that_end_a_round_together_leave_when_one_that_stays_has_its_resul
         await pipeline.close()
 
     simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("stage", range(2))
+def test_a_host_that_moves_while_microbatches_come_loses_none(stage: int) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        pipeline, trainer = await begin(network, 0, 0, 0, 1, 1, 1, pass_seconds=0.2)
+        feeding = asyncio.create_task(pipeline.feed(trainer, range(120), 8))
+        mover = next(peer for peer in pipeline.hosts if peer.stage == stage)
+        assert isinstance(mover, CountingPeer)
+        mover.go(1 - stage)
+        await until(lambda: mover.stage == 1 - stage)
+        assert None not in (await feeding).values()
+        await until(pipeline.is_level)
+        pipeline.check()
+        await pipeline.close()
+
+    for seed in range(3):
+        simulate(main, seed, model=LinkModel(latency_seconds=(0.02, 0.1)))
 
 
 @pytest.mark.parametrize("are_others_through", [False, True])

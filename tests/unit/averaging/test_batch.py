@@ -19,7 +19,8 @@ class Round:
     """Peers that compute batch after batch until the global batch is full, as events in time.
 
     Attributes:
-        seconds: By peer: how long a local batch takes; infinite for one that is dead.
+        seconds: By peer: how long a local batch takes; infinite for one that is dead. Who waits tells it again and
+            again.
         size: Samples in a local batch.
         foresight: Whether peers ask before each batch but the first.
     """
@@ -41,9 +42,10 @@ class Round:
         computing = dict.fromkeys((peer for _, peer, _ in events), True)
         while not self.batch.is_full:
             now, peer, done = heapq.heappop(events)
+            assert now < 1e4, "it is never full"
             if done:
                 self.samples[peer] = self.samples.get(peer, 0) + self.size
-                self.batch.report(peer, Report(self.samples[peer], self.size, self.seconds[peer], now))
+            self.batch.report(peer, Report(self.samples[peer], self.size, self.seconds[peer], now))
             computing[peer] = not self.foresight or self.batch.should_begin(peer, list(self.seconds), now)
             pause = self.seconds[peer] if computing[peer] else LOOK_AGAIN_SECONDS
             heapq.heappush(events, (now + pause, peer, computing[peer]))
@@ -79,6 +81,12 @@ def test_a_dead_peer_holds_nobody_up_for_longer_than_two_batches() -> None:
     alone = Round({"a": 1.0, "b": 1.0}, 8, 24, foresight=False)
     alone.run()
     assert dead.full_at <= alone.full_at + 2.0 + 2 * LOOK_AGAIN_SECONDS
+
+
+def test_who_is_alone_with_a_dead_peer_fills_the_batch() -> None:
+    alone = Round({"a": 1.0, "dead": float("inf")}, 1, 16, foresight=True)
+    alone.run()
+    assert alone.full_at <= 18.0 + 2 * LOOK_AGAIN_SECONDS
 
 
 def test_without_a_global_batch_everybody_computes() -> None:
