@@ -730,6 +730,13 @@ MUTANTS = (
         "            began = now - min(one.batch_seconds for one in others)\n",
         "unit/averaging/test_batch.py -k dead",
     ),
+    Mutant(
+        "a stage ends the last round with the others",
+        "training/hosted_stage.py",
+        "        if self._view.is_over(self.host.round, self.number):\n",
+        "        if False:\n",
+        "sim/test_product_pipeline.py -k lost_samples",
+    ),
 )
 
 

@@ -136,6 +136,14 @@ class HostedStage:
         self.participate()
         await self.rounds.run()
 
+    def look(self) -> None:
+        """The view was brought up to date: see whether the other stages are through with the round in progress.
+
+        A microbatch of the next round would tell so, too, but none comes after the last round.
+        """
+        if self._view.is_over(self.host.round, self.number):
+            self.host.on_over()
+
     def reports(self) -> list[StageReport]:
         """What this peer's record says of it; nothing before it takes part."""
         found = []

@@ -133,7 +133,8 @@ class Mover:
         self._has_news.set()
 
     def look(self) -> None:
-        """The view was brought up to date: see whether this host should move. Call it on the event loop."""
+        """The view was brought up to date: see what of it concerns this host. Call it on the event loop."""
+        self.hosted.look()
         self._looked = asyncio.get_running_loop().time()
         self._has_news.set()
 

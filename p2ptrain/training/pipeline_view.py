@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from p2ptrain.averaging.membership import ACTIVE_STATES, Membership
@@ -21,8 +22,8 @@ from p2ptrain.runtime import Runtime
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 """Of a peer that is going to host a stage: before and after it has chosen which."""
 SILENT_SECONDS = 15.0
-"""Of whom nothing new was read for so long, while others were heard of, placement takes for gone: three records were
-missed. Routes and averaging find out by themselves, and need not wait for that."""
+"""Who wrote nothing new for so long, while others were heard of, counts as gone for placement and for what a stage is
+through with: three records were missed. Routes and averaging find out by themselves, and need not wait for that."""
 LEAST_PAUSE_SECONDS = 30.0
 """Between two times that a host says where it goes: it does, or another one went instead."""
 
@@ -122,12 +123,9 @@ class PipelineView:
         """
         found: list[Host] = []
         medium, needs = self.medium_speed(), self.plan.needs
-        heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
-        for record, _, _ in self._records.values():
+        for record in self._heard_of():
             is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
-            if self._heard[record.peer] < heard_from or not (
-                is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)
-            ):
+            if not (is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)):
                 continue
             stages = [stage for stage in record.stages if stage.unit < len(needs)]
             if not stages:
@@ -139,6 +137,20 @@ class PipelineView:
             if goes_to < len(needs):
                 found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound, leaves=leaves))
         return found
+
+    def is_over(self, round: int, stage: int) -> bool:
+        """Whether another stage than that one is through with a round: all its hosts say that theirs is later."""
+        rounds: dict[int, list[int]] = defaultdict(list)
+        for record in self._heard_of():
+            for report in record.stages if record.state in ACTIVE_STATES else ():
+                if report.unit < self.plan.num_stages and report.unit != stage:
+                    rounds[report.unit].append(report.round)
+        return any(min(each) > round for each in rounds.values())
+
+    def _heard_of(self) -> list[PeerRecord]:
+        """The records of other peers but for those that fell silent."""
+        heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
+        return [record for record, _, _ in self._records.values() if self._heard[record.peer] >= heard_from]
 
     @property
     def is_measured(self) -> bool:

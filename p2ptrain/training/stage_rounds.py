@@ -73,7 +73,7 @@ class StageRounds:
         on_begun: Called when a round begins, and all units are at it.
     """
 
-    def __init__(self, host: StageHost, units: Sequence[HostedUnit], grace_seconds: float, max_rounds: int = 0) -> None:
+    def __init__(self, host: StageHost, units: Sequence[HostedUnit], grace_seconds: float) -> None:
         self._host = host
         self._units = units
         self._grace_seconds = grace_seconds

@@ -119,6 +119,26 @@ def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_chec
     simulate(main, seed=1)
 
 
+@pytest.mark.fault(27)
+def test_a_stage_that_lost_samples_in_the_last_round_ends_it_with_the_others(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = begin(network, text, tmp_path, monkeypatch)
+        start_all(swarm, ROUNDS)
+        await swarm.until(lambda: swarm.round("host1b") == ROUNDS - 1)
+        ledger = swarm.nodes["host1b"].hosted[0].host.ledger
+        await swarm.until(lambda: ledger.round == ROUNDS - 1 and ledger.settled_samples > 0)
+        await swarm.kill("host1b")
+        del swarm.nodes["host1b"], swarm.tasks["host1b"]
+        await swarm.until(lambda: all(task.done() for task in swarm.tasks.values()))
+        for name in swarm.nodes.keys() & HOSTS.keys():
+            assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
+            assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
+
+    simulate(main, seed=1)
+
+
 def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from p2ptrain.pipeline.messages import Hop, Reply
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing import Router
 from p2ptrain.runtime import Runtime
-from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, PipelineView
+from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, SILENT_SECONDS, PipelineView
 from tests.support.sim.pipelines import make_manifest
 
 OWN = "m-self"
@@ -220,3 +220,17 @@ def test_it_is_known_when_somebody_said_last_that_it_goes_however_often_one_says
     told(view, stays, sequence=6)
     told(view, goes, sequence=7)
     assert view.last_departure == clock[0]
+
+
+def test_a_round_is_over_when_all_hosts_of_another_stage_that_speak_are_through_with_it() -> None:
+    clock = [1000.0]
+    view = make_view(clock=clock)
+    told(view, record("a", 0, round=4), record("b", 0, round=5), record("own stage's", 1, round=9))
+    assert not view.is_over(4, 1), "one of the two hosts of stage 0 is not, and stage 1 does not count"
+    assert view.is_over(3, 1)
+    clock[0] += SILENT_SECONDS + 1.0
+    told(view, record("b", 0, round=5), sequence=2)
+    assert view.is_over(4, 1), "the other one fell silent"
+    told(view, record("c", 0, round=0, state="syncing"), sequence=2)
+    assert view.is_over(4, 1), "nor does one count that has not begun"
+    assert not view.is_over(5, 1)
