@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 MOST_ROUNDS = 4.0
 """A round closes when a peer has done so many times H steps, though the swarm is not there yet: a model that trains
 alone for longer drifts away from the others. At speeds of 1 : 1 : 8 the fast peer does 2.4 times H."""
-SILENT_SECONDS = 8.0
-"""A trainer whose last report is older, or that has not reported for so long, counts no more; > several reports."""
+SILENT_SECONDS = 30.0
+"""A trainer whose last report is older, or that has not reported for so long, counts no more. Longer than two reports
+of `p2ptrain.averaging.place.MOST_PROBE_SECONDS` each; until then the trainer counts as one that goes on."""
 ALIGNED = 1 / 3
 """By how much of its length a round is made longer or shorter to end with a step of the slowest peer."""
 

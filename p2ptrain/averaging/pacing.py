@@ -17,7 +17,7 @@ from p2ptrain.averaging.batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.cells import Key
 from p2ptrain.averaging.closing import MOST_ROUNDS, SILENT_SECONDS
 from p2ptrain.averaging.conductor import Conductor
-from p2ptrain.averaging.place import Place, probe_seconds
+from p2ptrain.averaging.place import MOST_PROBE_SECONDS, Place, probe_seconds
 from p2ptrain.averaging.standby import Standby
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
@@ -31,6 +31,8 @@ OVERLAP = 0.25
 LEAST_WAIT_SECONDS = 1.0
 CLOCK_SECONDS = 0.001
 """Time is no finer than that."""
+DIALS = 2.0
+"""A report takes as long as so many dials: it opens a stream, then asks."""
 NEW_SHARE = 0.5
 """Of the last step, in the mean length of steps."""
 
@@ -195,6 +197,13 @@ class Pacing:
         is_over = self.is_behind() or (left is not None and left <= self._shortest_seconds)
         self._over = self._place.key if is_over else None
 
+    def _answer_seconds(self, leader: str) -> float:
+        """Return the timeout of a report: nobody waits for its answer, and the link to the leader may be slow."""
+        dial_seconds = self._rpc.dial_seconds(leader)
+        if dial_seconds is None:
+            return MOST_PROBE_SECONDS
+        return min(MOST_PROBE_SECONDS, probe_seconds(self._spec) + DIALS * dial_seconds)
+
     async def _report(self) -> None:
         """Tell the leader how far this peer is, and take in when the round closes."""
         loop, key, place = asyncio.get_running_loop(), self._place.key, self._place
@@ -210,7 +219,7 @@ class Pacing:
                 reply = self._conductor.take_steps(leader, place.head, told)
             else:
                 request = {"head": place.head.without_proof().to_dict(), **told}
-                reply = await self._rpc.call(leader, "rally.report", request, probe_seconds(self._spec))
+                reply = await self._rpc.call(leader, "rally.report", request, self._answer_seconds(leader))
         except PeerRefusedError:
             self._standby.led_astray(key, leader)
             return

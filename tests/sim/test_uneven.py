@@ -131,6 +131,21 @@ def test_a_newcomer_of_another_speed_adds_what_it_can() -> None:
     simulate(main, 8)
 
 
+@pytest.mark.fault(51)
+def test_a_fast_machine_far_away_adds_what_it_can() -> None:
+    """Its reports take longer than the grace period."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest({"every": EVERY}), 1)
+        start(swarm, [1, 1])
+        swarm.start("far", UNIT_SECONDS / 8, latency_seconds=1.0)
+        await until_round(swarm, STEADY_ROUNDS)
+        assert await measure(swarm, 6) >= 0.85, "averaging takes its part, some seconds of each round"
+        await swarm.end()
+
+    simulate(main, 1)
+
+
 @pytest.mark.fault(17)
 def test_a_peer_whose_step_takes_longer_than_a_round_holds_nobody_up_and_its_work_counts() -> None:
     async def main(network: SimulatedNetwork) -> None:

@@ -51,12 +51,13 @@ def test_a_peer_that_has_not_reported_yet_is_taken_for_one_like_the_others() -> 
 
 @pytest.mark.parametrize("has_reported", [True, False])
 def test_a_peer_that_says_nothing_counts_no_more(has_reported: bool) -> None:
-    closing = closing_of({"a": 1.0, "b": 1.0} | ({"silent": 1.0} if has_reported else {}))
-    now = SILENT_SECONDS + 1.0
-    for peer in "ab":
-        closing.report(peer, StepReport(9, 1.0, 0.0, now, True), 64)
+    closing, now = Closing(128), SILENT_SECONDS + 1.0
+    if has_reported:
+        closing.report("silent", StepReport(0, 0.1, 0.0, 0.0, True), 64)
+    closing.report("a", StepReport(int(now), 1.0, 0.0, now, True), 64)
+    closing.report("b", StepReport(int(4 * now), 0.25, 0.0, now, True), 64)
     closing.foresee(["a", "b", "silent"], now)
-    assert closing.at == pytest.approx(EVERY), "neither its steps nor its share of the goal"
+    assert closing.at == pytest.approx(round(2 * 128 / 5)), "neither its steps nor its share of the goal"
 
 
 def test_peers_that_wait_for_the_end_do_not_put_it_off() -> None:
