@@ -5,11 +5,16 @@ of committed rounds with the sum of what the trainers would do alone in the same
 processes with real daemons, whose steps sleep as long as their speed asks: no process has less of a core than it
 needs, so the ratio does not depend on how well the machine keeps CPU quotas.
 
+With ``--quotas`` peers are processes with real daemons that compute, under CPU quotas of 0.1, 0.1 and 0.8 of a core. A
+quota holds for all that a peer does: training, event loop and daemon. Each peer first trains without any swarm, under
+the same quota, and the ratio is to the sum of these speeds. Needs root.
+
 The loss compares a swarm at 1:1:8 with one of equal peers, in which each does H steps a round as with a barrier: the
 product's trainer, in virtual time, from the same parameters on the same text, after as many tokens::
 
     python -m benchmarks.bench_uneven --json results/uneven.json
     python -m benchmarks.bench_uneven --real --quick
+    python -m benchmarks.bench_uneven --quotas
 """
 
 from __future__ import annotations
@@ -18,16 +23,18 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks.answers import say
 from benchmarks.harness import Measured, exit_on_signals, report
-from benchmarks.workers import Workers
+from benchmarks.quotas import CpuQuotas
+from benchmarks.workers import Worker, Workers
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.evaluate import held_out_loss
@@ -38,6 +45,11 @@ EVERY = 32
 LOSS_EVERY = 16
 REAL_UNIT_SECONDS = 1.0
 TOKENS_PER_STEP = 10
+QUOTAS = (0.1, 0.1, 0.8)
+"""Of a core: together one, so that two cores are enough."""
+QUOTA_WIDTH, QUOTA_LAYERS, QUOTA_BATCH = 512, 4, 4096
+"""A step of about 0.3 CPU seconds; 1M parameters."""
+ALONE_SECONDS, ALONE_STEPS = 20.0, 8
 WAIT_SECONDS = 600.0
 
 
@@ -58,35 +70,115 @@ def real(speeds: Sequence[float], rounds: int, log: str | None) -> float:
         workers = stack.enter_context(Workers("benchmarks.bench_uneven", log))
         link = ""
         for speed in speeds:
-            link = workers.start("--worker", str(speed), "--link", link).hear(WAIT_SECONDS)["link"] or link
+            worker = workers.start("--worker", str(speed))
+            link = _open(worker, link)
         workers.tell_all(str(rounds))
         answers = [worker.hear(WAIT_SECONDS) for worker in workers.all]
     tokens, seconds = answers[0]["tokens"], answers[0]["seconds"]
     return float(tokens / (sum(speeds) / REAL_UNIT_SECONDS * TOKENS_PER_STEP * seconds))
 
 
-def serve(speed: float, link: str) -> None:
-    """One trainer: joins, and says when so many rounds have been committed, after one that is not measured."""
+def _open(worker: Worker, link: str) -> str:
+    """Have a worker open its swarm; return the link for the others."""
+    worker.tell(link)
+    return worker.hear(WAIT_SECONDS)["link"] or link
+
+
+def under_quotas(cores: Sequence[float], rounds: int, log: str | None) -> dict[str, Any]:
+    """What a swarm of processes with CPU quotas does of the sum of what each did alone.
+
+    Raises:
+        RuntimeError: A process failed or took too long, or there are no quotas here.
+    """
+    with ExitStack() as stack:
+        quotas = stack.enter_context(CpuQuotas())
+        workers = stack.enter_context(Workers("benchmarks.bench_uneven", log))
+        limits = []
+        for _ in cores:
+            worker = workers.start("--worker", "0")
+            limits.append(quotas.make())
+            limits[-1].add(worker.process.pid)
+        for worker in workers.all:
+            worker.hear(WAIT_SECONDS)
+        for limit, each in zip(limits, cores, strict=True):
+            limit.limit(each)
+        workers.tell_all("alone")
+        alone = [worker.hear(WAIT_SECONDS)["tokens_per_second"] for worker in workers.all]
+        for limit in limits:  # Imports and the daemons' start would take minutes.
+            limit.limit(None)
+        link = ""
+        for worker in workers.all:
+            link = _open(worker, link)
+        for limit, each in zip(limits, cores, strict=True):
+            limit.limit(each)
+        workers.tell_all(str(rounds))
+        idle, began = psutil.cpu_times().idle, time.monotonic()
+        answers = [worker.hear(WAIT_SECONDS) for worker in workers.all]
+        idle = (psutil.cpu_times().idle - idle) / (time.monotonic() - began)
+    tokens, seconds = answers[0]["tokens"], answers[0]["seconds"]
+    return {"idle": idle, "ratio": tokens / seconds / sum(alone), "alone": alone, "tokens": tokens, "seconds": seconds}
+
+
+def make_step(model: torch.nn.Module, step_seconds: float) -> Callable[[], None]:
+    """Return a function that computes a gradient: in ``step_seconds``, or with real work if that is 0."""
+    is_asleep = step_seconds > 0
+    batch = torch.randn(4, 16) if is_asleep else torch.randn(QUOTA_BATCH, QUOTA_WIDTH)
+
+    def step() -> None:
+        began = time.monotonic()
+        model(batch).square().mean().backward()
+        if is_asleep:
+            time.sleep(max(0.0, step_seconds - (time.monotonic() - began)))
+
+    return step
+
+
+def speed_alone(step: Callable[[], None], inner: torch.optim.Optimizer) -> float:
+    """Tokens a second of an ordinary training loop."""
+    step()
+    inner.zero_grad()
+    began, steps = time.monotonic(), 0
+    while (seconds := time.monotonic() - began) < ALONE_SECONDS or steps < ALONE_STEPS:
+        step()
+        inner.step()
+        inner.zero_grad()
+        steps += 1
+    return steps * TOKENS_PER_STEP / seconds
+
+
+def serve(speed: float) -> None:
+    """One trainer: joins, and says when so many rounds have been committed, after one that is not measured.
+
+    Args:
+        speed: In steps of `REAL_UNIT_SECONDS`; 0 for steps that compute. Such a trainer is measured alone first.
+    """
     from p2ptrain.node.swarm import Swarm
 
     torch.set_num_threads(1)
-    model = torch.nn.Linear(16, 16)
+    torch.manual_seed(0)
+    width, layers = (16, 1) if speed else (QUOTA_WIDTH, QUOTA_LAYERS)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    inner = torch.optim.SGD(model.parameters(), 0.01)
+    step = make_step(model, REAL_UNIT_SECONDS / speed if speed else 0.0)
+    if not speed:
+        say(ready=True)
+        sys.stdin.readline()
+        say(tokens_per_second=speed_alone(step, inner))
     manifest = Manifest.model_validate(
         {"name": "uneven", "model": {"family": "custom"}, "data": {"source": "custom"}, "training": {"every": EVERY}}
     )
     listen = ("/ip4/127.0.0.1/tcp/0",)
+    link = sys.stdin.readline().strip()
     with ExitStack() as stack:
         opened = Swarm.join(link, listen=listen) if link else Swarm.create(manifest, listen=listen)
         swarm = stack.enter_context(opened)
-        optimizer = swarm.optimizer(model, torch.optim.SGD(model.parameters(), 0.01), tokens_per_step=TOKENS_PER_STEP)
+        optimizer = swarm.optimizer(model, inner, tokens_per_step=TOKENS_PER_STEP)
         say(link="" if link else swarm.link)
         rounds = int(sys.stdin.readline())
         first = optimizer.round + 1
         began, before, is_said = 0.0, 0, False
         while not is_said or sys.stdin.readline():
-            step_began = time.monotonic()
-            model(torch.randn(4, 16)).square().mean().backward()
-            time.sleep(max(0.0, REAL_UNIT_SECONDS / speed - (time.monotonic() - step_began)))
+            step()
             optimizer.step()
             optimizer.zero_grad()
             if not began and optimizer.round >= first:
@@ -135,20 +227,32 @@ def loss_after(speeds: Sequence[float], tokens: int, folder: Path, seed: int) ->
     return losses[0]
 
 
+def report_quotas(rounds: int, log: str | None, path: str | None) -> int:
+    """Print the ratio under CPU quotas; fail if it is too small."""
+    result = under_quotas(QUOTAS, rounds, log)
+    speeds = " + ".join(f"{tokens / TOKENS_PER_STEP:.3f}" for tokens in result["alone"])
+    row = [" ".join(f"{each:g}" for each in QUOTAS), speeds, f"{result['seconds']:.0f}", f"{result['idle']:.2f}"]
+    row.append(f"{result['ratio']:.3f}")
+    report("uneven", ["cores", "steps/s alone", "seconds", "idle cores", "ratio"], [row], {"quotas": result}, path)
+    return 0 if result["ratio"] >= LEAST else 1
+
+
 def main() -> int:
     """Print one ratio for each swarm; fail if one is too small, or the loss too great."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", action="store_true", help="also processes with real daemons")
+    parser.add_argument("--quotas", action="store_true", help="only processes with CPU quotas")
     parser.add_argument("--quick", action="store_true", help="fewer seeds and rounds")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--log", metavar="FILE", help="where processes write their errors")
     parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--link", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        serve(options.worker, options.link)
+        serve(options.worker)
         return 0
     exit_on_signals()
+    if options.quotas:
+        return report_quotas(2 if options.quick else 4, options.log, options.json)
     seeds, rounds = ((1, 2), 4) if options.quick else (range(1, 9), 8)
     rows, results = [], dict[str, Any]()
     for speeds in SPEEDS:
