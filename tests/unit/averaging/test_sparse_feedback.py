@@ -6,6 +6,8 @@ Four workers each hold another convex quadratic, and take outer steps on the mea
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -60,7 +62,8 @@ def average(codec: Codec, vectors: list[torch.Tensor], feedbacks: list[ErrorFeed
     return mean
 
 
-def train(problem: Problem, codec: Codec, with_feedback: bool, decay: float = 1.0) -> list[float]:
+@functools.cache
+def train(problem: Problem, codec: Codec, with_feedback: bool, decay: float = 1.0) -> tuple[float, ...]:
     """The excess before each round and after the last."""
     x = torch.zeros(len(problem.optimum))
     feedbacks = [ErrorFeedback(len(x), codec, decay) for _ in range(WORKERS)] if with_feedback else None
@@ -71,7 +74,7 @@ def train(problem: Problem, codec: Codec, with_feedback: bool, decay: float = 1.
             feedback.add_to(vector)
         x -= average(codec, vectors, feedbacks)
         found.append(problem.excess(x))
-    return found
+    return tuple(found)
 
 
 @pytest.fixture(scope="module")

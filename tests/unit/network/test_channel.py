@@ -21,6 +21,9 @@ from tests.support.sim.peers import members, until
 
 Simulate = Callable[[Callable[[SimulatedNetwork], Awaitable[None]], int], None]
 
+NEVER_THERE_BYTES = 64 << 20
+"""More than the simulated network carries in five seconds, and than an unread channel holds."""
+
 
 @pytest.fixture(params=["over a network", "in memory"])
 def simulate(request: pytest.FixtureRequest) -> Simulate:
@@ -169,7 +172,7 @@ def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operati
             async def serve(channel: Channel, request: dict[str, Any]) -> None:
                 await asyncio.sleep(2)
                 try:
-                    await channel.receive_bytes(1 << 30, 3600)
+                    await channel.receive_bytes(NEVER_THERE_BYTES, 3600)
                 except PeerLostError as error:
                     seen.append(error)
                     raise
@@ -183,7 +186,7 @@ def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operati
                     elif operation == "receive_bytes":
                         await channel.receive_bytes(1000, 600)
                     else:
-                        await channel.send_bytes(bytes(1 << 30))
+                        await channel.send_bytes(bytes(NEVER_THERE_BYTES))
 
             talking = asyncio.create_task(talk())
             await asyncio.sleep(1)
