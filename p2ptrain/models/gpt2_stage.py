@@ -51,7 +51,7 @@ class _Body(nn.Module):
     """What is there of it depends on the span."""
 
     wte: Embedding
-    wpe: nn.Embedding
+    wpe: Embedding
     h: nn.ModuleDict
     ln_f: nn.LayerNorm
 
@@ -65,7 +65,7 @@ class GPT2Stage(Stage):
         self.transformer = _Body()
         if self.is_first:
             self.transformer.wte = Embedding(spec.vocabulary, spec.hidden)
-            self.transformer.wpe = nn.Embedding(spec.context, spec.hidden)
+            self.transformer.wpe = Embedding(spec.context, spec.hidden)
         self.transformer.h = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
         if self.is_last:
             self.transformer.ln_f = nn.LayerNorm(spec.hidden, spec.norm_epsilon)

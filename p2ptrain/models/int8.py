@@ -46,6 +46,8 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     rounded = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    if weight.is_meta:  # It has a shape and no values; and torch imports its compiler to compute with such.
+        return rounded, scale
     for rows in _chunks(weight):
         step = weight[rows].abs().amax(dim=1).float() / 127
         scale[rows] = torch.where(step == 0, 1.0, step)

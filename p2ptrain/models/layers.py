@@ -30,6 +30,12 @@ class Affine(nn.Module):
 class Embedding(nn.Embedding):
     """A table of embeddings that can be the head as well."""
 
+    def reset_parameters(self) -> None:
+        """Leave the values as they are: `p2ptrain.models.building` sets them.
+
+        On the meta device torch draws normal values in Python, and imports its compiler for that.
+        """
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[..., width]`` to ``[..., entries]``."""
         return functional.linear(hidden, self.weight)

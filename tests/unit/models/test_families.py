@@ -173,6 +173,17 @@ def test_a_stage_of_a_large_model_takes_the_memory_of_the_stage() -> None:
     assert float(done.stdout) < 2.0  # The whole model is twenty times the stage.
 
 
+def test_building_a_model_does_not_import_the_compiler_of_torch() -> None:
+    """The import takes more than a second, as long as the one of torch."""
+    code = (
+        "import sys; from p2ptrain.models import build_model; from tests.support.models import SPECS\n"
+        "for spec in SPECS.values(): build_model(spec), build_model(spec, quant='int8')\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.parametrize("span", [Span(0, 0), Span(2, 1), Span(-1, 2), Span(3, 6)])
 def test_a_span_outside_the_model_is_refused(span: Span) -> None:
     with pytest.raises(UsageError, match="blocks 0 to 4"):
