@@ -46,7 +46,7 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
         "--rounds",
-        "200",
+        "120",
         "--summary",
         summary_file,
         "--run-dir",

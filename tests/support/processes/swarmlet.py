@@ -171,8 +171,8 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "p2ptrain", *map(str, arguments)]
 
 
-FORKED = ("join", "peer")
-"""Commands that compute: a fork runs them, which has their imports. Others, and whatever `up` starts, are executed."""
+FORKED = ("checkpoint", "join", "peer")
+"""Commands that import torch: a fork has their imports, and runs them. Others, and what `up` starts, are executed."""
 
 
 def _start_command(arguments: Sequence[str | Path], stdout: IO[bytes], stderr: IO[bytes]) -> subprocess.Popen[Any]:
