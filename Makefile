@@ -41,10 +41,12 @@ demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1"
 # Several tests run at a time: threads of torch that wait for each other would take the cores from the others.
 test-unit test-swarm test-nat test-browser: export OMP_NUM_THREADS = 1
 
-test: test-unit test-swarm  ## unit, simulated and swarm tests; ARGS="-k name" passes options
+test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
+	@$(MAKE) --no-print-directory --jobs 2 test-unit test-swarm
 
+# These compute, and take the processor time that suites beside them, which wait for each other, leave.
 test-unit: $(STAMP)  ## unit and simulated tests
-	$(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
+	nice -n 5 $(PYTEST) -n 2 $(MARKS) tests/unit tests/sim $(ARGS) $(OR_NONE)
 
 test-swarm: $(STAMP)  ## tests with real processes on loopback
 	$(PYTEST) -n $(SWARMS) --dist loadscope $(MARKS) tests/swarm $(ARGS) $(OR_NONE)
