@@ -40,6 +40,8 @@ demo: $(STAMP)  ## a swarm of three trainers on this machine; ARGS="--minutes 1"
 
 # Several tests run at a time: threads of torch that wait for each other would take the cores from the others.
 test-unit test-swarm test-nat test-browser: export OMP_NUM_THREADS = 1
+# Hundreds of processes read the same sources.
+unexport PYTHONDONTWRITEBYTECODE
 
 test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
 	@$(MAKE) --no-print-directory --jobs 2 test-unit test-swarm
