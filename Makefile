@@ -44,7 +44,7 @@ test-unit test-swarm test-nat test-browser: export OMP_NUM_THREADS = 1
 unexport PYTHONDONTWRITEBYTECODE
 
 test: $(STAMP)  ## unit, simulated and swarm tests; ARGS="-k name" passes options
-	@$(MAKE) --no-print-directory --jobs 2 test-unit test-swarm
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=line test-unit test-swarm
 
 # These compute, and take the processor time that suites beside them, which wait for each other, leave.
 test-unit: $(STAMP)  ## unit and simulated tests
