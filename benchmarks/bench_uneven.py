@@ -9,6 +9,9 @@ With ``--quotas`` peers are processes with real daemons that compute, under CPU 
 quota holds for all that a peer does: training, event loop and daemon. Each peer first trains without any swarm, under
 the same quota, and the ratio is to the sum of these speeds. Needs root.
 
+Pipelines of two stages are measured in virtual time too: three hosts of each stage, even and uneven ones that together
+do as much, against what the hosts of a stage could do without pause.
+
 The loss compares a swarm at 1:1:8 with one of equal peers, in which each does H steps a round as with a barrier: the
 product's trainer, in virtual time, from the same parameters on the same text, after as many tokens::
 
@@ -45,6 +48,8 @@ EVERY = 32
 LOSS_EVERY = 16
 REAL_UNIT_SECONDS = 1.0
 TOKENS_PER_STEP = 10
+STAGE_SPEEDS = ((10 / 3, 10 / 3, 10 / 3), (1.0, 1.0, 8.0))
+STAGE_MICROBATCHES, STAGE_AT_ONCE = 384, 24
 QUOTAS = (0.1, 0.1, 0.8)
 """Of a core: together one, so that two cores are enough."""
 QUOTA_WIDTH, QUOTA_LAYERS, QUOTA_BATCH = 512, 4, 4096
@@ -58,6 +63,13 @@ def in_virtual_time(speeds: Sequence[float], seeds: Sequence[int], rounds: int) 
     from tests.sim.test_uneven import committed_ratio
 
     return Measured(tuple(committed_ratio(list(speeds), seed, rounds, EVERY) for seed in seeds))
+
+
+def of_stages(speeds: Sequence[float], microbatches: int) -> float:
+    """The ratio of a pipeline, in virtual time."""
+    from tests.sim.test_uneven_stages import done_ratio
+
+    return done_ratio(speeds, microbatches, STAGE_AT_ONCE)
 
 
 def real(speeds: Sequence[float], rounds: int, log: str | None) -> float:
@@ -271,8 +283,13 @@ def main() -> int:
         )
     results["loss"] = {"tokens": tokens, "1:1:1": equal.to_json(), "1:1:8": uneven.to_json()}
     rows.append(["1:1:8", "loss / that of 1:1:1", f"{uneven.median / equal.median:.3f}", ""])
-    report("uneven", ["speeds", "measured", "median", "least"], rows, results, options.json)
     ratios = [float(row[2]) for row in rows[:-1]]
+    for speeds in STAGE_SPEEDS:
+        name = ":".join(f"{speed:.3g}" for speed in speeds)
+        done = of_stages(speeds, STAGE_MICROBATCHES // 4 if options.quick else STAGE_MICROBATCHES)
+        results[f"stages {name}"] = done
+        rows.append([name, "hosts of each of two stages", f"{done:.3f}", ""])
+    report("uneven", ["speeds", "measured", "median", "least"], rows, results, options.json)
     return 0 if min(ratios) >= LEAST else 1
 
 

@@ -570,6 +570,13 @@ MUTANTS = (
         "unit/pipeline/test_routing.py -k publishes_again",
     ),
     Mutant(
+        "what is under way does not gather at a slow host",
+        "pipeline/routing.py",
+        "if self._hosts[host].under_way <= share * rates[host]",
+        "if share > 0",
+        "unit/pipeline/test_routing.py -k gather",
+    ),
+    Mutant(
         "a new host does not make up for the time before",
         "pipeline/routing.py",
         "min((each.virtual_time for each in self._hosts.values()), default=0.0)",

@@ -173,7 +173,8 @@ class Feeder:
             try:
                 route = self._router.draw(tokens)
                 hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets)
-                reply = await self._caller.through(hop, route[0], news)
+                with self._router.sending(route, tokens):
+                    reply = await self._caller.through(hop, route[0], news)
                 return await self._settle(id, reply.loss, reply.legs, sends)
             except LostError:
                 self.tally.lost += 1
@@ -294,7 +295,8 @@ class Feeder:
             told.add((stage, host))
 
         try:
-            reply = await self._there_and_back(hop, first, output, news)
+            with self._router.sending([first, *hop.route], hop.tokens):
+                reply = await self._there_and_back(hop, first, output, news)
             if not hop.learns:
                 return Accepted(hop.id, reply.loss, reply.legs, 1)
             return await self._settle(hop.id, reply.loss, reply.legs, 1)

@@ -4,13 +4,17 @@ Each host has a virtual time, at which it will be through with what was given to
 host whose time is the least (SWARM parallelism, arXiv 2301.11913, section 3.2: a stochastic wiring of stages). Shares
 are in proportion to throughput, and those of fast hosts are spread evenly between those of slow ones.
 
+A host gets no more while it holds more than its share of what is under way: throughputs are measured with a delay, and
+without that all microbatches gather at a host that is slower than believed, for which the round then waits.
+
 A host that failed leaves all routes at once. It comes back with a record that it published after that.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
@@ -51,6 +55,7 @@ class _Host:
     state: HostState
     virtual_time: float
     measured: float | None = None
+    under_way: float = 0.0
 
 
 class StageRouter:
@@ -133,9 +138,19 @@ class StageRouter:
         if not candidates:
             reasons = [f"{host[-8:]} {reason}" for host, (_, reason) in self._failed.items()]
             raise NoHostError(self.stage, "; ".join(reasons[:3]) or "nobody says that it hosts it")
-        host = min(candidates, key=lambda each: (self._hosts[each].virtual_time, self._random.random()))
-        self._hosts[host].virtual_time += work / self.throughput(host)
+        rates = {host: self.throughput(host) for host in candidates}
+        share = (sum(self._hosts[host].under_way for host in candidates) + work) / sum(rates.values())
+        # There is always one: they hold less than that together.
+        behind = [host for host in candidates if self._hosts[host].under_way <= share * rates[host]] or candidates
+        host = min(behind, key=lambda each: (self._hosts[each].virtual_time, self._random.random()))
+        self._hosts[host].virtual_time += work / rates[host]
         return host
+
+    def note_under_way(self, host: str, work: float) -> None:
+        """Note that so much more is under way through a host; less, if it is negative."""
+        known = self._hosts.get(host)
+        if known is not None:  # It may have been away meanwhile, and begun at 0 again.
+            known.under_way = max(0.0, known.under_way + work)
 
 
 class Router:
@@ -174,3 +189,14 @@ class Router:
             if not stage.hosts:
                 stage.draw(work)
         return [stage.draw(work) for stage in self.stages]
+
+    @contextmanager
+    def sending(self, route: Sequence[str], work: float) -> Iterator[None]:
+        """Count ``work`` as under way through the hosts of a route for the duration of the block."""
+        for stage, host in zip(self.stages, route, strict=True):
+            stage.note_under_way(host, work)
+        try:
+            yield
+        finally:
+            for stage, host in zip(self.stages, route, strict=True):
+                stage.note_under_way(host, -work)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from random import Random
 
 import pytest
@@ -98,3 +99,34 @@ def test_without_a_host_the_error_names_stage_and_failures_and_nothing_is_counte
     assert [host.virtual_time for host in made.stages[0]._hosts.values()] == given
     made.update([alive, {"b": HostState(1.0, 2), "c": HostState(1.0, 1)}, alive])
     assert {made.draw(1.0)[1] for _ in range(4)} == {"b", "c"}
+
+
+def test_what_is_under_way_does_not_gather_at_a_host_that_is_slower_than_believed() -> None:
+    made = router({"a": 1.0, "slow": 1.0})
+    for _ in range(100):
+        host = made.draw(1.0)
+        made.note_under_way(host, 1.0)
+        if host == "a":
+            made.note_under_way(host, -1.0)
+    assert made.draw(1.0) == "a"
+    made.note_under_way("slow", -2.0)
+    assert made.draw(1.0) == "slow", "it has done what it had"
+
+
+def test_a_route_is_under_way_until_its_block_ends_however_that_ends() -> None:
+    made = Router(2, Random(0))
+    made.update([{"a": HostState(1.0, 1), "b": HostState(1.0, 1)}, {"c": HostState(1.0, 1)}])
+    with suppress(RuntimeError), made.sending(["a", "c"], 5.0):
+        assert {made.stages[0].draw(1.0) for _ in range(9)} == {"b"}
+        raise RuntimeError
+    assert made.stages[0].draw(1.0) == "a"
+
+
+def test_a_host_that_came_back_does_not_owe_what_was_under_way_before() -> None:
+    made = Router(1, Random(0))
+    made.update([{"a": HostState(1.0, 1), "b": HostState(1.0, 1)}])
+    with made.sending(["a"], 5.0):
+        made.failed("a", "went silent")
+        made.update([{"a": HostState(1.0, 2), "b": HostState(1.0, 1)}])
+    counts = Counter(made.draw(1.0)[0] for _ in range(10))
+    assert counts["a"] == pytest.approx(5, abs=1)
