@@ -122,7 +122,8 @@ class Accounts:
         apply = state.apply
 
         def record(mean: torch.Tensor, round_: int, fragment: object = None) -> None:
-            applied.append((state.head.lineage, state.head.tokens, mean.clone()))
+            if round_ == state.head.round:  # Else a downloaded state is brought up to date, whose head is set later.
+                applied.append((state.head.lineage, state.head.tokens, mean.clone()))
             apply(mean, round_, None)
 
         def moved() -> None:
