@@ -20,6 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 TEST_SECONDS = 180.0
@@ -801,8 +804,8 @@ def run(mutants: tuple[Mutant, ...], jobs: int = 1) -> list[str]:
         for number in range(jobs):
             copies.put(_copy_tree(Path(folder) / str(number)))
         began = time.monotonic()
-        healthy = _with(copies, lambda copy: _pytest(copy, *_all_tests(mutants), seconds=ALL_SECONDS))
-        wrong = [f"the tests do not pass without any change: pytest {healthy}"] if healthy != PASSES else []
+        healthy, said = _with(copies, lambda copy: _pytest(copy, *_all_tests(mutants), seconds=ALL_SECONDS))
+        wrong = [f"the tests do not pass without any change: pytest {healthy}\n{said}"] if healthy != PASSES else []
         print(f"all tests without any change: {time.monotonic() - began:.0f} s", flush=True)
 
         def judge(numbered: tuple[int, Mutant]) -> str:
@@ -818,13 +821,11 @@ def run(mutants: tuple[Mutant, ...], jobs: int = 1) -> list[str]:
 
 
 def _copy_tree(copy: Path) -> Path:
-    for name in ("p2ptrain", "tests", "benchmarks", "examples"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", copy)
-    return copy
+    made = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
+    return Path(shutil.copytree(ROOT, copy, ignore=made))
 
 
-def _with(copies: SimpleQueue[Path], work: Callable[[Path], str]) -> str:
+def _with(copies: SimpleQueue[Path], work: Callable[[Path], T]) -> T:
     """Do ``work`` in a copy that no other thread uses."""
     copy = copies.get()
     try:
@@ -847,7 +848,7 @@ def _broken_outcome(copy: Path, mutant: Mutant) -> str:
 
 def _outcome(copy: Path, test: str) -> str:
     file, words = _parts(test)
-    return _pytest(copy, "-x", f"tests/{file}", *(("-k", words) if words else ()), seconds=TEST_SECONDS)
+    return _pytest(copy, "-x", f"tests/{file}", *(("-k", words) if words else ()), seconds=TEST_SECONDS)[0]
 
 
 def _all_tests(mutants: tuple[Mutant, ...]) -> list[str]:
@@ -862,8 +863,8 @@ def _parts(test: str) -> tuple[str, str]:
     return file, words.strip("'")
 
 
-def _pytest(copy: Path, *arguments: str, seconds: float) -> str:
-    """How pytest ends in the copy: it passes, or fails, or is of no use to the list."""
+def _pytest(copy: Path, *arguments: str, seconds: float) -> tuple[str, str]:
+    """How pytest ends in the copy (it passes, or fails, or is of no use to the list), and the end of what it says."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *arguments]
     environment = {
         "OMP_NUM_THREADS": "1",
@@ -880,10 +881,10 @@ def _pytest(copy: Path, *arguments: str, seconds: float) -> str:
             said, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # With all that the tests started.
-            return f"takes more than {seconds:g} s"
+            return f"takes more than {seconds:g} s", ""
     if process.returncode not in (0, 1):
-        return f"does not run: {said[-1000:]}"
-    return FAILS if process.returncode else PASSES
+        return f"does not run: {said[-1000:]}", ""
+    return FAILS if process.returncode else PASSES, said[-3000:]
 
 
 def main() -> int:

@@ -158,7 +158,9 @@ def test_a_contribution_that_is_not_finite_is_refused_and_counted_against_its_se
     counted = {name: refusals(name) - before[name] for name in NAMES}
     assert 1 <= counted["a"] + counted["b"] <= 2, counted  # By each that owns a share.
     assert counted["c"] == 0
-    assert peer in trio["a"].rounds()[-1]["counted"], "it takes part again"
+    trio["a"].wait_for(
+        "round", lambda event: peer in event["counted"], since=len(trio["a"].events)
+    )  # It takes part again.
     for name in NAMES:
         assert all(event["finite"] for event in trio[name].rounds(marks[name])), name
 
