@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -233,8 +234,9 @@ def test_whether_anybody_serves_is_said_and_who(browser: Browser, sites: Sites, 
         if with_scripts:
             visit.page.locator("#serving-grid canvas").nth(2).wait_for()
             label = visit.page.get_by_role("img", name="Time to the first token").get_attribute("aria-label")
-            assert label is not None
-            assert "half within: now 0.4" in label
+            said = re.search(r"half within: now ([\d.]+) s", label or "")
+            assert said is not None, label
+            assert 0.3 < float(said[1]) < 0.7, "made up as 0.38 to 0.58 s, in waves"
             visit.page.locator("#peer-table thead button", has_text="Serves").click()
             visit.page.locator("#peer-table thead button", has_text="Serves").click()
         names = [peer.name for peer in sites.serving.snapshot().peers if peer.serving is not None]
