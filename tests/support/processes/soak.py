@@ -124,7 +124,7 @@ class Chaos:
         for name in (*UNHARMED[1:], *HARMED):
             self._start(name)
         for name in UNHARMED:
-            self._up[name].wait_for_commit(2)
+            self._up[name].wait_for_commit()
             self._committed_at[name] = time.monotonic()
         began = now = time.monotonic()
         sample_every = max(LEAST_SAMPLE_SECONDS, seconds / SAMPLES)
