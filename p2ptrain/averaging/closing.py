@@ -21,6 +21,8 @@ alone for longer drifts away from the others. At speeds of 1 : 1 : 8 the fast pe
 SILENT_SECONDS = 30.0
 """A trainer whose last report is older, or that has not reported for so long, counts no more. Longer than two reports
 of `p2ptrain.averaging.place.MOST_PROBE_SECONDS` each; until then the trainer counts as one that goes on."""
+LEAST_STEP_SECONDS = 1e-3
+"""What any step takes at least, whatever a peer says."""
 ALIGNED = 1 / 3
 """By how much of its length a round is made longer or shorter to end with a step of the slowest peer."""
 
@@ -53,7 +55,7 @@ class StepReport:
     @property
     def step_seconds(self) -> float:
         """How long its step in progress is foreseen to take: one that is late needs as long again as it is late."""
-        return self.seconds + 2 * max(0.0, self.age - self.seconds)
+        return max(LEAST_STEP_SECONDS, self.seconds + 2 * max(0.0, self.age - self.seconds))
 
     def steps_at(self, now: float) -> float:
         """Steps at a later time, in fractions."""

@@ -121,3 +121,12 @@ def test_a_round_ends_in_time_however_uneven_the_peers_are(seconds: list[float],
     closing.foresee(list(closing.peers), now)
     assert now >= SILENT_SECONDS or closing.at is not None
     assert closing.at is None or closing.at >= now
+
+
+def test_steps_that_take_no_time_do_not_break_the_leader() -> None:
+    closing = Closing(128)
+    closing.report("a", StepReport(1, 1.0, 0.0, 0.0, True), 64)
+    closing.report("liar", StepReport(1, 5e-324, 0.0, 0.0, True), 64)
+    closing.foresee(["a", "liar"], 1.0)
+    assert closing.at is not None
+    assert 1.0 <= closing.at <= EVERY
