@@ -202,7 +202,7 @@ class PipelineRun:
             case "crash" if chosen.hosted is not None and self._may_lose(chosen):
                 self._crash(chosen)
             case "stall":
-                network.stall(chosen.peer, self._random.choice((0.3, 3.0, 20.0)))
+                self._stall(chosen, self._random.choice((0.3, 3.0, 20.0)))
             case "cut":
                 self._may_fork = True
                 network.cut(chosen.peer)
@@ -237,6 +237,11 @@ class PipelineRun:
         if trains:
             again.makes_loss = peer.makes_loss
             self._feed(again)
+
+    def _stall(self, victim: PipelinePeer, seconds: float) -> None:
+        """Others of its stage that wake while it sleeps go on without what it alone has."""
+        self._may_fork |= not self._may_lose(victim)
+        self.network.stall(victim.peer, seconds)
 
     def _crash(self, peer: PipelinePeer) -> None:
         self.network.crash(peer.peer)
@@ -305,7 +310,7 @@ class PipelineRun:
                 self.hits[f"{fault} {phase}"] += 1
                 self.network.record("trap", fault, phase)
                 if fault == "stall in":
-                    self.network.stall(victim.peer, 20.0)
+                    self._stall(victim, 20.0)
                 else:
                     self._crash(victim)
                 return
