@@ -77,10 +77,13 @@ class TerminalCommand:
         return self.process.wait(PATIENCE_SECONDS)
 
     def is_as_before(self) -> bool:
-        """Whether the terminal is as it was: its settings, its screen, its cursor, and that at the start of a line."""
+        """Whether the terminal is as it was: its settings, its screen, its cursor, and that at the start of a line.
+
+        The terminal echoes what is typed once the command no longer reads it.
+        """
         shown = self.raw.rfind(SHOW_CURSOR) >= self.raw.rfind(HIDE_CURSOR)
         same = termios.tcgetattr(self._terminal) == self._before
-        return same and shown and OTHER_SCREEN not in self.raw and self.text.endswith("\n")
+        return same and shown and OTHER_SCREEN not in self.raw and self.text.removesuffix("^C").endswith("\n")
 
     def __enter__(self) -> TerminalCommand:
         return self
