@@ -19,6 +19,8 @@ from tests.support.processes.swarmlet import background_command, nothing_left_be
 from tests.support.processes.tellers import PATIENCE_SECONDS, Teller
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+START_SECONDS = 2 * PATIENCE_SECONDS
+"""For a command to start, join, and do its first round."""
 MODEL = """
 name = "stages"
 [model]
@@ -134,9 +136,9 @@ def test_joiners_share_out_the_stages_and_training_goes_on_when_hosts_are_killed
 def test_of_a_microbatch_whose_trainer_is_killed_half_way_no_stage_keeps_anything(stages: Stages) -> None:
     first, last = hosting = [stages.watched_host(stage) for stage in range(2)]
     victim, _ = stages.join("victim", "--role", "trainer")
-    peer = first.wait_for("done")["ids"][0][0]
+    peer = first.wait_for("done", timeout_seconds=START_SECONDS)["ids"][0][0]
     stages.join("other", "--role", "trainer")
-    first.wait_for("done", lambda event: any(trainer != peer for trainer, *_ in event["ids"]))
+    first.wait_for("done", lambda event: any(id[0] != peer for id in event["ids"]), timeout_seconds=START_SECONDS)
     last.tell(f"hold {peer}")
     held = last.wait_for("held")["id"]
     os.kill(victim, signal.SIGKILL)
