@@ -83,7 +83,8 @@ def read_log(log: Path) -> tuple[Counter[str], Counter[str]]:
 @contextlib.contextmanager
 def busy_loops(number: int) -> Iterator[None]:
     """Keep so many processes busy meanwhile; they end with this process, too."""
-    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP]) for _ in range(number)]
+    # In sessions of their own: Linux may give a session no more time than another one (autogroup), and tests have many.
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY_LOOP], start_new_session=True) for _ in range(number)]
     try:
         yield
     finally:
