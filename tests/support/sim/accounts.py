@@ -24,15 +24,16 @@ class Book:
 
     Attributes:
         counted: By the lineage that a certified round led to: the tokens in it, as far as this process saw it end.
-        late: Tokens made between an attempt that broke here and the news that it was completed elsewhere: the round has
-            the tokens before them, and they are given up.
+        late: By the lineage that a round led to: tokens made between an attempt that broke here and the news that it
+            was completed elsewhere. The round has the tokens before them, and they are given up; another lineage may
+            have them.
         dropped: Tokens given up, among them those that may be in a downloaded state already.
         began_with: Tokens that its peer had made before it.
     """
 
     began_with: int = 0
     counted: dict[bytes, int] = field(default_factory=dict)
-    late: int = 0
+    late: dict[bytes, int] = field(default_factory=dict)
     dropped: int = 0
 
 
@@ -161,7 +162,7 @@ class Accounts:
         if tokens < told and name not in self.crashed:
             raise InvariantError(f"{name} had {tokens} tokens, and round {body.round} has {told} of it")
         book.counted[body.next_lineage] = min(told, tokens)
-        book.late += max(0, tokens - told)
+        book.late[body.next_lineage] = max(0, tokens - told)
 
     @property
     def num_forks(self) -> int:
@@ -174,10 +175,11 @@ class Accounts:
             name, book = trainer.peer.name, self.books[trainer.peer.name]
             produced = self._swarm.ledger.produced.get(name, 0) - book.began_with
             counted = sum(book.counted.values())
-            found = counted + book.late + book.dropped + trainer.work.tokens
+            late = sum(book.late.values())
+            found = counted + late + book.dropped + trainer.work.tokens
             if found != produced:
                 raise InvariantError(
-                    f"{name} made {produced} tokens; {counted} are in certified rounds, {book.late} came too late,"
+                    f"{name} made {produced} tokens; {counted} are in certified rounds, {late} came too late,"
                     f" {book.dropped} were dropped and {trainer.work.tokens} wait: {produced - found} are nowhere"
                 )
             if name in self.crashed:
@@ -186,7 +188,8 @@ class Accounts:
             seen = sum(tokens for after, tokens in book.counted.items() if self.is_within(after, lineage))
             unseen = self.totals(lineage)[trainer.peer.peer_id] - seen
             # It missed the end of a round, and then skipped it with a download, or saw it end in another way, too.
-            if not 0 <= unseen <= book.dropped + counted - seen:
+            elsewhere = sum(tokens for after, tokens in book.late.items() if not self.is_within(after, lineage))
+            if not 0 <= unseen <= book.dropped + counted - seen + elsewhere:
                 raise InvariantError(f"{name} saw {seen} of its tokens counted; its lineage has {unseen} more")
         self.values.check()
 
