@@ -22,7 +22,7 @@ SILENT_SECONDS = 30.0
 """A trainer whose last report is older, or that has not reported for so long, counts no more. Longer than two reports
 of `p2ptrain.averaging.place.MOST_PROBE_SECONDS` each; until then the trainer counts as one that goes on."""
 LEAST_STEP_SECONDS = 1e-3
-"""What any step takes at least, whatever a peer says."""
+"""Shortest step that a report may claim: a rate of steps stays finite."""
 ALIGNED = 1 / 3
 """By how much of its length a round is made longer or shorter to end with a step of the slowest peer."""
 
@@ -70,7 +70,7 @@ class StepReport:
 
 @dataclass
 class Closing:
-    """What the trainers of one round have reported, and when the round closes.
+    """Reports of one round's trainers, and when the round closes.
 
     Attributes:
         steps: H, the steps that trainers do on average; 0 for a round without local steps.
@@ -88,7 +88,7 @@ class Closing:
 
     @property
     def peers(self) -> Collection[str]:
-        """Those that reported."""
+        """Peers that reported."""
         return self._reports.keys()
 
     def report(self, peer: str, report: StepReport, max_reports: int) -> None:
@@ -99,7 +99,7 @@ class Closing:
                 self.pace[peer] = report.seconds
 
     def hand_in(self, peer: str, now: float) -> None:
-        """Note that a peer handed in what it has: it does no more steps for this round."""
+        """Record that a peer handed in its contribution: it does no more steps for this round."""
         before = self._reports.get(peer, StepReport(0, 0.0, 0.0, now, False))
         self._reports[peer] = StepReport(before.steps, before.seconds, 0.0, now, False)
 

@@ -109,8 +109,8 @@ def test_a_relay_carries_once_it_has_started(tmp_path: Path, monkeypatch: pytest
         for number in range(3):
             async with started(tmp_path, f"seed{number}", relay=True):
                 assert verdicts[-1] == ""
-        # On busy cores a daemon may start its services in the wrong order now and then, and is started again.
-        assert len(verdicts) <= 5
+        # On busy cores a daemon may start its services in the wrong order once in a while, and is started again.
+        assert len(verdicts) <= 4
 
     run(main)
 

@@ -239,7 +239,7 @@ class PipelineRun:
             self._feed(again)
 
     def _stall(self, victim: PipelinePeer, seconds: float) -> None:
-        """Others of its stage that wake while it sleeps go on without what it alone has."""
+        """Stall a peer. Its stage may fork where the others go on without a round that it alone has."""
         self._may_fork |= not self._may_lose(victim)
         self.network.stall(victim.peer, seconds)
 
