@@ -1,10 +1,18 @@
-"""How fast a swarm trains."""
+"""How fast a swarm trains, and amounts that add up to rates."""
 
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 RATE_SECONDS = 15.0
+
+
+class Amount(NamedTuple):
+    """So much within so many seconds: its mean over longer times is their sum by theirs, however long each is."""
+
+    total: float
+    seconds: float
 
 
 class TokenRate:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from p2ptrain.monitor.store import Amount
+from p2ptrain.monitor.rate import Amount
 from p2ptrain.monitor.views import LatencyView, Percentiles, ServedView, ServingView
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.serving_report import BOUNDS, Latencies, ServingReport, ServingTotals

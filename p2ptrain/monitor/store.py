@@ -20,6 +20,7 @@ import aiosqlite
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import latency_history
+from p2ptrain.monitor.rate import Amount
 from p2ptrain.monitor.stages import TRAINING_ROLES
 from p2ptrain.monitor.views import PeerView, RoundView
 from p2ptrain.network.serving_report import Latencies
@@ -37,13 +38,6 @@ class Resolution(NamedTuple):
 
     step: int
     keep: int
-
-
-class Amount(NamedTuple):
-    """So much within so many seconds: its mean over longer times is their sum by theirs, however long each is."""
-
-    total: float
-    seconds: float
 
 
 WINDOWS = {

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.monitor.latency_history import PERCENTILES
+from p2ptrain.monitor.rate import Amount
 from p2ptrain.monitor.serving import (
     MAX_TOKENS_PER_SECOND,
     NONE,
@@ -23,7 +24,7 @@ from p2ptrain.monitor.serving import (
     growth,
     serving_view,
 )
-from p2ptrain.monitor.store import Amount, Store
+from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records import PeerRecord
 from p2ptrain.network.serving_report import Latencies, ServingReport, ServingTotals

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import store as store_module
+from p2ptrain.monitor.rate import Amount
 from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.store import (
     COUNTED,
     MAX_EVENT_CHARS,
     SERIES,
     WINDOWS,
-    Amount,
     Contribution,
     Event,
     Store,
