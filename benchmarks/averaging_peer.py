@@ -22,13 +22,13 @@ from benchmarks.answers import hear, say
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.encodings import decode_means
-from p2ptrain.averaging.head import Head, genesis
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.codecs import get_codec, warm_up
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
 
 Command = Callable[..., Awaitable[dict[str, Any]]]
 ROUND_SECONDS = 120.0

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.harness import report
-from p2ptrain.averaging import grid
+from p2ptrain.averaging.grouping import tree as grid
 
 GROUP_SIZES = (4, 8, 16, 64)
 PEERS = (5, 12, 24, 64, 100, 200, 512, 1000, 2000)

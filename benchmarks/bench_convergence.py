@@ -38,7 +38,7 @@ from benchmarks.harness import Measured, format_table, machine, progress
 from benchmarks.plot import Learning, PlotError, plot_convergence, require_matplotlib
 from p2ptrain.manifest import SPARSE_FEEDBACK_DECAY, DataSpec, ModelSpec
 from p2ptrain.models import num_parameters
-from p2ptrain.training.text import load_corpus
+from p2ptrain.training.data.corpus import load_corpus
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=2, kv_heads=2, intermediate=168, context=64)
 BEGINNING_STEPS, BEGINNING_SEED = 1000, 0

@@ -19,7 +19,7 @@ import torch
 from benchmarks.emulation import Method, Setting, Swarm
 from benchmarks.harness import format_table
 from p2ptrain.manifest import DataSpec, ModelSpec
-from p2ptrain.training.text import load_corpus
+from p2ptrain.training.data.corpus import load_corpus
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=2, intermediate=168, context=64)
 ROWS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -21,13 +21,13 @@ from benchmarks.answers import hear, say
 from benchmarks.harness import Measured, exit_on_signals, report
 from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
-from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.transport import Stream
-from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import AverageStep
-from p2ptrain.training.state import SharedState, Stamp
-from p2ptrain.training.transfer import PartialDownload, StateServer, download_state, fetch_head
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import AverageStep
+from p2ptrain.training.state.shared_state import SharedState, Stamp
+from p2ptrain.training.sync.download import PartialDownload, StateServer, download_state, fetch_head
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
@@ -88,7 +88,7 @@ async def _download(peer: LoopbackPeer, source: str, fingerprint: bytes) -> None
 
 
 class _Admission:
-    """Takes the chunks of one state; see `p2ptrain.training.transfer.Admission`."""
+    """Takes the chunks of one state; see `p2ptrain.training.sync.download.Admission`."""
 
     def __init__(self, head: Head) -> None:
         self._stamp = Stamp.of(head)

@@ -26,12 +26,12 @@ from benchmarks.harness import Measured, exit_on_signals, report
 from p2ptrain.manifest import Manifest, ModelSpec, SignedManifest, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.network.identity import Identity
-from p2ptrain.training.checkpoint import list_checkpoints, load_checkpoint
-from p2ptrain.training.data import Sampler, advance
+from p2ptrain.training.checkpoints.files import list_checkpoints, load_checkpoint
+from p2ptrain.training.data.corpus import Corpus, load_corpus
+from p2ptrain.training.data.windows import Sampler, advance
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
-from p2ptrain.training.layout import Layout
 from p2ptrain.training.learning_rate import manifest_schedule
-from p2ptrain.training.text import Corpus, load_corpus
+from p2ptrain.training.state.layout import Layout
 
 SWARM_SECONDS = 1800.0
 END_SECONDS = 60.0

@@ -26,9 +26,9 @@ import torch
 
 from benchmarks.counting import CountingTransport, Messages
 from benchmarks.harness import Measured, format_table, progress, report
-from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.rally import Rally
+from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.grouping.pending_group import Rally
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.node.presence import Presence

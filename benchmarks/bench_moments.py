@@ -1,7 +1,7 @@
 """AdamW's moments in 8 bits beside fp32: the loss that training comes to, the CPU time of a step, and the state's size.
 
 A small Llama learns the Python standard library's sources, byte by byte, with the same batches and the step that stages
-take (`p2ptrain.training.adamw`); torch's AdamW steps beside them for the time.
+take (`p2ptrain.training.state.adamw`); torch's AdamW steps beside them for the time.
 
     python -m benchmarks.bench_moments --steps 500 --seeds 1 2 3
 """
@@ -21,10 +21,10 @@ from torch.nn import functional
 from benchmarks.harness import alternate, format_table, progress, report, thread_seconds
 from p2ptrain.manifest import DataSpec, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model
-from p2ptrain.training.adamw import AdamWStep
-from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import GradientStep, Stepper
-from p2ptrain.training.text import load_corpus
+from p2ptrain.training.data.corpus import load_corpus
+from p2ptrain.training.state.adamw import AdamWStep
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import GradientStep, Stepper
 
 SPEC = ModelSpec(layers=3, hidden=96, intermediate=256, context=96)
 TRAINING = TrainingSpec(every=1, learning_rate=3e-3, warmup_steps=20)

@@ -26,10 +26,10 @@ import httpx
 import psutil
 
 from benchmarks.harness import Measured, exit_on_signals, progress, report
-from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
 from tests.support.web.made_up_swarm import MadeUpSwarm
 
 LOOKS = 12

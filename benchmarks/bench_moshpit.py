@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.harness import Measured, format_table, report
 from benchmarks.mixing import Cells, Climbed, Fixed, Mixed, Mixer, PaperGrid, PaperRandom, climb, mix
-from p2ptrain.averaging import grid
+from p2ptrain.averaging.grouping import tree as grid
 
 GROUP_SIZE = 32
 PAPER_SHAPE = (32, 32)

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.harness import Measured, alternate, report, thread_seconds
-from p2ptrain.averaging import reduction
-from p2ptrain.averaging.pieces import Growing, cut
-from p2ptrain.averaging.reduction import OwnShare
+from p2ptrain.averaging.vector import reduce as reduction
+from p2ptrain.averaging.vector.reduce import OwnShare
+from p2ptrain.averaging.vector.streaming import Growing, cut
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

@@ -3,7 +3,7 @@
 Two processes on loopback (or two peers in one) move megabytes one way and both ways, in turn:
 
 * ``daemons``: a stream through both daemons
-* ``direct``: the same through a direct connection (`p2ptrain.network.direct`), TLS 1.3 on the event loop
+* ``direct``: the same through a direct connection (`p2ptrain.network.libp2p.direct`), TLS 1.3 on the event loop
 * ``threads``: blocking TLS 1.3 sockets, in a thread for each direction; no stream of ours, for comparison (and safe
   here only because each direction has a connection of its own: OpenSSL's are not for two threads)
 * ``tcp``: plain TCP on the event loop, for comparison
@@ -38,8 +38,8 @@ from benchmarks.harness import Measured, cpu_seconds, report
 from benchmarks.peers import LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.direct_tls import Certificate
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.libp2p.direct_tls import Certificate
+from p2ptrain.network.libp2p.socket_stream import SocketStream
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from p2ptrain.network.frames import FRAME, Kind, unpack
+from p2ptrain.network.rpc.frames import FRAME, Kind, unpack
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 
 _MARKS = {Kind.PING, Kind.END, Kind.ACK}

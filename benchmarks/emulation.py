@@ -17,18 +17,18 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.feedback import Encoded, ErrorFeedback
-from p2ptrain.averaging.shares import split_shares
+from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
+from p2ptrain.averaging.vector.partition import split_shares
 from p2ptrain.codecs import Codec, PartList, get_codec
 from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
 from p2ptrain.models import build_model
-from p2ptrain.training.beginning import initial_state
-from p2ptrain.training.data import Sampler
+from p2ptrain.training.data.corpus import Corpus
+from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.evaluate import held_out_loss, language_model_loss
-from p2ptrain.training.fragments import Fragment
 from p2ptrain.training.learning_rate import LearningRates, Shape, learning_rate_factor
-from p2ptrain.training.local_work import LocalWork
-from p2ptrain.training.text import Corpus
+from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.state.initial_state import initial_state
 
 CURVE_POINTS = 10
 CURVE_WINDOWS, FINAL_WINDOWS = 64, 512

@@ -1,7 +1,7 @@
 """Peers that average single numbers or small vectors in groups, simulated: for `bench_moshpit`.
 
-The groups are those of `p2ptrain.averaging.grid`, asked for each peer as the engine would; only the arithmetic is done
-for all peers at once.
+The groups are those of `p2ptrain.averaging.grouping.tree`, asked for each peer as the engine would; only the arithmetic
+is done for all peers at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from p2ptrain.averaging import grid
+from p2ptrain.averaging.grouping import tree as grid
 
 Values = NDArray[np.float64]
 """What the peers hold: (peers, values)."""

@@ -25,9 +25,9 @@ from p2ptrain.models import build_model
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.pipeline.messages import Payload, pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.data import Sampler
+from p2ptrain.training.data.corpus import load_corpus
+from p2ptrain.training.data.windows import Sampler
 from p2ptrain.training.learning_rate import learning_rate_factor
-from p2ptrain.training.text import load_corpus
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from p2ptrain.network.simulated.directory import PROPAGATION_SECONDS, REQUEST_SECONDS
-from p2ptrain.node.pipeline import MAX_CHOICES
-from p2ptrain.node.pipeline import SPREADING_SECONDS as CHOICE_SECONDS
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS as PUBLISH_PAUSE_SECONDS
 from p2ptrain.node.presence import PUBLISH_SECONDS, REFRESH_SECONDS
+from p2ptrain.node.roles.pipeline import MAX_CHOICES
+from p2ptrain.node.roles.pipeline import SPREADING_SECONDS as CHOICE_SECONDS
+from p2ptrain.pipeline.migration import CALL_SECONDS, LEAST_STAY_SECONDS, MAX_ASKED, PROMISE_SECONDS, SPREADING_SECONDS
 from p2ptrain.pipeline.placement import Host, Move, StageNeed, best_move, choose, counted, rates
-from p2ptrain.training.moving import CALL_SECONDS, LEAST_STAY_SECONDS, MAX_ASKED, PROMISE_SECONDS, SPREADING_SECONDS
-from p2ptrain.training.pipeline_view import LEAST_PAUSE_SECONDS, SILENT_SECONDS
+from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS
 
 DOWNLOAD_SECONDS = 60.0
 """Of a mover from its decision, of a newcomer from its arrival, until it takes part."""
@@ -193,7 +193,7 @@ class Simulation:
 
 @dataclass
 class Mover(Peer):
-    """A host that decides for itself; see `p2ptrain.training.moving`.
+    """A host that decides for itself; see `p2ptrain.pipeline.migration`.
 
     Attributes:
         bound_until: It may not move before, because it has moved, or promised to stay.
@@ -317,7 +317,7 @@ class Deciding(Simulation):
             self.records[stay.peer] = (peer.host(now), True)
 
     def _choose(self, now: float, peer: Mover, before: int, choices: int) -> None:
-        """See `p2ptrain.node.pipeline`: a newcomer says what it wants, and looks whether it still does then."""
+        """See `p2ptrain.node.roles.pipeline`: a newcomer says what it wants, and looks whether it still does then."""
         if peer.is_dead:
             return
         choice = choose(self.scene.needs, self._others(peer), peer.stay.speed, 1 << 62)
@@ -344,7 +344,7 @@ class Deciding(Simulation):
         self._at(peer.bound_until, lambda now: self._freed(now, peer))
         self._say(now, peer)
 
-    # Moves: `p2ptrain.training.moving`
+    # Moves: `p2ptrain.pipeline.migration`
 
     def _best(self, now: float, peer: Mover, others: Sequence[Host]) -> Move | None:
         if not peer.is_free(now):

@@ -35,11 +35,11 @@ from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, 
 from p2ptrain.models import build_stage, num_parameters
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.swarm import Swarm
-from p2ptrain.pipeline.feeder import Feeder
-from p2ptrain.pipeline.hops import Caller
+from p2ptrain.pipeline.client.sender import Feeder
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.pipeline_view import PipelineView
+from p2ptrain.pipeline.routing.hop import Caller
+from p2ptrain.pipeline.view import PipelineView
 
 KINDS = ("plain torch", "pipeline")
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

@@ -28,8 +28,8 @@ import torch
 from benchmarks.findings import Finding, Section
 from benchmarks.harness import Measured, progress
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from p2ptrain.pipeline.feeder import LostError
-from p2ptrain.pipeline.hops import HopLimits
+from p2ptrain.pipeline.client.sender import LostError
+from p2ptrain.pipeline.routing.hop import HopLimits
 from tests.support.sim.counting import PLACES, CountedPipeline
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import PipelinePeer, make_manifest

@@ -16,10 +16,10 @@ import torch
 
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.simulated import SimulatedPeer
-from p2ptrain.pipeline.compute import LossPass
-from p2ptrain.pipeline.device import Device, Pass
 from p2ptrain.pipeline.messages import IDS, Payload, pack, payload_bytes
-from p2ptrain.training.hosted_stage import HostedStage
+from p2ptrain.pipeline.stage.compute import LossPass
+from p2ptrain.pipeline.stage.device import Device, Pass
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from tests.support.sim.counting import CountingCompute, CountingPlan, CountingStage
 from tests.support.sim.pipelines import PipelinePeer
 
@@ -172,8 +172,8 @@ def lengths_alone() -> Iterator[None]:
         return torch.zeros(1, dtype=dtype).expand(payload.shape)
 
     with (
-        mock.patch("p2ptrain.pipeline.passes.pack", pack_zeros),
-        mock.patch("p2ptrain.pipeline.passes.unpack", unpack_zeros),
+        mock.patch("p2ptrain.pipeline.stage.passes.pack", pack_zeros),
+        mock.patch("p2ptrain.pipeline.stage.passes.unpack", unpack_zeros),
         mock.patch("p2ptrain.network.simulated.streams.QUANTUM_BYTES", QUANTUM_BYTES),
     ):
         yield

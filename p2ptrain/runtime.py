@@ -7,7 +7,7 @@ All protocol code takes deadlines from the running event loop, wall-clock time f
 method         threads             for
 =============  ==================  ===============================================================================
 ``compute``    one, "state"        what reads or changes the shared state: apply, replace, tree, collect, save.
-                                   `p2ptrain.training.state.SharedState` relies on one call at a time.
+                                   `p2ptrain.training.state.shared_state.SharedState` relies on one call at a time.
 ``on_device``  one, "device"       forward and backward passes, one at a time.
 ``offload``    one a core, "pool"  the rest: codecs, hashes, signatures, checks. Calls run side by side, in any order.
 =============  ==================  ===============================================================================

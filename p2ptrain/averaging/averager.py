@@ -1,8 +1,8 @@
 """One peer's averaging: find a group, reduce, certify; retry without who failed; typed errors for the rest.
 
 While the swarm fits in one group, that ends the round. In a larger one the group's result goes up the tree
-(`p2ptrain.averaging.cells`): one delegate takes it to a group of delegates, in the same way, and the others wait for
-what becomes of it (`p2ptrain.averaging.descent`). If a delegate fails, the next one stands in.
+(`p2ptrain.averaging.grouping.cells`): one delegate takes it to a group of delegates, in the same way, and the others
+wait for what becomes of it (`p2ptrain.averaging.commit.broadcast`). If a delegate fails, the next one stands in.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.absent import ANSWER_SECONDS
-from p2ptrain.averaging.attempt import AttemptFailedError
-from p2ptrain.averaging.attempts import Attempts
-from p2ptrain.averaging.batch import NO_GOAL, Goal
-from p2ptrain.averaging.beats import first_result
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.descent import Ascent, DecidedError, Descent
-from p2ptrain.averaging.encodings import decode_means
-from p2ptrain.averaging.evidence import EvidenceStore
-from p2ptrain.averaging.feedback import Encoded
-from p2ptrain.averaging.grid import delegate_order
-from p2ptrain.averaging.head import MAX_PRESENT, Head
-from p2ptrain.averaging.history import History, Means, Result
-from p2ptrain.averaging.matchmaking import Matchmaker
-from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.origins import Origin
-from p2ptrain.averaging.own_work import OwnWork
-from p2ptrain.averaging.robust import feedback_scale
+from p2ptrain.averaging.allreduce.runner import Attempts
+from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.commit.broadcast import Ascent, DecidedError, Descent
+from p2ptrain.averaging.commit.contribution_log import OwnWork
+from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.provenance import Origin
+from p2ptrain.averaging.commit.round_log import History, Means, Result
+from p2ptrain.averaging.grouping.absentees import ANSWER_SECONDS
+from p2ptrain.averaging.grouping.matchmaker import Matchmaker
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.tree import delegate_order
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
+from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
+from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
+from p2ptrain.averaging.timing.keepalive import first_result
+from p2ptrain.averaging.vector.aggregation import feedback_scale
+from p2ptrain.averaging.vector.error_feedback import Encoded
+from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from p2ptrain.monitor.formats import human_bytes
+from p2ptrain.status.formats import human_bytes
 
 _MIN_PYTHON = (3, 11)
 _MIN_DISK_BYTES, _GOOD_DISK_BYTES = 200_000_000, 5_000_000_000

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from p2ptrain.cli.live import Goal, View, stop_on_signals
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
+from p2ptrain.cli.screen.live import Goal, View, stop_on_signals
 from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError

@@ -100,7 +100,7 @@ def _dispatch(argv: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see 'p2ptrain --help'"
         raise UsageError(f"there is no command {name!r}; {hint}")
-    command = import_module(f"p2ptrain.cli.{name}")
+    command = import_module(f"p2ptrain.cli.commands.{name}")
     parser = Parser(
         prog=f"p2ptrain {name}",
         description=str(command.__doc__).partition("\n\n")[2],

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.cli.live import Goal
 from p2ptrain.cli.manifests import KEY_FILE, load_manifest, parse_settings, sign_manifest
 from p2ptrain.cli.running import default_run_dir
+from p2ptrain.cli.screen.live import Goal
 from p2ptrain.cli.toml import to_toml
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ManifestError, UsageError

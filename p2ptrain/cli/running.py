@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.peer_view import PeerView
+    from p2ptrain.cli.screen.peer_view import PeerView
     from p2ptrain.config import PeerConfig
     from p2ptrain.manifest import SignedManifest
 
@@ -60,7 +60,7 @@ def run_configured_peer(
     async def run() -> int:
         nonlocal view
         if sys.stderr.isatty():
-            from p2ptrain.cli.peer_view import view_for
+            from p2ptrain.cli.screen.peer_view import view_for
 
             view = view_for(config.name or "this peer", config.log.format)
         if view is None:

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.cli.bars import bars
+from p2ptrain.cli.screen.bars import bars
 from p2ptrain.errors import CheckpointError, ConfigError, IncompatibleError, ManifestError
-from p2ptrain.pipeline.folders import TIED_FOLDER, stage_folder
-from p2ptrain.pipeline.joining import Found, join
-from p2ptrain.pipeline.stage_list import read_stage_list
+from p2ptrain.pipeline.checkpoints.folders import TIED_FOLDER, stage_folder
+from p2ptrain.pipeline.checkpoints.join import Found, join
+from p2ptrain.training.checkpoints.stage_list import read_stage_list
 
 if TYPE_CHECKING:
     import torch
 
     from p2ptrain.manifest import Manifest
-    from p2ptrain.training.checkpoint import LoadedCheckpoint
+    from p2ptrain.training.checkpoints.files import LoadedCheckpoint
 
 _FOLDER = re.compile(rf"stage-\d+|{TIED_FOLDER}")
 _ROUND = re.compile(r"\d+-round-(\d+)")
@@ -134,7 +134,7 @@ def completeness(path: Path, paths: list[Path]) -> str:
 
 def _describe(path: Path, manifest: Manifest) -> Found | None:
     """A checkpoint as it describes itself; None, and a line about it, where it is damaged."""
-    from p2ptrain.training.checkpoint import describe_checkpoint
+    from p2ptrain.training.checkpoints.files import describe_checkpoint
 
     listed = None
     try:
@@ -156,7 +156,7 @@ def _load_one(paths: Sequence[Path]) -> LoadedCheckpoint:
     Raises:
         CheckpointError: None is.
     """
-    from p2ptrain.training.checkpoint import load_checkpoint
+    from p2ptrain.training.checkpoints.files import load_checkpoint
 
     for path in paths[:-1]:
         try:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from p2ptrain.monitor.formats import human_bytes, human_count
+from p2ptrain.status.formats import human_bytes, human_count
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 ENERGY_VALUES = 1 << 14
-"""The only step of `Codec.squared_norms` that there are kernels for: `p2ptrain.averaging.reduction.CHUNK_VALUES`."""
+"""The only step of `Codec.squared_norms` that has kernels: `p2ptrain.averaging.vector.reduce.CHUNK_VALUES`."""
 
 NO_KERNELS: Mapping[str, Kernel] = MappingProxyType({})
 

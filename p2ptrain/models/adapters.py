@@ -19,9 +19,9 @@ from torch import nn
 
 from p2ptrain.errors import ConfigError, UsageError
 from p2ptrain.manifest import LoraSpec, ModelSpec
+from p2ptrain.models.families.layers import Affine
 from p2ptrain.models.frozen import Int8Linear
 from p2ptrain.models.initial import deterministic_normal_
-from p2ptrain.models.layers import Affine
 from p2ptrain.models.registry import get_family, whole
 from p2ptrain.models.stage import Stage
 

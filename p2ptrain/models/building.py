@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from p2ptrain.errors import ConfigError
-from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import ModelSpec
 from p2ptrain.models.family import Block, Family, Shape, Span, check_span, stage_shapes, stage_ties
 from p2ptrain.models.frozen import freeze_int8, frozen_state
 from p2ptrain.models.initial import deterministic_normal_
 from p2ptrain.models.stage import Stage
 from p2ptrain.models.weights import BlockDigest, Weights
+from p2ptrain.progress import Jobs, untold
 
 
 def build(

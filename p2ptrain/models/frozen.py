@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from p2ptrain.models.families.layers import Affine, Embedding
 from p2ptrain.models.int8 import Product, dequantize, int8_linear, quantize
-from p2ptrain.models.layers import Affine, Embedding
 
 
 class Int8Linear(nn.Module):

@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
-from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
 from p2ptrain.models.family import Span, stage_shapes, stage_ties
 from p2ptrain.models.registry import get_family, model_blocks, model_families
+from p2ptrain.progress import Jobs, untold
 
 CONFIG = "config.json"
 CONTEXT = 512

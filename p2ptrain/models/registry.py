@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import IncompatibleError, UsageError
-from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import ModelSpec, TrainingSpec
+from p2ptrain.models.families.gpt2 import GPT2
+from p2ptrain.models.families.llama import Llama
+from p2ptrain.models.families.vit import ViT
 from p2ptrain.models.family import Block, Family, Span, stage_shapes
-from p2ptrain.models.gpt2 import GPT2
-from p2ptrain.models.llama import Llama
-from p2ptrain.models.vit import ViT
+from p2ptrain.progress import Jobs, untold
 
 if TYPE_CHECKING:
     from torch import nn

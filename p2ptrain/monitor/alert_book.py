@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from p2ptrain.monitor.store import Event
-from p2ptrain.monitor.views import Alert
+from p2ptrain.status.views import Alert
 
 HOLD_SECONDS = 6.0
 """What holds for less is not told of: a peer may be between two rounds when it is looked at."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from p2ptrain.network.serving_report import BOUNDS, Latencies
+from p2ptrain.network.records.serving import BOUNDS, Latencies
 
 KINDS = ("first_token_seconds", "token_seconds")
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from p2ptrain.monitor.views import Snapshot
-from p2ptrain.network.serving_report import cumulative
+from p2ptrain.network.records.serving import cumulative
+from p2ptrain.status.views import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 MAX_LABELLED_PEERS = 500

@@ -9,7 +9,8 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from p2ptrain._version import __version__
-from p2ptrain.monitor import store, views
+from p2ptrain.monitor import store
+from p2ptrain.status import views
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
 

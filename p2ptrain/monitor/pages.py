@@ -13,10 +13,10 @@ import segno
 from starlette.responses import HTMLResponse, Response
 
 from p2ptrain._version import __version__
-from p2ptrain.monitor import formats
-from p2ptrain.monitor.coverage import coverage
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.views import PeerView, Snapshot
+from p2ptrain.status import formats
+from p2ptrain.status.coverage import coverage
+from p2ptrain.status.views import PeerView, Snapshot
 
 PLAIN_ROWS = 200
 """Peers on the page that works without scripts; the rest are on further pages."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p2ptrain.errors import TemporaryError
-from p2ptrain.monitor.agreed import bootstraps, swarm_view, what_is_missing
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
@@ -21,6 +20,7 @@ from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import Observer
 from p2ptrain.node.service_manager import notify
+from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ import aiosqlite
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import latency_history
-from p2ptrain.monitor.rate import Amount
-from p2ptrain.monitor.stages import TRAINING_ROLES
-from p2ptrain.monitor.views import PeerView, RoundView
-from p2ptrain.network.serving_report import Latencies
+from p2ptrain.network.records.serving import Latencies
+from p2ptrain.status.rate import Amount
+from p2ptrain.status.stages import TRAINING_ROLES
+from p2ptrain.status.views import PeerView, RoundView
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
-from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import P2PTrainError, ResourceError
 from p2ptrain.monitor.alert_book import AlertBook
-from p2ptrain.monitor.alerts import Facts
-from p2ptrain.monitor.rate import TokenRate
-from p2ptrain.monitor.serving import NONE, ServingBook, growth, told
-from p2ptrain.monitor.snapshot import EMPTY, Observation, Rates, Sighting, build_snapshot
-from p2ptrain.monitor.stage_rounds import SwarmRounds
-from p2ptrain.monitor.stages import TRAINING_ROLES, standings
 from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import Snapshot, SwarmView
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.alerts import Facts
+from p2ptrain.status.rate import TokenRate
+from p2ptrain.status.serving import NONE, ServingBook, growth, told
+from p2ptrain.status.snapshot import EMPTY, Observation, Rates, Sighting, build_snapshot
+from p2ptrain.status.stage_rounds import SwarmRounds
+from p2ptrain.status.stages import TRAINING_ROLES, standings
+from p2ptrain.status.views import Snapshot, SwarmView
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)

@@ -27,13 +27,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.monitor.coverage import coverage
 from p2ptrain.monitor.metrics import CONTENT_TYPE, exposition
 from p2ptrain.monitor.openapi import document
 from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages
 from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
-from p2ptrain.monitor.views import PeerView, Snapshot
 from p2ptrain.monitor.watch import Watch
+from p2ptrain.status.coverage import coverage
+from p2ptrain.status.views import PeerView, Snapshot
 
 logger = logging.getLogger(__name__)
 

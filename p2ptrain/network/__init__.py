@@ -13,7 +13,7 @@
 hivemind is imported here alone, and only by what needs the real network: `libp2p`, `control`, `libp2p_directory`.
 """
 
-from p2ptrain.network.lazy_hivemind import PACKAGES, put_in_place
+from p2ptrain.network.libp2p.lazy_hivemind import PACKAGES, put_in_place
 
 for package in PACKAGES:
     put_in_place(package)

@@ -1,7 +1,7 @@
 """The seam between protocol code and the DHT: small records that expire.
 
-Two implementations: `p2ptrain.network.libp2p` (a hivemind ``DHTNode``) and `p2ptrain.network.simulated`.
-Values are signed records (`p2ptrain.network.records`); a directory drops any whose signature does not match, so
+Two implementations: `p2ptrain.network.libp2p.transport` (a hivemind ``DHTNode``) and `p2ptrain.network.simulated`.
+Values are signed records (`p2ptrain.network.records.record`); a directory drops any whose signature does not match, so
 what `look_up` returns was written by the peer whose id is the subkey.
 """
 

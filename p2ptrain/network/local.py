@@ -70,7 +70,7 @@ _doors: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakValueDictionary[PeerId,
 
 
 class LocalSocket:
-    """One end of a stream in memory; the methods of `p2ptrain.network.socket_stream.SocketStream`.
+    """One end of a stream in memory; the methods of `p2ptrain.network.libp2p.socket_stream.SocketStream`.
 
     One task may read at a time; several may write. A write that is cancelled ends the stream: a part may be through.
     """

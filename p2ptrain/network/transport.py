@@ -1,8 +1,8 @@
 """The seam between protocol code and bytes on a wire: streams between peers.
 
-Two implementations: `p2ptrain.network.libp2p` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time).
-Protocol code does not use streams directly; it uses `p2ptrain.network.rpc`, which adds framing, heartbeats, limits
-and deadlines on top of either.
+Two implementations: `p2ptrain.network.libp2p.transport` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time).
+Protocol code does not use streams directly; it uses `p2ptrain.network.rpc.client`, which adds framing, heartbeats,
+limits and deadlines on top of either.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from p2ptrain.runtime import Runtime, left_behind
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
+    from p2ptrain.training.loop import Trainer
     from p2ptrain.training.optimizer import Bridge
-    from p2ptrain.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

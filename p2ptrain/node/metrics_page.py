@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.serving_report import Latencies, ServingReport, cumulative
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.serving import Latencies, ServingReport, cumulative
 from p2ptrain.node.peer import Peer
 
 PHASES = ("compute", "matchmaking", "transfer")

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from types import TracebackType
 
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.certificate_chain import fetch_certificates
+from p2ptrain.averaging.protocol.certificate import Certificate
+from p2ptrain.averaging.protocol.certificate_chain import fetch_certificates
 from p2ptrain.errors import BootstrapError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.presence import DIRECTORY_TIMEOUT_SECONDS, LIFETIME_SECONDS
 from p2ptrain.runtime import Runtime, real_runtime

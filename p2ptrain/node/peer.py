@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain._version import __version__
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import (
     BootstrapError,
     DeadlineError,
@@ -27,25 +27,25 @@ from p2ptrain.errors import (
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, NO_AUXILIARIES, PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.libp2p_directory import Libp2pDirectory
+from p2ptrain.network.libp2p.directory import Libp2pDirectory
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
-from p2ptrain.network.records import PeerRecord, StageReport
-from p2ptrain.network.rpc import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
-from p2ptrain.network.serving_report import ServingReport
-from p2ptrain.node.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
+from p2ptrain.network.records.record import PeerRecord, StageReport
+from p2ptrain.network.records.serving import ServingReport
+from p2ptrain.network.rpc.client import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
+from p2ptrain.node.nat.reach import Reach
+from p2ptrain.node.nat.relaying import relay_settings
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.progress import JobBook
-from p2ptrain.node.reach import Reach
-from p2ptrain.node.relaying import relay_settings
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.averaging.lending import Lender
-    from p2ptrain.training.hosted_stage import HostedStage
-    from p2ptrain.training.state import SharedState
-    from p2ptrain.training.sync import Synchronizer
+    from p2ptrain.averaging.lending.auxiliary import Lender
+    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+    from p2ptrain.training.state.shared_state import SharedState
+    from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -337,8 +337,8 @@ class Peer:
         Raises:
             ManifestError: The manifest names a codec that this version does not have.
         """
-        from p2ptrain.training.encoding import vector_codec
-        from p2ptrain.training.sync import Synchronizer
+        from p2ptrain.training.state.vector_codec import vector_codec
+        from p2ptrain.training.sync.synchronizer import Synchronizer
 
         self._warm_up_codecs()
         self.synchronizer = Synchronizer(
@@ -377,8 +377,8 @@ class Peer:
         Raises:
             ManifestError: The manifest names a codec that this version does not have, or admits no auxiliaries.
         """
-        from p2ptrain.averaging.lending import Lender
-        from p2ptrain.training.layout_wire import fetch_plan
+        from p2ptrain.averaging.lending.auxiliary import Lender
+        from p2ptrain.training.state.layout_wire import fetch_plan
 
         if not self.manifest.averaging.auxiliaries:
             raise ManifestError(NO_AUXILIARIES)

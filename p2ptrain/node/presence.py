@@ -7,10 +7,10 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.directory import Directory
-from p2ptrain.network.records import PeerRecord, open_record, peers_key, seal_record
+from p2ptrain.network.records.record import PeerRecord, open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks

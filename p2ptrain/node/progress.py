@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from p2ptrain.jobs import Advance
 from p2ptrain.manifest import Manifest
-from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.network.records.record import PeerRecord, RoundReport
+from p2ptrain.progress import Advance
 
 if TYPE_CHECKING:
     from p2ptrain.node.peer import Peer
@@ -61,7 +61,7 @@ class _Running:
 
 
 class JobBook:
-    """The long jobs of one peer; implements `p2ptrain.jobs.Jobs`. Those that last go to the log, too: begin and end."""
+    """The long jobs of one peer; implements `p2ptrain.progress.Jobs`. Begin and end of those that last are logged."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """

@@ -16,18 +16,18 @@ from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ConfigError, P2PTrainError, ResourceError, TemporaryError
 from p2ptrain.manifest import SIGNED_FILE, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.auxiliary import lend_bandwidth
 from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
+from p2ptrain.node.roles.auxiliary import lend_bandwidth
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.runtime import real_runtime
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.training.trainer import Trainer
+    from p2ptrain.training.loop import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ async def serve_and_close(
 
 async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     if peer.manifest.in_stages and config.role in ("trainer", "stage", "both"):
-        from p2ptrain.node.pipeline import take_part
+        from p2ptrain.node.roles.pipeline import take_part
 
         await take_part(peer, config, signals)
     elif config.role in ("stage", "both"):
@@ -222,7 +222,7 @@ async def _serve(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
 
 
 async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
-    from p2ptrain.node.trainer import build_trainer
+    from p2ptrain.node.roles.trainer import build_trainer
     from p2ptrain.training.optimizer import Bridge
 
     loop, run_dir = asyncio.get_running_loop(), config.run_dir

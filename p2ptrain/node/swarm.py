@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import LoraSpec, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.signals import SigtermExit
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
-from p2ptrain.training.save_policy import SavePolicy
+from p2ptrain.training.checkpoints.save_policy import SavePolicy
 
 if TYPE_CHECKING:
     import torch
 
-    from p2ptrain.pipeline.feeder import Feeder
+    from p2ptrain.pipeline.client.remote_model import PipelineModule
+    from p2ptrain.pipeline.client.sender import Feeder
     from p2ptrain.pipeline.plan import PipelinePlan
+    from p2ptrain.training.checkpoints.saving import Saver
+    from p2ptrain.training.data.sampler import SwarmSampler
     from p2ptrain.training.optimizer import SwarmOptimizer
-    from p2ptrain.training.pipeline_module import PipelineModule
-    from p2ptrain.training.saving import Saver
-    from p2ptrain.training.script_sampler import SwarmSampler
-    from p2ptrain.training.state import SharedState
-    from p2ptrain.training.sync import Synchronizer
+    from p2ptrain.training.state.shared_state import SharedState
+    from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
 
@@ -203,10 +203,10 @@ class Swarm:
                 another optimizer.
             CheckpointError: No checkpoint in ``run_dir`` is whole.
         """
-        from p2ptrain.training.beginning import initial_state
         from p2ptrain.training.learning_rate import LearningRates, by_round
         from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
         from p2ptrain.training.optimizer_checks import check_optimizer
+        from p2ptrain.training.state.initial_state import initial_state
 
         if self._optimizer is not None:
             raise UsageError("this swarm has an optimizer already: a peer trains one model")
@@ -233,9 +233,9 @@ class Swarm:
 
     def _enter(self, state: SharedState, wrap: Callable[[Synchronizer], SwarmOptimizer]) -> SwarmOptimizer:
         """Restore the newest checkpoint, take on the swarm's state, and begin to take part."""
-        from p2ptrain.node.training import enter_training
-        from p2ptrain.training.checkpoint import load_newest_valid
-        from p2ptrain.training.saving import Saver, restore_shared
+        from p2ptrain.node.roles.training import enter_training
+        from p2ptrain.training.checkpoints.files import load_newest_valid
+        from p2ptrain.training.checkpoints.saving import Saver, restore_shared
 
         swarm, run_dir = self._peer.swarm, self._peer.options.run_dir
         directory = run_dir / "checkpoints" if run_dir is not None else None
@@ -270,7 +270,7 @@ class Swarm:
         Raises:
             ValueError: The data set is empty.
         """
-        from p2ptrain.training.script_sampler import DataPosition, SwarmSampler
+        from p2ptrain.training.data.sampler import DataPosition, SwarmSampler
 
         def read() -> DataPosition:
             optimizer, synchronizer = self._optimizer, self._peer.synchronizer
@@ -308,9 +308,9 @@ class Swarm:
             UsageError: The swarm's model is not cut into stages, or other adapters are trained; or this peer trains
                 already.
         """
+        from p2ptrain.pipeline.client.remote_model import PipelineModule
         from p2ptrain.pipeline.plan import PipelinePlan
         from p2ptrain.training.optimizer import Bridge
-        from p2ptrain.training.pipeline_module import PipelineModule
 
         if not self.manifest.in_stages:
             raise UsageError("this swarm's model is not cut into stages: use Swarm.optimizer")
@@ -327,8 +327,8 @@ class Swarm:
         return module
 
     async def _feed(self, plan: PipelinePlan) -> Feeder:
-        from p2ptrain.node.pipeline import start_feeder
-        from p2ptrain.training.pipeline_view import PipelineView
+        from p2ptrain.node.roles.pipeline import start_feeder
+        from p2ptrain.pipeline.view import PipelineView
 
         view = PipelineView(plan, self.peer_id, self._runtime)
         self._peer.presence.on_records, self._peer.status.failovers = view.update, lambda: view.failovers

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.codecs import codec_names, get_codec
 from p2ptrain.errors import ProtocolError
-from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.pipeline.stage.ledger import MicrobatchId
 
 if TYPE_CHECKING:
     import torch

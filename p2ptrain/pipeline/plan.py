@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ManifestError
-from p2ptrain.jobs import Jobs, untold
 from p2ptrain.manifest import Manifest
 from p2ptrain.models import build_stage, estimate_memory_bytes, get_family, model_blocks
 from p2ptrain.models.family import Shape, Span, stage_shapes, stage_ties
@@ -21,6 +20,7 @@ from p2ptrain.models.registry import FROZEN_BYTES, MOMENTS_SAVED_BYTES, PROCESS_
 from p2ptrain.pipeline.messages import IDS, Payload
 from p2ptrain.pipeline.partition import equal_work, explicit, within_memory
 from p2ptrain.pipeline.placement import StageNeed
+from p2ptrain.progress import Jobs, untold
 
 if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from p2ptrain.jobs import Advance
-from p2ptrain.training.data import permute
+from p2ptrain.progress import Advance
+from p2ptrain.training.data.windows import permute
 
 LossFunction = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 """The model and token ids ``[batch, context + 1]`` (int64) to the mean loss in nats per token, a scalar."""

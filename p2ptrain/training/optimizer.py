@@ -1,12 +1,11 @@
 """`SwarmOptimizer`: an ordinary ``torch.optim.Optimizer`` whose steps are shared with the swarm.
 
 With ``every = H`` each `SwarmOptimizer.step` is an inner step. When the swarm's peers have done H of them on average
-(`p2ptrain.averaging.closing`), the pseudo-gradient (start of the round minus now) is averaged and the outer step
-applied (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment at a time
-(Streaming DiLoCo, arXiv 2501.18512).
-With ``every = 1`` each call adds one local batch's gradient to an accumulator that ``zero_grad`` does not touch; when
-the swarm's global batch is full, the mean gradient is averaged and the wrapped optimizer steps once, the same
-everywhere.
+(`p2ptrain.averaging.timing.local_steps`), the pseudo-gradient (start of the round minus now) is averaged and the outer
+step applied (DiLoCo, arXiv 2311.08105). With P fragments this happens every H / P steps, to one fragment at a time
+(Streaming DiLoCo, arXiv 2501.18512). With ``every = 1`` each call adds one local batch's gradient to an accumulator
+that ``zero_grad`` does not touch; when the swarm's global batch is full, the mean gradient is averaged and the wrapped
+optimizer steps once, the same everywhere.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from p2ptrain.manifest import TrainingSpec
 from p2ptrain.training.dropped_batches import DROPS_TO_BEGIN_ANEW, DroppedBatches
 from p2ptrain.training.gradients import clip_gradients
 from p2ptrain.training.learning_rate import LearningRates, SwarmScheduler
-from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.loss_watch import LossWatch
 from p2ptrain.training.optimizer_checks import check_layout_is_kept
-from p2ptrain.training.sync import RoundResult, Synchronizer
+from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 
 logger = logging.getLogger(__name__)
 

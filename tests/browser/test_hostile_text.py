@@ -9,11 +9,11 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Browser
 
-from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import Alert, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.rounds import RoundBook
+from p2ptrain.status.views import Alert, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from tests.support.processes.daemons import wait_until
 from tests.support.web.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
 from tests.support.web.visits import PHONE, Visit, visiting

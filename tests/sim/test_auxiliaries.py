@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.certificate import Body
-from p2ptrain.averaging.lending import Lender
+from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.lending.auxiliary import Lender
+from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate

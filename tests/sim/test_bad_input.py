@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.attempt import AttemptFailedError
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.opened_streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.errors import PeerError
-from p2ptrain.network.channel import Channel
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.lying import Lie, LyingChannel
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.protocol.certificate import Certificate
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training import following
-from p2ptrain.training.catching_up import Way
+from p2ptrain.training.sync import catch_up as following
+from p2ptrain.training.sync.catch_up_policy import Way
 from tests.support.sim.trainers import TOKENS_PER_STEP, Ledger, SimulatedTrainer, make_manifest
 
 WIDTH = 200

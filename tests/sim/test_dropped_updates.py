@@ -11,7 +11,7 @@ import torch
 
 from p2ptrain.errors import DivergedError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync import MAX_DROPS
+from p2ptrain.training.sync.synchronizer import MAX_DROPS
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 SECONDS = 300.0
@@ -80,7 +80,7 @@ def test_a_peer_whose_contributions_never_count_ends_with_one_line_and_the_other
         assert all(bool(trainer.state.vector.isfinite().all()) for trainer in sound)
         await swarm.end()
 
-    with caplog.at_level(logging.WARNING, "p2ptrain.training.sync"):
+    with caplog.at_level(logging.WARNING, "p2ptrain.training.sync.synchronizer"):
         simulate(main, seed=3)
     told = [record for record in caplog.records if "it was dropped, and this peer begins anew" in record.message]
     assert len(told) == MAX_DROPS - 1

@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.following import MAX_HEALINGS
+from p2ptrain.training.sync.catch_up import MAX_HEALINGS
 from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 

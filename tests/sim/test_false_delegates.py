@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.descent import FALSE_PIECE
-from p2ptrain.averaging.head import Head
-from p2ptrain.network.channel import Channel
+from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.commit.broadcast import FALSE_PIECE
+from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.sim import false_owners
 from tests.support.sim.averagers import AveragingPeer

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.openings import TWO_MEANS, Rules, verify_evidence
-from p2ptrain.averaging.reduction import CHUNK_VALUES
+from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.vector.reduce import CHUNK_VALUES
+from p2ptrain.averaging.verification.opening import TWO_MEANS, Rules, verify_evidence
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 

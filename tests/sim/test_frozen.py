@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.settle import Settlements
+from p2ptrain.averaging.commit.recovery import Settlements
 from p2ptrain.manifest import AveragingSpec
 from tests.support.sim.averagers import AveragingPeer
 from tests.support.sim.frozen import Arm, Cost, Swarm, in_phase, measure

@@ -58,7 +58,7 @@ def test_a_trainer_that_replays_rounds_steps_at_their_rates(caplog: pytest.LogCa
         assert accounts.values.num_checked > 0
         await swarm.end()
 
-    with caplog.at_level(logging.INFO, "p2ptrain.training.following"):
+    with caplog.at_level(logging.INFO, "p2ptrain.training.sync.catch_up"):
         simulate(main, seed=5)
     assert sum("replayed round" in record.message for record in caplog.records) >= 8
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
+from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, Butterfly
 from p2ptrain.averaging.averager import _Wish
-from p2ptrain.averaging.butterfly import OUT_OF_PROPORTION, Butterfly
-from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.opened_streams import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.origins import Origin
-from p2ptrain.averaging.rally import Answer
+from p2ptrain.averaging.commit.provenance import Origin
+from p2ptrain.averaging.grouping.pending_group import Answer
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.lying import BulkLie, Lie

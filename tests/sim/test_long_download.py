@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IntegrityError, ResourceError
-from p2ptrain.network.pace import LeastRate
+from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
-from p2ptrain.training import digest, downloading, rounds_since, state_server
-from p2ptrain.training.downloading import StateDownload
-from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state import SharedState, Stamp
-from p2ptrain.training.state_server import ServeLimits
-from p2ptrain.training.transfer import TransferTimes, download_state
+from p2ptrain.training.state import digest
+from p2ptrain.training.state.shared_state import SharedState, Stamp
+from p2ptrain.training.sync import background_download as downloading
+from p2ptrain.training.sync import rounds_since, state_server
+from p2ptrain.training.sync.background_download import StateDownload
+from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import ServeLimits
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100

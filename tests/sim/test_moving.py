@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.presence import LEAST_PAUSE_SECONDS, PUBLISH_SECONDS, REFRESH_SECONDS
+from p2ptrain.pipeline.migration import LEAST_STAY_SECONDS, PROMISE_SECONDS
 from p2ptrain.pipeline.placement import Host
-from p2ptrain.training.hosted_stage import HostedStage
-from p2ptrain.training.moving import LEAST_STAY_SECONDS, PROMISE_SECONDS
-from p2ptrain.training.pipeline_view import PipelineView
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.pipeline.view import PipelineView
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import Pipeline, PipelinePeer, make_manifest
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.network.pace import LeastRate
+from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.node.training import WAITING
-from p2ptrain.training import digest, downloading, state_server
-from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state_server import ServeLimits
-from p2ptrain.training.trainer import Trainer
-from p2ptrain.training.transfer import TransferTimes, download_state
+from p2ptrain.node.roles.training import WAITING
+from p2ptrain.training.loop import Trainer
+from p2ptrain.training.state import digest
+from p2ptrain.training.sync import background_download as downloading
+from p2ptrain.training.sync import state_server
+from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import ServeLimits
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 CHUNK_BYTES = 1024

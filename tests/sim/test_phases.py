@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import pytest
 
-from p2ptrain.averaging.cells import Key
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.membership import rank
+from p2ptrain.averaging.grouping.cells import Key
+from p2ptrain.averaging.grouping.membership import rank
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.simulated.streams import Endpoint
 from tests.support.sim.accounts import Accounts

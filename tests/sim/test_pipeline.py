@@ -10,7 +10,7 @@ import torch
 
 from p2ptrain.manifest import LoraSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.feeder import Opened
+from p2ptrain.pipeline.client.sender import Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
 from tests.support.sim.peers import until

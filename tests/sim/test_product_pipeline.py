@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.feeder import Accepted
-from p2ptrain.training.checkpoint import load_newest_valid
-from p2ptrain.training.pipeline_trainer import POSITION_FILE, PipelineTrainer
+from p2ptrain.pipeline.client.sender import Accepted
+from p2ptrain.pipeline.client.trainer import POSITION_FILE, PipelineTrainer
+from p2ptrain.training.checkpoints.files import load_newest_valid
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 ROUNDS = 3

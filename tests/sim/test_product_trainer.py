@@ -12,8 +12,8 @@ import pytest
 from p2ptrain.cli.summary import combine
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.checkpoint import load_newest_valid
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.checkpoints.files import load_newest_valid
+from p2ptrain.training.loop import Trainer
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 ROUNDS = 6

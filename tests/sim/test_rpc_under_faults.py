@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerError
-from p2ptrain.network.channel import Channel
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, SimulatedPeer, simulate
 from tests.support.sim.peers import SWARM
 

@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from p2ptrain.averaging.certificate import Body
-from p2ptrain.averaging.encodings import mean_codec_of
-from p2ptrain.averaging.feedback import ErrorFeedback
-from p2ptrain.averaging.history import Result
+from p2ptrain.averaging.commit.encodings import mean_codec_of
+from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import PartList, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -47,7 +47,8 @@ class Contributor:
         self._waiting += update
 
     async def average(self) -> Result | None:
-        """Contribute, apply the result, and keep what was not sent, as `p2ptrain.training.sync` does; None without one.
+        """Contribute, apply the result, and keep what was not sent, as `p2ptrain.training.sync.synchronizer` does; None
+        without one.
 
         Whoever was away finds that the others went on without it, and is in time for the round after.
         """

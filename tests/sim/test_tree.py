@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.attempt import AttemptFailedError
-from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.feedback import ErrorFeedback
+from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
 from p2ptrain.codecs import get_codec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averagers import AveragingPeer, start_averagers, stop_averagers

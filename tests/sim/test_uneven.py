@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.membership import rank
+from p2ptrain.averaging.grouping.membership import rank
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import TOKENS_PER_STEP, SimulatedSwarm, make_manifest

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from p2ptrain.jobs import Advance
+from p2ptrain.progress import Advance
 
 
 class ToldJobs:
-    """Implements `p2ptrain.jobs.Jobs`.
+    """Implements `p2ptrain.progress.Jobs`.
 
     Attributes:
         told: By job: what was told of it, (done, total) each.

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import Manifest, TrainingSpec
 from p2ptrain.node.thread import LoopThread
-from p2ptrain.training.beginning import initial_state
+from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.checkpoints.saving import Saver
 from p2ptrain.training.learning_rate import LearningRates, Schedule
-from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-from p2ptrain.training.save_policy import SavePolicy
-from p2ptrain.training.saving import Saver
-from p2ptrain.training.state import SharedState
-from p2ptrain.training.sync import RoundResult
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.sync.synchronizer import RoundResult
 from tests.support.settings import training_over
 
 PEER = "me"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc.channel import Channel
 
 Message = dict[str, Any]
 Lie = Callable[[str, Message], Message]

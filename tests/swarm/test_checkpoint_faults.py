@@ -16,7 +16,7 @@ import pytest
 
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.training.checkpoint import SHARED_FILE, load_newest_valid
+from p2ptrain.training.checkpoints.files import SHARED_FILE, load_newest_valid
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import background_command, nothing_left_behind, run_command
 from tests.support.processes.tellers import PATIENCE_SECONDS

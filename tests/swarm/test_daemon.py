@@ -20,9 +20,9 @@ from p2ptrain.errors import (
     ResourceError,
     TemporaryError,
 )
-from p2ptrain.network import daemon as daemon_module
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p import daemon as daemon_module
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from tests.support.processes.daemons import (
     ECHO,
     LOOPBACK,
@@ -39,7 +39,7 @@ from tests.support.processes.daemons import (
 PEER = """
 import asyncio, json, os, sys
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 
 async def main():
     identity = Identity.create_or_load(sys.argv[1])

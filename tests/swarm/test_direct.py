@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import ECHO, RPC_SERVER, echo, loopback_transport, peer_process, run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.training.digest import CHUNK_BYTES
+from p2ptrain.training.state.digest import CHUNK_BYTES
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import PATIENCE_SECONDS

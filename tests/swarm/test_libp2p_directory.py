@@ -15,9 +15,9 @@ import pytest
 from hivemind.dht.node import DHTID
 
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pTransport
-from p2ptrain.network.libp2p_directory import MAX_LIFETIME_SECONDS, Libp2pDirectory
-from p2ptrain.network.records import open_record, peers_key, seal_record
+from p2ptrain.network.libp2p.directory import MAX_LIFETIME_SECONDS, Libp2pDirectory
+from p2ptrain.network.libp2p.transport import Libp2pTransport
+from p2ptrain.network.records.record import open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
 from tests.support.processes.daemons import eventually, free_port, loopback_transport, peer_process
 
@@ -27,9 +27,9 @@ KEY = peers_key(SWARM)
 BOOTSTRAP = """
 import asyncio, json, random, sys, time
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.libp2p_directory import Libp2pDirectory
-from p2ptrain.network.records import peers_key, seal_record
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p.directory import Libp2pDirectory
+from p2ptrain.network.records.record import peers_key, seal_record
 from p2ptrain.runtime import Runtime
 
 async def main():
@@ -98,7 +98,7 @@ def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
             address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first.peer_id}"
 
         async def bootstrap_peer() -> None:
-            from p2ptrain.network.libp2p import Libp2pSettings
+            from p2ptrain.network.libp2p.transport import Libp2pSettings
 
             with Identity.create_or_load(tmp_path / "bootstrap.key") as identity:
                 transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(address.split("/p2p")[0],)))
@@ -162,7 +162,7 @@ def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path
                 assert early.directory.clock_skew_seconds is None
                 measured: list[float | None] = []
                 early.directory.on_clock_measured = lambda: measured.append(early.directory.clock_skew_seconds)
-                from p2ptrain.network.libp2p import Libp2pSettings
+                from p2ptrain.network.libp2p.transport import Libp2pSettings
 
                 settings = Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
                 transport = await Libp2pTransport.start(late, settings)

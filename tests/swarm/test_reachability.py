@@ -13,14 +13,14 @@ import pytest
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.reachability import host_of, speaks_libp2p, tcp_ports
-from p2ptrain.network.rpc import Rpc
-from p2ptrain.node import probing, reach
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.node.nat import probing, reach
+from p2ptrain.node.nat.probing import PROBE, ask_back
+from p2ptrain.node.nat.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.node.peer import Peer, PeerOptions
-from p2ptrain.node.probing import PROBE, ask_back
-from p2ptrain.node.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import LOOPBACK, eventually, free_port, loopback_transport
 from tests.support.processes.swarmlet import MANIFEST

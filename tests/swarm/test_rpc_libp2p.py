@@ -13,7 +13,7 @@ import pytest
 import uvloop
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import RPC_SERVER, eventually, loopback_transport, peer_process
 from tests.support.sim.rpc_scenario import run_scenario, serve_scenario

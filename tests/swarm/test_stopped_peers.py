@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2ptrain.averaging.patience import patience_seconds
-from p2ptrain.network.channel import ChannelLimits
+from p2ptrain.averaging.timing.deadlines import patience_seconds
+from p2ptrain.network.rpc.channel import ChannelLimits
 from tests.support.processes.swarmlet import Swarmlet, Worker, check_states, nothing_left_behind, wait_for_agreement
 from tests.support.processes.tellers import Event
 

@@ -18,7 +18,7 @@ from p2ptrain import Manifest, Swarm
 from p2ptrain.errors import TemporaryError, UsageError
 from p2ptrain.training import optimizer as optimizer_module
 from p2ptrain.training.optimizer import SwarmOptimizer
-from p2ptrain.training.sync import RoundResult
+from p2ptrain.training.sync.synchronizer import RoundResult
 from tests.support.processes.swarmlet import Swarmlet, make_manifest, nothing_left_behind
 from tests.support.processes.tellers import Event
 from tests.support.processes.worker import loss_of, make_model, make_optimizer

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from p2ptrain import runtime as module
-from p2ptrain.pipeline import messages, passes
-from p2ptrain.pipeline.compute import StageCompute
-from p2ptrain.pipeline.device import Device, Pass
-from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.pipeline import messages
 from p2ptrain.pipeline.messages import Hop, pack
-from p2ptrain.pipeline.passes import Passes
+from p2ptrain.pipeline.stage import passes
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.pipeline.stage.device import Device, Pass
+from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.stage.passes import Passes
 from p2ptrain.runtime import Runtime, real_runtime
 from tests.support.sim.pipelines import sample
 from tests.support.sim.stage_hosts import plan_of, stage_of

@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.transport import Stream
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ ECHO = "/test/echo"
 RPC_SERVER = """
 import asyncio, json, sys
 from pathlib import Path
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import loopback_transport
 

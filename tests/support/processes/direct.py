@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
-from p2ptrain.network.control import DaemonControl, DaemonRefusal
-from p2ptrain.network.direct import DirectConnections
-from p2ptrain.network.direct_listener import DirectLimits
-from p2ptrain.network.direct_tls import Certificate, TlsSocket
-from p2ptrain.network.socket_stream import SocketStream
+from p2ptrain.network.libp2p.control import DaemonControl, DaemonRefusal
+from p2ptrain.network.libp2p.direct import DirectConnections
+from p2ptrain.network.libp2p.direct_listener import DirectLimits
+from p2ptrain.network.libp2p.direct_tls import Certificate, TlsSocket
+from p2ptrain.network.libp2p.socket_stream import SocketStream
 from tests.support.processes.daemons import eventually
 
 BULK = "/test/bulk"

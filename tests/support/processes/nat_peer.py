@@ -27,12 +27,12 @@ from typing import Any
 
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import Manifest, SignedManifest
-from p2ptrain.network.channel import Channel
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.node.nat.reach import Reach
 from p2ptrain.node.peer import Peer, PeerOptions
-from p2ptrain.node.reach import Reach
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.swarmlet import MANIFEST
 

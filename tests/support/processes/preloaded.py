@@ -27,17 +27,17 @@ WORKER = "tests.support.processes.worker"
 COMMAND = "p2ptrain.cli.main"
 STUCK = "tests.support.processes.stuck"
 TRAINING = (
-    "torch._dynamo", "cid", "netaddr", "p2ptrain.node.training", "p2ptrain.training.adamw", "p2ptrain.training.moments",
-    "p2ptrain.codecs.norms",
+    "torch._dynamo", "cid", "netaddr", "p2ptrain.node.roles.training", "p2ptrain.training.state.adamw",
+    "p2ptrain.training.state.moments", "p2ptrain.codecs.norms",
 )  # fmt: skip
 IMPORTS = {
     WORKER: (WORKER, *TRAINING),
     COMMAND: (
-        COMMAND, *TRAINING, "safetensors.torch", "p2ptrain.cli.join", "p2ptrain.cli.peer",
-        "p2ptrain.models.llama_stage",
-        "p2ptrain.models.pretrained", "p2ptrain.node.pipeline", "p2ptrain.node.run", "p2ptrain.node.trainer",
-        "p2ptrain.pipeline.measuring", "p2ptrain.training.hosted_stage", "p2ptrain.training.saving",
-        "p2ptrain.training.text", "p2ptrain.training.trainer",
+        COMMAND, *TRAINING, "safetensors.torch", "p2ptrain.cli.commands.join", "p2ptrain.cli.commands.peer",
+        "p2ptrain.models.families.llama_stage", "p2ptrain.models.pretrained", "p2ptrain.node.roles.pipeline",
+        "p2ptrain.node.run", "p2ptrain.node.roles.trainer", "p2ptrain.pipeline.measure",
+        "p2ptrain.pipeline.stage.hosted_stage", "p2ptrain.training.checkpoints.saving", "p2ptrain.training.data.corpus",
+        "p2ptrain.training.loop",
     ),
 }  # fmt: skip
 IMPORTS[STUCK] = (STUCK, *IMPORTS[COMMAND])

@@ -23,9 +23,9 @@ from typing import IO, Any
 import torch
 
 from p2ptrain.cli.main import main
-from p2ptrain.pipeline.host import StageHost
-from p2ptrain.pipeline.ledger import MicrobatchId, State
 from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.stage.host import StageHost
+from p2ptrain.pipeline.stage.ledger import MicrobatchId, State
 
 
 class Watch:

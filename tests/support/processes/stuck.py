@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from p2ptrain.cli.main import main as command
-from p2ptrain.pipeline.compute import StageCompute
-from p2ptrain.training import trainer
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.training import loop as trainer
 
 SAYS = "stuck in a batch"
 GOOD_BATCHES = 12

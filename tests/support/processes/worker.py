@@ -45,17 +45,17 @@ import msgpack
 import torch
 
 from p2ptrain import Manifest, SavePolicy, Swarm
-from p2ptrain.averaging.certificate import Body
+from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
-from p2ptrain.training import state_server
 from p2ptrain.training.optimizer import SwarmOptimizer
-from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state import SharedState
-from p2ptrain.training.state_server import ServeLimits
-from p2ptrain.training.sync import RoundResult, Synchronizer
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.sync import state_server
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import ServeLimits
+from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.lying import LyingChannel
 from tests.support.web.served import served
 

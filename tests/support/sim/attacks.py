@@ -16,9 +16,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from p2ptrain.averaging.pieces import Growing
-from p2ptrain.averaging.reduction import OwnShare
-from p2ptrain.averaging.shares import split_shares
+from p2ptrain.averaging.vector.partition import split_shares
+from p2ptrain.averaging.vector.reduce import OwnShare
+from p2ptrain.averaging.vector.streaming import Growing
 from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from p2ptrain.averaging.lending import Lender
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.lending.auxiliary import Lender
 from p2ptrain.manifest import Manifest
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.node.presence import Presence
-from p2ptrain.training.layout_wire import fetch_plan
+from p2ptrain.training.state.layout_wire import fetch_plan
 
 
 class SimulatedAuxiliary:

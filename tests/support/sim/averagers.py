@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
-from p2ptrain.averaging.encodings import decode_means
-from p2ptrain.averaging.head import Head, genesis
-from p2ptrain.averaging.lending import Lender, Plan
-from p2ptrain.averaging.matchmaking import BehindError
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.grouping.matchmaker import BehindError
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.lending.auxiliary import Lender, Plan
+from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.codecs import get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
 from tests.support.sim.peers import SWARM

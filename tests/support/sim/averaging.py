@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.attempt import Attempt
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.head import Head, genesis
-from p2ptrain.averaging.history import History
-from p2ptrain.averaging.patience import beat_seconds
-from p2ptrain.averaging.settle import Settlements
+from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.commit.recovery import Settlements
+from p2ptrain.averaging.commit.round_log import History
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket
+from p2ptrain.averaging.protocol.head import Head, genesis
+from p2ptrain.averaging.timing.deadlines import beat_seconds
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc.channel import Channel
 from tests.support.sim.peers import SWARM, Member
 
 SPEC = AveragingSpec(grace_seconds=1.0, round_seconds=10.0)

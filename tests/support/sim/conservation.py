@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from p2ptrain.averaging.averager import RoundOutcome
-from p2ptrain.averaging.certificate import Body
-from p2ptrain.averaging.feedback import Encoded
+from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.vector.error_feedback import Encoded
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec
 from p2ptrain.manifest import AveragingSpec

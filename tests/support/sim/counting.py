@@ -18,15 +18,15 @@ from torch import nn
 
 from p2ptrain.manifest import Manifest
 from p2ptrain.network.simulated import SimulatedPeer
-from p2ptrain.pipeline.compute import LossPass, StageCompute
-from p2ptrain.pipeline.device import Device, Pass
-from p2ptrain.pipeline.feeder import Accepted, Opened
+from p2ptrain.pipeline.client.sender import Accepted, Opened
 from p2ptrain.pipeline.messages import Payload, pack
+from p2ptrain.pipeline.migration import Mover
 from p2ptrain.pipeline.placement import Move, StageNeed
 from p2ptrain.pipeline.plan import PipelinePlan, Unit
+from p2ptrain.pipeline.stage.compute import LossPass, StageCompute
+from p2ptrain.pipeline.stage.device import Device, Pass
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.runtime import Runtime
-from p2ptrain.training.hosted_stage import HostedStage
-from p2ptrain.training.moving import Mover
 from tests.support.sim.pipelines import HOP_LIMITS, Pipeline, PipelinePeer, SlowDevice, no_harm
 
 T = TypeVar("T")

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from p2ptrain.averaging.head import Head, genesis
+from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
-from p2ptrain.training.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
-from p2ptrain.training.layout import Layout
-from p2ptrain.training.outer import NesterovStep
-from p2ptrain.training.partial_download import PartialDownload
-from p2ptrain.training.state import SharedState, Stamp
-from p2ptrain.training.state_server import ServeLimits, StateServer
-from p2ptrain.training.transfer import DownloadReport, download_state
+from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import NesterovStep
+from p2ptrain.training.state.shared_state import SharedState, Stamp
+from p2ptrain.training.sync.download import DownloadReport, download_state
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import ServeLimits, StateServer
 from tests.support.sim.peers import Member, members
 
 NUM_VALUES = 1_500_000  # 11.4 MiB with momentum: 12 chunks
@@ -46,7 +46,7 @@ def advance(state: SharedState) -> None:
 
 
 class OneState:
-    """Admits chunks of one state alone; implements `p2ptrain.training.transfer.Admission`."""
+    """Admits chunks of one state alone; implements `p2ptrain.training.sync.download.Admission`."""
 
     def __init__(self, head: Head, most_bytes: float = math.inf) -> None:
         self.head = head

@@ -11,17 +11,17 @@ import msgpack
 import torch
 from torch import Tensor
 
-from p2ptrain.averaging.audit import Audit
+from p2ptrain.averaging.allreduce.session import Butterfly
 from p2ptrain.averaging.averager import Averager
-from p2ptrain.averaging.butterfly import Butterfly
-from p2ptrain.averaging.certificate import Roster
-from p2ptrain.averaging.head import Head
-from p2ptrain.averaging.origins import Origin
-from p2ptrain.averaging.pieces import Growing
-from p2ptrain.averaging.reduction import CHUNK_VALUES, chunk_values, mean_tree
+from p2ptrain.averaging.commit.provenance import Origin
+from p2ptrain.averaging.protocol.certificate import Roster
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, chunk_values, mean_tree
+from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
-from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc.channel import Channel
 
 Corrupt = Callable[[Butterfly], None]
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2ptrain.averaging.membership import rank
+from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from p2ptrain.network.channel import Channel
+from p2ptrain.network.rpc.channel import Channel
 from tests.support.lying import BulkLie, Lie, LyingChannel, Message
 from tests.support.sim.trainers import SimulatedTrainer
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from p2ptrain.network.control import DaemonControl, DaemonRefusal
-from p2ptrain.network.daemon import Daemon
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p.control import DaemonControl, DaemonRefusal
+from p2ptrain.network.libp2p.daemon import Daemon
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 
 

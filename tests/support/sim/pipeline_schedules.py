@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedPeer
-from p2ptrain.pipeline.feeder import Accepted
+from p2ptrain.pipeline.client.sender import Accepted
 from tests.support.sim.counting import PLACES, CountedPipeline, CountingPeer
 from tests.support.sim.peers import until
 from tests.support.sim.pipelines import PipelinePeer, make_manifest

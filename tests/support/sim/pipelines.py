@@ -11,28 +11,28 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from p2ptrain.averaging.membership import Membership
-from p2ptrain.averaging.place import nudge
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.round_position import nudge
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec, LoraSpec, Manifest, ModelSpec, PipelineSpec, TrainingSpec
 from p2ptrain.models import build_model
 from p2ptrain.models.adapters import add_adapters
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
-from p2ptrain.node.training import find_the_others, step_in
-from p2ptrain.pipeline.device import Device
-from p2ptrain.pipeline.feeder import Accepted, Feeder, LostError, Opened
-from p2ptrain.pipeline.hops import Caller, HopLimits
-from p2ptrain.pipeline.ledger import MicrobatchId
+from p2ptrain.node.roles.training import find_the_others, step_in
+from p2ptrain.pipeline.client.outputs import Outputs
+from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError, Opened
 from p2ptrain.pipeline.messages import Payload, pack
-from p2ptrain.pipeline.outputs import Outputs
+from p2ptrain.pipeline.migration import Mover
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.training.hosted_stage import HostedStage
-from p2ptrain.training.moving import Mover
-from p2ptrain.training.pipeline_view import PipelineView
-from p2ptrain.training.sync import RoundResult
+from p2ptrain.pipeline.routing.hop import Caller, HopLimits
+from p2ptrain.pipeline.stage.device import Device
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.view import PipelineView
+from p2ptrain.training.sync.synchronizer import RoundResult
 
 SAMPLES = 2
 HOP_LIMITS = HopLimits(open_seconds=2.0, quiet_seconds=4.0)
@@ -198,7 +198,7 @@ class PipelinePeer:
             await find_the_others(self.presence, membership, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
-        """See `p2ptrain.training.moving.Stages`."""
+        """See `p2ptrain.pipeline.migration.Stages`."""
         made = self._make_stage(number, self._make_device())
         made.rounds.on_round = self._after_round
         self._hosted.append(made)
@@ -210,12 +210,12 @@ class PipelinePeer:
         return made
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.training.moving.Stages`."""
+        """See `p2ptrain.pipeline.migration.Stages`."""
         hosted.participate()
         await asyncio.gather(*(step_in(self.presence, unit.synchronizer) for unit in hosted.units))
 
     async def give_up(self, hosted: HostedStage) -> None:
-        """See `p2ptrain.training.moving.Stages`."""
+        """See `p2ptrain.pipeline.migration.Stages`."""
         self._hosted = [other for other in self._hosted if other is not hosted]
         await hosted.close()
 

@@ -16,21 +16,21 @@ import pytest
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p import Libp2pSettings, Libp2pTransport
-from p2ptrain.network.libp2p_directory import Libp2pDirectory
+from p2ptrain.network.libp2p.directory import Libp2pDirectory
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.run import peer_options, serve_and_close
 from p2ptrain.node.signals import StopSignals
-from p2ptrain.pipeline import device
-from p2ptrain.pipeline.device import Device
+from p2ptrain.pipeline.stage import device
+from p2ptrain.pipeline.stage.device import Device
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.training import optimizer
-from p2ptrain.training.hosted_stage import HostedStage
-from p2ptrain.training.state import SharedState
-from p2ptrain.training.sync import Synchronizer
-from p2ptrain.training.trainer import Trainer
+from p2ptrain.training.loop import Trainer
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.sync.synchronizer import Synchronizer
 from tests.support.sim.lockstep import LockstepBridge
 from tests.support.sim.pipelines import SlowDevice
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerRefusedError, ProtocolError
-from p2ptrain.network.channel import Channel
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc
 
 NUM_BYTES = 3_000_001
 

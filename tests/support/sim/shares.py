@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from p2ptrain.averaging.attempt import Attempt
-from p2ptrain.averaging.audit import Audit
-from p2ptrain.averaging.certificate import Roster, Ticket
-from p2ptrain.averaging.head import genesis
-from p2ptrain.averaging.openings import Rules
-from p2ptrain.averaging.pieces import Growing
-from p2ptrain.averaging.reduction import OwnShare, chunk_values, mean_tree
-from p2ptrain.averaging.sum_tree import SumTree
+from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.protocol.certificate import Roster, Ticket
+from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.averaging.vector.merkle_sum import SumTree
+from p2ptrain.averaging.vector.reduce import OwnShare, chunk_values, mean_tree
+from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.verification.audit import Audit
+from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime

@@ -13,16 +13,16 @@ import torch
 
 from p2ptrain.models import build_stage
 from p2ptrain.models.stage import Stage
-from p2ptrain.network.channel import Channel
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.pipeline.compute import StageCompute
-from p2ptrain.pipeline.hops import Caller, HopLimits, service
-from p2ptrain.pipeline.host import StageHost
-from p2ptrain.pipeline.ledger import Limits, MicrobatchId
 from p2ptrain.pipeline.messages import Hop, Reply, pack, payload_bytes
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing import HostState, Router
+from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
+from p2ptrain.pipeline.routing.router import HostState, Router
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.pipeline.stage.host import StageHost
+from p2ptrain.pipeline.stage.ledger import Limits, MicrobatchId
 from tests.support.sim.peers import SWARM, Member
 from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from p2ptrain.averaging.certificate import Certificate
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import DivergedError
 from p2ptrain.manifest import AveragingSpec, Manifest, TrainingSpec
-from p2ptrain.network.records import PeerRecord
-from p2ptrain.network.rpc import Rpc
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
-from p2ptrain.node.training import find_the_others, step_in
-from p2ptrain.training.beginning import initial_state
-from p2ptrain.training.encoding import vector_codec
+from p2ptrain.node.roles.training import find_the_others, step_in
 from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_work import LocalWork
-from p2ptrain.training.sync import RoundResult, Synchronizer
+from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.settings import training_over
 
 TOKENS_PER_STEP = 10

@@ -18,19 +18,19 @@ from pathlib import Path
 
 import base58
 
-from p2ptrain.averaging.cells import Cells
-from p2ptrain.averaging.certificate import Body, Certificate
-from p2ptrain.averaging.head import Head
+from p2ptrain.averaging.grouping.cells import Cells
+from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
-from p2ptrain.monitor.agreed import bootstraps, swarm_view
 from p2ptrain.monitor.serve import answer_first
 from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.network.records import MAX_REPORTS, PeerRecord, RoundReport, StageReport
+from p2ptrain.network.records.record import MAX_REPORTS, PeerRecord, RoundReport, StageReport
+from p2ptrain.status.agreed import bootstraps, swarm_view
+from p2ptrain.status.views import SwarmView
 from tests.support.signers import NamedSigner
 from tests.support.web.served import served, spread
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from p2ptrain.network.serving_report import BOUNDS, Latencies, ServingReport, ServingTotals
+from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals
 
 TOKENS, PROMPT_TOKENS = 64, 200
 """Of each request."""

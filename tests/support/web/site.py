@@ -11,10 +11,10 @@ import httpx
 from starlette.types import ASGIApp
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.views import SwarmView
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.views import SwarmView
 from tests.support.web.watched import START, SWARM, FakeSource
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.views import PeerView
+from p2ptrain.status.views import PeerView
 from tests.support.web.watched import START, trainer, views_of
 
 T = TypeVar("T")

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from p2ptrain.averaging.certificate import Body, Certificate
-from p2ptrain.monitor.alerts import Facts
-from p2ptrain.monitor.snapshot import Observation, Sighting, build_snapshot
-from p2ptrain.monitor.views import PeerView, RoundView, Snapshot, SwarmView
-from p2ptrain.network.records import PeerRecord, RoundReport, StageReport
+from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
+from p2ptrain.status.alerts import Facts
+from p2ptrain.status.snapshot import Observation, Sighting, build_snapshot
+from p2ptrain.status.views import PeerView, RoundView, Snapshot, SwarmView
 
 START = 1_700_000_000.0
 SWARM = SwarmView(

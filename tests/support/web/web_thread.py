@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.views import Snapshot, SwarmView
 from p2ptrain.monitor.watch import Source, Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
+from p2ptrain.status.views import Snapshot, SwarmView
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0

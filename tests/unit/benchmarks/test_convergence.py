@@ -21,7 +21,7 @@ from benchmarks.emulation import Method, Run, Setting, Swarm
 from benchmarks.plot import Learning, plot_convergence
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import ModelSpec
-from p2ptrain.training.text import Corpus
+from p2ptrain.training.data.corpus import Corpus
 from tests.support.tools import unavailable, why_no_pictures
 
 MODEL = ModelSpec(layers=2, hidden=8, heads=2, kv_heads=2, intermediate=16, vocabulary=16, context=8)

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.pipeline_moves import DOWNLOAD_SECONDS, Deciding, Scene, Simulation
 from benchmarks.pipeline_rebalancing import LIMIT, OURS, POLICIES, SCENES, Case, compare, limit, percent
-from p2ptrain.training.pipeline_view import SILENT_SECONDS
+from p2ptrain.pipeline.view import SILENT_SECONDS
 
 
 def test_the_hosts_of_a_seed_are_the_same_for_all_policies() -> None:

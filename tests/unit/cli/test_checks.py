@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2ptrain.cli import checks
-from p2ptrain.cli.doctor import add_arguments, run
+from p2ptrain.cli.commands.doctor import add_arguments, run
 from p2ptrain.cli.main import Parser
 from tests.support.processes.commands import p2ptrain
 

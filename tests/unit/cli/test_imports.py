@@ -42,6 +42,6 @@ def test_init_imports_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
     assert loaded(f"from p2ptrain.cli.main import main; main(['init', {str(tmp_path / 'run')!r}, *{words}])") == ""
 
 
-@pytest.mark.parametrize("module", ["p2ptrain.node.run", "p2ptrain.monitor.serve", "p2ptrain.cli.swarm_view"])
+@pytest.mark.parametrize("module", ["p2ptrain.node.run", "p2ptrain.monitor.serve", "p2ptrain.cli.screen.swarm_view"])
 def test_what_looks_on_or_serves_a_link_imports_nothing_heavy(module: str) -> None:
     assert loaded(f"import {module}") == ""

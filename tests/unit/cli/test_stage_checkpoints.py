@@ -13,11 +13,11 @@ from p2ptrain.cli.main import main
 from p2ptrain.cli.manifests import sign_manifest
 from p2ptrain.models import build_stage
 from p2ptrain.network.identity import Identity
-from p2ptrain.pipeline.folders import unit_folder
+from p2ptrain.pipeline.checkpoints.folders import unit_folder
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.stage_list import STAGES_FILE, StageList, write_stage_list
-from p2ptrain.training.checkpoint import save_checkpoint
-from p2ptrain.training.stage_work import Part, unit_state
+from p2ptrain.pipeline.stage.gradients import Part, unit_state
+from p2ptrain.training.checkpoints.files import save_checkpoint
+from p2ptrain.training.checkpoints.stage_list import STAGES_FILE, StageList, write_stage_list
 from tests.support.sim.pipelines import make_manifest
 
 PLAN = PipelinePlan(make_manifest(2, tied=True))

@@ -11,9 +11,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2ptrain.monitor.metrics import MAX_LABELLED_PEERS, exposition
-from p2ptrain.monitor.rounds import RoundBook
-from p2ptrain.monitor.serving import Served
-from p2ptrain.monitor.views import Snapshot
+from p2ptrain.status.rounds import RoundBook
+from p2ptrain.status.serving import Served
+from p2ptrain.status.views import Snapshot
 from tests.support.web.served import served
 from tests.support.web.watched import START, report, snapshot_of, trainer
 

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import store as store_module
-from p2ptrain.monitor.rate import Amount
-from p2ptrain.monitor.rounds import RoundBook
 from p2ptrain.monitor.store import (
     COUNTED,
     MAX_EVENT_CHARS,
@@ -29,8 +27,10 @@ from p2ptrain.monitor.store import (
     Event,
     Store,
 )
-from p2ptrain.monitor.views import RoundView
-from p2ptrain.network.serving_report import Latencies
+from p2ptrain.network.records.serving import Latencies
+from p2ptrain.status.rate import Amount
+from p2ptrain.status.rounds import RoundBook
+from p2ptrain.status.views import RoundView
 from tests.support.web.stores import SWARM, peer, with_store
 from tests.support.web.watched import START, report, trainer
 

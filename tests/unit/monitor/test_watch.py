@@ -10,13 +10,11 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.certificate import Certificate
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import PeerUnreachableError, ResourceError
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor.alert_book import HOLD_SECONDS
-from p2ptrain.monitor.alerts import FORK_SECONDS
 from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.views import Snapshot
 from p2ptrain.monitor.watch import (
     GATHER_SECONDS,
     LOOK_SECONDS,
@@ -26,7 +24,9 @@ from p2ptrain.monitor.watch import (
     Watch,
     watching,
 )
-from p2ptrain.network.records import PeerRecord
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.alerts import FORK_SECONDS
+from p2ptrain.status.views import Snapshot
 from tests.support.web.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from p2ptrain.monitor.store import ALL_SERIES, Event
-from p2ptrain.monitor.views import PeerView
 from p2ptrain.monitor.web import TABLE_COLUMNS
+from p2ptrain.status.views import PeerView
 from tests.support.web.served import served as report_of
 from tests.support.web.site import Site, served
 from tests.support.web.watched import START, report, trainer

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from p2ptrain.errors import PeerLostError, PeerUnreachableError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.local import AHEAD_BYTES, LocalSocket, socket_pair
-from p2ptrain.network.rpc import Rpc, RpcLimits
+from p2ptrain.network.rpc.client import Rpc, RpcLimits
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime

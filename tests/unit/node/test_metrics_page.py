@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from p2ptrain.network.records import PeerRecord, RoundReport
+from p2ptrain.network.records.record import PeerRecord, RoundReport
 from p2ptrain.node.metrics_page import exposition
 from tests.support.web.served import served
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.averaging.membership import Membership
+from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.directory import Directory, Entry
-from p2ptrain.network.records import PeerRecord, peers_key, seal_record
+from p2ptrain.network.records.record import PeerRecord, peers_key, seal_record
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.presence import LIFETIME_SECONDS, RECORD_KIND, Presence, RecordReader
 from tests.support.web.watched import trainer

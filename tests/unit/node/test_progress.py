@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
-from p2ptrain.network.records import PeerRecord, StageReport
+from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.node.progress import JobBook, RoundGoal, round_goal, seconds_to_round, tokens_in_round
-from tests.unit.cli.test_table import COMMITTED, TRAINER
+from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
 
 def test_jobs_are_known_while_they_go_on_from_any_thread() -> None:

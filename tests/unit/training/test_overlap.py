@@ -16,15 +16,15 @@ from torch import nn
 
 from p2ptrain.errors import ManifestError, TemporaryError
 from p2ptrain.manifest import TrainingSpec, parse_manifest
-from p2ptrain.training.fragments import Fragments
-from p2ptrain.training.layout import Layout
 from p2ptrain.training.learning_rate import LearningRates
-from p2ptrain.training.local_work import LocalWork
+from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.model_lock import Rest
 from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
-from p2ptrain.training.outer import AverageStep
-from p2ptrain.training.rest import Rest
-from p2ptrain.training.state import SharedState
-from p2ptrain.training.work import RoundResult
+from p2ptrain.training.state.fragments import Fragments
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import AverageStep
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.sync.contribution import RoundResult
 
 WAIT_SECONDS = 20.0
 
@@ -113,7 +113,7 @@ def test_training_waits_for_what_the_model_is_reserved_for(loop: asyncio.Abstrac
 
 
 def test_training_ends_when_the_other_side_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2ptrain.training.rest.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("p2ptrain.training.model_lock.LOOK_SECONDS", 0.01)
     rest = Rest()
     rest.reserve()
     with pytest.raises(TemporaryError, match="closed during a round"):

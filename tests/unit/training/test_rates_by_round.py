@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from p2ptrain.averaging.head import genesis
+from p2ptrain.averaging.protocol.head import genesis
 from p2ptrain.errors import UsageError
 from p2ptrain.manifest import Manifest, TrainingSpec
-from p2ptrain.training.beginning import initial_state
 from p2ptrain.training.learning_rate import LearningRates, by_round, learning_rate_factor
-from p2ptrain.training.state import SharedState
+from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.state.shared_state import SharedState
 from tests.support.lone import LoneOptimizer, lone_optimizer
 
 NUM_ROUNDS = 6

@@ -1,0 +1,1 @@
+"""All-reduce of one roster: its streams, its attempts, and the bandwidth that shapes both."""

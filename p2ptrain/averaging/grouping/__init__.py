@@ -1,0 +1,1 @@
+"""Who averages with whom: membership, leaders, and the groups that they form."""

@@ -1,0 +1,1 @@
+"""Auxiliaries: peers without a model that lend their bandwidth."""

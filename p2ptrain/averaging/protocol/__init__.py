@@ -1,0 +1,1 @@
+"""What members of a group sign: heads, rosters, results and their certificates."""

@@ -1,0 +1,1 @@
+"""Spot checks of what members reduce, and evidence against those that lie."""

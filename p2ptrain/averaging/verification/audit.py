@@ -1,0 +1,291 @@
+"""Spot checks of one attempt: what each member commits to, opens to others, and checks before it signs.
+
+Without them an owner could encode anything as the mean of its share, and all would sign. With them, the members check
+``averaging.spot_checks`` chunks of every share between them, drawn at random after its owner has stated what the mean
+is. If a fraction ``f`` of a share's chunks is false and the honest members draw ``k`` chunks, the owner is found with a
+probability of ``1 - (1 - f)**k`` in each round; and however it spreads its lies over rounds, it must expect to be found
+before they add up to the k-th part of one share. What follows:
+
+==================  ====================================================================================================
+it is right         the member says so (*clear*), and signs once the others have, or had time enough
+it is false         the member has evidence (`p2ptrain.averaging.verification.opening`): the attempt ends, the owner is
+                    out for good
+it is not shown     the member complains: it names the chunk, does not sign, and the others ask for that chunk before
+                    they do. So an owner cannot get around a check by being silent to whoever asks the wrong question,
+                    and a member that complains for nothing costs the others a few checks
+==================  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.averaging.commit.attempt import Attempt
+from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
+from p2ptrain.averaging.vector.merkle_sum import NODE, SumTree, leaf_hash
+from p2ptrain.averaging.vector.reduce import OwnShare, PartCheck, chunk_values
+from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, digest_of
+from p2ptrain.averaging.verification.opening import (
+    MAX_CHUNKS,
+    TWO_MEANS,
+    Key,
+    Rules,
+    answer_from_bytes,
+    judge,
+    keys_message,
+)
+from p2ptrain.codecs import Codec
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+
+if TYPE_CHECKING:
+    import torch
+
+OVERHEAD_BYTES = 4096
+"""More than signature, names and framing of one contributor take in an answer."""
+
+
+class FalseMeanError(IntegrityError):
+    """An owner stands by a mean that is not that of the parts.
+
+    Args:
+        owner: Its place in the roster.
+        message: What it did.
+        evidence: For anybody; see `p2ptrain.averaging.verification.opening.verify_evidence`.
+    """
+
+    def __init__(self, owner: int, message: str, evidence: bytes) -> None:
+        super().__init__(message)
+        self.owner = owner
+        self.evidence = evidence
+
+
+class Audit:
+    """One member's side of the spot checks in one attempt; owner and checker at once."""
+
+    def __init__(self, attempt: Attempt, share: OwnShare, index: int, runtime: Runtime, signer: Signer,
+                 spec: AveragingSpec, vector: torch.Tensor) -> None:  # fmt: skip
+        """
+        Args:
+            attempt: The roster and the means.
+            share: What came for the own share.
+            index: This member's place in the roster.
+            runtime: For arithmetic and chance.
+            signer: Signs commitments, statements and openings.
+            spec: The rule, and how much is checked.
+            vector: This member's contribution.
+        """
+        self._attempt = attempt
+        self._share = share
+        self._index = index
+        self._runtime = runtime
+        self._signer = signer
+        self._rules = Rules(attempt.swarm, spec, attempt.codec, attempt.bounds[-1])
+        self._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
+        self._commitments: dict[int, Commitment] = {}
+        self._mean_trees: dict[int, SumTree] = {}
+        self._stated: list[Commitment] = []
+        self._heard: dict[int, Statement] = {}
+        self._readable = True
+        self.statement: asyncio.Future[Statement] = asyncio.get_running_loop().create_future()
+        """Of this member as an owner."""
+
+    # --- as a contributor -----------------------------------------------------------------------------------------
+
+    def new_check(self, codec: Codec) -> PartCheck:
+        """What prepares the commitment to a part of this member's while it is encoded in ``codec``."""
+        measured = len(self._attempt.roster.tickets) >= MIN_FOR_MEDIAN
+        return PartCheck(codec, self._rules.spec, self._chunk, measured=measured, hashed=True)
+
+    async def commit(self, owner: int, codec: str, check: PartCheck) -> list[Any]:
+        """The commitment to the part that ``check`` saw, for the wire."""
+
+        def sign() -> list[Any]:
+            root = SumTree(check.leaves).root
+            tokens = self._attempt.roster.tickets[self._index].tokens
+            commitment = Commitment(self._slice(owner), self._signer.peer_id, codec, tokens, root)
+            return commitment.signed(self._attempt.swarm, self._signer).to_wire()
+
+        return await self._runtime.offload(sign)
+
+    # --- as an owner ----------------------------------------------------------------------------------------------
+
+    async def admit(self, sender: int, codec: str, check: PartCheck, commitment: Any) -> SumTree:
+        """Take in another member's commitment to the part that ``check`` saw.
+
+        Raises:
+            IntegrityError: It is to something else.
+        """
+
+        def verify() -> SumTree:
+            tree, said = SumTree(check.leaves), Commitment.from_wire(commitment)
+            ticket = self._attempt.roster.tickets[sender]
+            expected = Commitment(self._slice(self._index), ticket.peer, codec, ticket.tokens, tree.root, said.proof)
+            if said != expected:
+                raise IntegrityError("commits to another part than it sent")
+            said.verify(self._attempt.swarm, self._signer)
+            self._commitments[sender] = said
+            return tree
+
+        return await self._runtime.offload(verify)
+
+    async def state(self, contributors: Sequence[int], tree: SumTree) -> None:
+        """Sign that the own share's mean has this tree; from now on chunks are opened."""
+
+        def sign() -> Statement:
+            if self._attempt.roster.has_member(self._index):  # An auxiliary has no part of its own.
+                own = self._attempt.roster.tickets[self._index]
+                root = self._share.trees[self._index].root
+                self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
+            self._stated = [self._commitments[index] for index in contributors]
+            statement = Statement(self._slice(self._index), tree.root[0], digest_of(self._stated))
+            return statement.signed(self._attempt.swarm, self._signer)
+
+        statement = await self._runtime.offload(sign)
+        if not self.statement.done():
+            self.statement.set_result(statement)
+
+    async def answer(self, chunks: Any) -> bytes:
+        """Open chunks of the own share.
+
+        Raises:
+            IntegrityError: There are no such chunks, or the own part is not to be read any more.
+        """
+        count = self._attempt.num_chunks(self._index)
+        if not (isinstance(chunks, list) and 0 < len(chunks) <= MAX_CHUNKS):
+            raise IntegrityError("asks for an impossible number of chunks")
+        if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
+            raise IntegrityError("asks for chunks that are not there")
+        async with asyncio.timeout(self._rules.spec.round_seconds):
+            statement = await asyncio.shield(self.statement)
+        if not self._readable or not self._share.parts.keys() >= self._needed():
+            raise IntegrityError("this attempt is over here")
+        # It reads the contribution. The state thread, in the order of the calls, fills that anew for the next round.
+        return await self._runtime.compute(self._open, statement, chunks)
+
+    def _needed(self) -> set[int]:
+        """Members whose parts an opening shows."""
+        return {self._attempt.roster.index_of(each.sender) for each in self._stated} - {self._index}
+
+    def _open(self, statement: Statement, chunks: list[int]) -> bytes:
+        openings: list[list[Any]] = []
+        keys: list[Key] = []
+        share = statement.share
+        for chunk in chunks:
+            low, high = self._rules.span(share.low, share.high, chunk)
+            own, others = b"", []
+            own_proof = b""
+            for each in self._stated:
+                index = self._attempt.roster.index_of(each.sender)
+                proof = self._share.trees[index].proof(chunk)
+                if index == self._index:
+                    own, own_proof = self._own[low:high].numpy().tobytes(), proof
+                else:
+                    codec, part = self._share.parts[index]
+                    others.append([bytes(part[codec.encoded_bytes(low) : codec.encoded_bytes(high)]), proof])
+            openings.append([own, own_proof, others])
+            keys.append((chunk, leaf_hash(own)))
+        proof = self._signer.sign(keys_message(self._attempt.swarm, statement, keys))
+        wire = [each.to_wire() for each in self._stated]
+        return canonical_bytes([statement.to_wire(), wire, [list(key) for key in keys], proof, openings])
+
+    def stop_reading(self) -> None:
+        """Open nothing more: the own part may change from now on."""
+        self._readable = False
+
+    # --- as a checker ---------------------------------------------------------------------------------------------
+
+    def draw(self, owner: int, checkers: int) -> list[int]:
+        """The chunks of a share that this member checks; nobody else can tell which.
+
+        Args:
+            owner: Whose share.
+            checkers: How many members check it in time, this one included: those on slow links only look on.
+        """
+        count = self._attempt.num_chunks(owner)
+        each, rest = divmod(self._rules.spec.spot_checks, checkers)
+        random = self._runtime.random
+        return random.sample(range(count), min(each + (random.random() * checkers < rest), count, MAX_CHUNKS))
+
+    def max_answer_bytes(self, owner: int, num_chunks: int) -> int:
+        """More than an honest answer takes."""
+        contributors, count = len(self._attempt.roster.tickets), self._attempt.num_chunks(owner)
+        largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
+        return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
+
+    def hear(self, owner: int, statement: Any, tree: SumTree) -> None:
+        """Take in an owner's statement about the mean that came, over which this is the tree.
+
+        Raises:
+            IntegrityError: It is about something else, or not signed.
+        """
+
+        said = Statement.from_wire(statement, self._attempt.swarm, self._signer)
+        if said.share != self._slice(owner) or said.root != tree.root[0]:
+            raise IntegrityError("speaks of another mean than it sent")
+        self._mean_trees[owner] = tree
+        self._heard[owner] = said
+
+    def heard_statements(self) -> list[Any]:
+        """What owners stated to this member, for others, in wire form."""
+        return [statement.to_wire() for statement in self._heard.values()]
+
+    def compare(self, others: Any) -> None:
+        """Hold what another member heard against what this one did.
+
+        Raises:
+            FalseMeanError: An owner stated two means, and this proves it.
+            IntegrityError: What came is malformed, or not signed.
+        """
+        for values in others[: len(self._attempt.means)] if isinstance(others, list) else []:
+            said = Statement.from_wire(values, self._attempt.swarm, self._signer)
+            heard = next((each for each in self._heard.values() if each.share == said.share), said)
+            if heard.differs(said):
+                owner = self._attempt.roster.index_of(said.share.owner)
+                raise FalseMeanError(owner, TWO_MEANS, canonical_bytes([heard.to_wire(), said.to_wire()]))
+
+    async def check(self, owner: int, chunks: list[int], answer: bytes | bytearray | memoryview) -> None:
+        """Check what an owner opened of its share.
+
+        Raises:
+            FalseMeanError: A chunk of the mean is false, and this proves it.
+            IntegrityError: The answer is not one to this question.
+        """
+        await self._runtime.offload(self._check, owner, chunks, answer)
+
+    def _check(self, owner: int, chunks: list[int], data: bytes | bytearray | memoryview) -> None:
+        attempt, mean = self._attempt, self._attempt.means[owner]
+        answer = answer_from_bytes(data, self._rules, self._signer)
+        tree = self._mean_trees[owner]
+        if answer.statement.share != self._slice(owner) or answer.statement.root != tree.root[0]:
+            raise IntegrityError("opens another mean than it sent")
+        if [key[0] for key in answer.keys] != chunks:
+            raise IntegrityError("opens other chunks than were asked for")
+        assert attempt.contributors is not None
+        assert mean is not None
+        tickets = [attempt.roster.tickets[index] for index in attempt.contributors]
+        if [(each.sender, each.tokens) for each in answer.commitments] != [(t.peer, t.tokens) for t in tickets]:
+            raise IntegrityError("made its mean of other contributions than was agreed")
+        codec = attempt.mean_codec_of(owner)
+        for position, chunk in enumerate(chunks):
+            low, high = self._rules.span(attempt.bounds[owner], attempt.bounds[owner + 1], chunk)
+            piece = bytes(memoryview(mean)[codec.encoded_bytes(low) : codec.encoded_bytes(high)])
+            fault = judge(answer, position, answer.openings[position], piece, self._rules)
+            if fault:
+                raise FalseMeanError(owner, fault, answer.evidence(position, piece, tree.proof(chunk)))
+
+    # --- what they share ------------------------------------------------------------------------------------------
+
+    @property
+    def _chunk(self) -> int:
+        return chunk_values(self._rules.codec)
+
+    def _slice(self, owner: int) -> Slice:
+        roster, bounds = self._attempt.roster, self._attempt.bounds
+        first = roster.tickets[0]
+        low, high = bounds[owner], bounds[owner + 1]
+        return Slice(first.round, first.level, roster.group_id, roster.owners[owner], low, high)

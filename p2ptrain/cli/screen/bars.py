@@ -1,0 +1,41 @@
+"""Long jobs of commands that do one after the other: a bar on the terminal while a job lasts, nothing elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+from p2ptrain.progress import Advance
+
+PATIENCE_SECONDS = 0.3
+"""Until the first bar: what is faster needs none."""
+REDRAW_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def bars(name: str, unit: str = "bytes") -> Iterator[Advance]:
+    """Show a job on standard error while it goes on; implements `p2ptrain.progress.Jobs`, for one thread."""
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from p2ptrain.cli.screen.lines import job_line
+    from p2ptrain.cli.screen.screen import Screen
+    from p2ptrain.node.progress import Job
+
+    with contextlib.ExitStack() as stack:
+        began, next_at = time.monotonic(), time.monotonic() + (PATIENCE_SECONDS if unit else 0.0)
+        screen: Screen | None = None
+
+        def advance(done: int, total: int) -> None:
+            nonlocal next_at, screen
+            now = time.monotonic()
+            if now < next_at or not Screen.can_draw(sys.stderr):
+                return
+            next_at = now + REDRAW_SECONDS
+            screen = screen or stack.enter_context(Screen(sys.stderr, is_transient=True))
+            screen.draw([job_line(Job(name, unit, done, total, now - began), screen.width)])
+
+        advance(0, 0)
+        yield advance

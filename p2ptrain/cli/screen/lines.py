@@ -1,0 +1,319 @@
+"""The lines that terminals show of a swarm, of a peer and of long jobs: pure functions of what is known.
+
+Whatever strangers say becomes `Text` without control characters, so that it can neither command a terminal nor pose as
+markup. Every line fits into the width asked for: what says least is left out first.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from rich.text import Text
+
+from p2ptrain.cli.screen.stages import stage_lines
+from p2ptrain.cli.screen.table import clipped, human_time, printable
+from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
+from p2ptrain.node.progress import Job, PeerProgress
+from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds
+from p2ptrain.status.stages import TRAINING_ROLES
+from p2ptrain.status.views import Headline, ServingView, Snapshot, StageView
+
+LABEL_CHARS = 9
+MAX_BAR_CHARS = 24
+MAX_REASONS = 3
+MAX_REASON_LINES = 2
+MAX_STAGES = 8
+MAX_CELLS = 32
+HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stopped": "bold red", "empty": "bold"}
+STATES = {
+    "starting": "getting ready", "serving": "serving: answers newcomers", "syncing": "taking on the swarm's state",
+    "training": "training", "paused": "paused", "lending": "lending bandwidth", "draining": "leaving",
+    "ended": "has left the swarm",
+}  # fmt: skip
+Part = str | Text
+
+
+def line(label: str, parts: Iterable[Part], width: int) -> Text:
+    """A label, and as many of the parts as there is room for; the first one is cut if it must be, empty ones go."""
+    built = Text().append(label.ljust(LABEL_CHARS) if label else "", "dim")
+    start = built.cell_len
+    for part in parts:
+        text = part.copy() if isinstance(part, Text) else Text(printable(part))
+        if not text.cell_len:
+            continue
+        if built.cell_len == start:
+            text.truncate(max(0, width - start), overflow="ellipsis")
+        elif built.cell_len + 2 + text.cell_len > width:
+            break
+        else:
+            built.append("  ")
+        built.append_text(text)
+    return built
+
+
+def title_line(parts: Sequence[str], width: int) -> Text:
+    """What follows belongs together: a title in a rule across the terminal, its first part in bold."""
+    text = line("", [Text(f"── {printable(parts[0])}", "bold"), *parts[1:]], width)
+    rest = width - text.cell_len - 1
+    return text.append(f" {'─' * rest}", "dim") if rest > 0 else text
+
+
+def bar(done: float, total: float, width: int, pulse: float = 0.0) -> Text:
+    """A bar of ``width`` characters, which can be told apart without colours; with no total one part of it moves on.
+
+    Args:
+        done, total: Of anything; total 0 where it is not known.
+        width: Of the line that it is in.
+        pulse: Seconds, for the part that moves.
+    """
+    length = min(MAX_BAR_CHARS, max(6, width // 4))
+    if total <= 0:
+        size = max(2, length // 4)
+        at = int(pulse * 4) % (length - size + 1)
+        return Text().append("─" * at, "dim").append("━" * size, "cyan").append("─" * (length - size - at), "dim")
+    filled = int(length * min(1.0, max(0.0, done / total)))
+    return Text().append("━" * filled, "green").append("─" * (length - filled), "dim")
+
+
+def percent(done: float, total: float) -> str:
+    """``62%``, at most ``100%``; empty without a total."""
+    return f"{100 * min(1.0, done / total):.0f}%" if total > 0 else ""
+
+
+def counted(number: int, what: str, plural: str = "") -> str:
+    """``1 peer``, ``2 peers``."""
+    return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
+# --- a swarm ----------------------------------------------------------------------------------------------------------
+
+
+def health(headline: Headline) -> Text:
+    """Whether a swarm is healthy, with the words of the status page."""
+    word = Text().append(headline.health.capitalize(), HEALTH_STYLES[headline.health])
+    return word.append(f": {printable(headline.summary)}")
+
+
+def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Text]:
+    """Why it is not healthy, the worst first."""
+    lines = []
+    for reason in headline.reasons[:most]:
+        wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
+        for index, text in enumerate(wrapped):
+            lines.append(Text(f"{'  ' if index else '! '}{clipped(text, width - 2)}", "yellow"))
+    if len(headline.reasons) > most:
+        lines.append(Text(f"  and {len(headline.reasons) - most} more", "yellow"))
+    return lines
+
+
+def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> list[Text]:
+    """A swarm at one moment: health, coverage, the round in progress, speed, traffic.
+
+    Args:
+        snapshot: As the status page shows it.
+        in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
+        width: Characters in a line.
+    """
+    headline = snapshot.headline
+    lines = [line("", [health(headline)], width), *reasons(headline, width)]
+    if len(snapshot.stages) > 1:
+        lines += stage_lines(snapshot.stages, width, MAX_STAGES)
+        lines += [Text(each, "dim") for each in textwrap.wrap(printable(snapshot.swarm.missing), max(10, width))]
+    else:
+        lines += [model_line(stage, width) for stage in snapshot.stages]
+    if headline.training:
+        lines.append(line("round", [str(headline.round), *_round_parts(in_round, width)], width))
+        lines.append(line("speed", [
+            f"{human_count(headline.tokens_per_second)} tokens/s" if headline.tokens_per_second is not None else "",
+            f"loss {headline.loss:.3f}" if headline.loss is not None else "",
+            f"{human_seconds(headline.round_seconds)} a round" if headline.round_seconds is not None else "",
+            f"{headline.committed} committed, {headline.aborted} aborted since this began",
+        ], width))  # fmt: skip
+    if served := serving_parts(snapshot.serving):
+        lines.append(line("serves", served, width))
+    peers = snapshot.peers
+    lines.append(traffic_line(
+        sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers),
+        sum(peer.sent_per_second for peer in peers), sum(peer.received_per_second for peer in peers), "", width,
+    ))  # fmt: skip
+    return lines
+
+
+def serving_parts(served: ServingView) -> list[str]:
+    """What peers serve, in words; empty where nobody does."""
+    if not served.peers:
+        return []
+    first, token = served.first_token.recent, served.token.recent
+    rate = served.tokens_per_second
+    return [
+        counted(served.peers, "peer"),
+        counted(served.sessions, "session"),
+        *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
+        f"{human_count(served.requests)} requests, {human_count(served.failed_requests)} failed",
+        *(
+            f"{what} {human_latency(each.p50)} (95 % {human_latency(each.p95)}, 99 % {human_latency(each.p99)})"
+            for what, each in (("first token", first), ("further ones", token))
+            if each.p50 is not None and each.p95 is not None and each.p99 is not None
+        ),
+    ]
+
+
+def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:
+    tokens, needed = in_round
+    if not needed:
+        return [f"{human_count(tokens)} tokens so far" if tokens else ""]
+    shown = f"{human_count(tokens)} of {human_count(needed)} tokens"
+    return [bar(tokens, needed, width), percent(tokens, needed), shown]
+
+
+def model_line(stage: StageView, width: int) -> Text:
+    """Who covers a model that is not cut."""
+    first, end = stage.blocks
+    num_hosts = len(stage.hosts)
+    cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
+    length = min(end - first, MAX_CELLS, max(4, width // 5))
+    cells = Text(cell * length, "green" if num_hosts > 1 else "yellow")
+    return line("model", [
+        cells, counted(num_hosts, "replica"), f"{len(stage.syncing)} on the way" if stage.syncing else "",
+        counted(end - first, "block"), "" if stage.risk else "losing any one breaks nothing",
+    ], width)  # fmt: skip
+
+
+def traffic_line(sent: int, received: int, sent_rate: float, received_rate: float, reached: str, width: int) -> Text:
+    """Bytes in all, and per second."""
+    return line("traffic", [
+        f"{human_bytes(sent)} sent, {human_bytes(received)} received",
+        f"now {human_bytes(sent_rate)}/s and {human_bytes(received_rate)}/s" if sent_rate or received_rate else "",
+        reached,
+    ], width)  # fmt: skip
+
+
+# --- a peer -----------------------------------------------------------------------------------------------------------
+
+
+def peer_lines(
+    progress: PeerProgress,
+    seconds: float,
+    rates: tuple[float, float],
+    swarm: str,
+    snapshot: Snapshot | None,
+    width: int,
+) -> list[Text]:
+    """A peer at one moment: what it does, what it gave, what it moves, and how its swarm is doing.
+
+    Args:
+        progress: The peer.
+        seconds: Since it was started.
+        rates: Bytes per second that it sends and receives.
+        swarm: The swarm's name.
+        snapshot: The swarm, as this peer sees it; None before that is known.
+        width: Characters in a line.
+    """
+    record = progress.record
+    lines = [title_line([f"{clipped(record.name, max(8, width // 3))} in {swarm}", human_time(seconds)], width)]
+    lines.append(line("now", _doing(progress, width), width))
+    if snapshot is not None and len(snapshot.stages) > 1:
+        lines += [
+            _hosted_line(record.peer, each, snapshot, width)
+            for each in record.stages
+            if each.unit < len(snapshot.stages)
+        ]
+    if record.role in TRAINING_ROLES:
+        lines.append(line("learning", [
+            f"loss {record.loss:.3f}" if record.loss is not None else "",
+            f"{human_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else "",
+            _last_round(record.last_rounds[-1]) if record.last_rounds else "no round yet",
+        ], width))  # fmt: skip
+        lines.append(line("given", [
+            _given(record), f"here for {human_seconds(seconds)}",
+            f"{progress.aborted} aborted" if progress.aborted else "",
+        ], width))  # fmt: skip
+    reached = {"direct": "reached directly", "relay": "reached through a relay", "unknown": "reached by nobody yet"}
+    lines.append(traffic_line(
+        record.bytes_sent, record.bytes_received, *rates, reached.get(record.reachability, record.reachability), width
+    ))  # fmt: skip
+    if snapshot is not None:
+        lines.append(line("swarm", [health(snapshot.headline), _cover(snapshot.stages)], width))
+        lines += reasons(snapshot.headline, width, most=1)
+    if record.note:
+        lines.append(line("note", [record.note], width))
+    return [*lines, *job_lines(progress.jobs, width)]
+
+
+def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int) -> Text:
+    stage = snapshot.stages[report.unit]
+    first, end = stage.blocks
+    others = len(set(stage.hosts) - {peer})
+    blocks = f", blocks {first}-{end - 1}" if end - first > 1 else f", block {first}" if end > first else ""
+    return line("hosting", [
+        f"stage {stage.number}{blocks}",
+        f"{human_count(report.tokens_per_second)} tokens/s" if report.tokens_per_second > 0 else "",
+        f"{report.waiting} waiting",
+        Text("bottleneck", "bold yellow") if stage.is_bottleneck else "",
+        f"with {counted(others, 'other')}" if others > 0 else Text("the only host", "yellow"),
+    ], width)  # fmt: skip
+
+
+def _cover(stages: Sequence[StageView]) -> str:
+    """How many hold the model, or the stage of it that fewest hold."""
+    if len(stages) == 1:
+        return counted(len(stages[0].hosts), "replica")
+    weakest = min(stages, key=lambda stage: (len(stage.hosts), stage.number))
+    return f"{counted(len(weakest.hosts), 'host')} at least" if weakest.hosts else ""
+
+
+def _doing(progress: PeerProgress, width: int) -> list[Part]:
+    record = progress.record
+    if progress.is_leaving:
+        return [Text("leaving", "bold yellow"), "the step in progress is finished"]
+    state = Text(STATES.get(record.state, record.state), "bold")
+    if record.state == "lending":
+        return [state, f"round {record.round}"]
+    if record.state != "training":
+        return [state]
+    parts: list[Part] = [state, f"round {record.round}"]
+    if progress.phase == "matchmaking":
+        return [*parts, "forming a group"]
+    if progress.phase != "idle":
+        return [*parts, "averaging"]
+    waits = progress.seconds_to_round
+    soon = [] if waits is None else [f"next in {human_seconds(waits)}" if waits > 0 else "next soon"]
+    counts, own = _round_parts(progress.in_round, width), record.round_tokens
+    is_shared = own and own < progress.in_round[0]
+    return [*parts, *counts[:2], *soon, *counts[2:], f"{human_count(own)} of them its own" if is_shared else ""]
+
+
+def _given(record: PeerRecord) -> str:
+    if not record.trained_rounds:
+        return "nothing yet"
+    return f"{human_count(record.trained_tokens)} tokens in {counted(record.trained_rounds, 'round')}"
+
+
+def _last_round(report: RoundReport) -> str:
+    if not report.committed:
+        return f"last round not committed: {report.reason}"
+    late = "" if report.contributed else ", without this peer's work"
+    return f"last round {report.contributors} of {counted(report.members, 'peer')}, {report.seconds:.1f} s{late}"
+
+
+# --- long jobs --------------------------------------------------------------------------------------------------------
+
+
+def job_lines(jobs: Sequence[Job], width: int) -> list[Text]:
+    """A bar for each long job."""
+    return [job_line(job, width) for job in jobs]
+
+
+def job_line(job: Job, width: int) -> Text:
+    """A bar, how far it is, and how long it will take if it goes on like this."""
+    amount = human_bytes if job.unit == "bytes" else human_count
+    of = ""
+    if job.unit and job.done:
+        of = f"{amount(job.done)} of {amount(job.total)}" if job.total else amount(job.done)
+        of += "" if job.unit == "bytes" else f" {job.unit}"
+    left = job.seconds * (job.total - job.done) / job.done if 0 < job.done < job.total and job.seconds > 1 else None
+    return line("", [
+        bar(job.done, job.total, width, job.seconds), percent(job.done, job.total), clipped(job.name, width // 2),
+        of, f"{human_seconds(left)} left" if left is not None else human_seconds(job.seconds),
+    ], width)  # fmt: skip

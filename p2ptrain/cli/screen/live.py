@@ -1,0 +1,268 @@
+"""What ``p2ptrain up`` shows while it runs: a live table on a terminal, one line for each new round elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from p2ptrain.cli.screen.table import (
+    COLUMNS,
+    committed_rounds,
+    human_time,
+    most_tokens,
+    peer_row,
+    present_state,
+    rounds_line,
+)
+from p2ptrain.errors import TemporaryError
+from p2ptrain.status.rate import TokenRate
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from p2ptrain.cli.screen.screen import Screen
+    from p2ptrain.cli.supervise import Child
+    from p2ptrain.network.link import SwarmLink
+    from p2ptrain.network.records.record import PeerRecord
+    from p2ptrain.node.observe import Observer
+    from p2ptrain.status.views import Snapshot
+
+_REFRESH_SECONDS = 1.0
+_METRICS_TAIL_BYTES = 64 * 1024
+_STATE = COLUMNS.index("state")
+_DRAINING = "draining: trainers finish their step and save their state"
+_FOOTER = "Ctrl-C ends it in good order, twice at once"
+
+
+def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
+    """Take over SIGINT and SIGTERM: the first sets the event that is returned, the second calls ``end_at_once``."""
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            end_at_once()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    return stop
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When a swarm is done: after so many minutes, or when it has committed so many rounds; 0 for no such limit."""
+
+    minutes: float = 0.0
+    rounds: int = 0
+
+
+class View:
+    """Shows a swarm on a stream; a context manager, so that a terminal is left as it was."""
+
+    def __init__(self, stream: TextIO, goal: Goal) -> None:
+        self._stream = stream
+        self._goal = goal
+        self._screen: Screen | None = None
+        self._swarm: list[Text] = []
+        self._started = time.monotonic()
+        self._draining = False
+        self._shown_rounds = 0
+        self._rate = TokenRate()
+        self._state = ""
+        self._held_out: float | None = None
+        self._num_stages = 1
+        self._others: list[tuple[str, ...]] = []
+        self._ours: dict[str, tuple[str, ...]] = {}
+        self._ended: set[str] = set()
+
+    def __enter__(self) -> View:
+        if self._stream.isatty():
+            from p2ptrain.cli.screen.screen import Screen
+
+            if Screen.can_draw(self._stream):
+                self._screen = Screen(self._stream).__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._screen is not None:
+            self._screen.__exit__(kind, error, trace)
+
+    def say(self, text: str) -> None:
+        """Print a line, above the live table if there is one."""
+        if self._screen is not None:
+            self._screen.say(text)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def drain(self, trainers: list[Child]) -> None:
+        """From now on trainers that still run are on their way out."""
+        self._draining = True
+        if self._screen is None and any(child.exit_code is None for child in trainers):
+            self.say(_DRAINING)
+
+    async def follow(self, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
+        """Keep showing the swarm's records until cancelled; a directory that does not answer is asked again.
+
+        The time that is shown counts from here.
+        """
+        self._started = time.monotonic()
+        if self._screen is None:
+            self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
+        self.show([], trainers)
+        # It takes seconds, in which signals have to be answered.
+        await asyncio.to_thread(import_module, "p2ptrain.node.observe")
+        from p2ptrain.node.observe import Observer
+
+        async with Observer(link) as observer:
+            if self._screen is not None:
+                await self._draw_swarm(observer, link, run_dir, trainers)
+            while True:
+                try:
+                    records = await observer.peers()
+                    self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
+                    self.show(records, trainers)
+                except TemporaryError as error:
+                    self.say(f"no news: {error}")
+                await asyncio.sleep(_REFRESH_SECONDS)
+
+    async def _draw_swarm(self, observer: Observer, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
+        """Keep drawing the swarm until cancelled, with what the status page says of it."""
+        from p2ptrain.cli.screen.looking import Remembering, watch_over
+        from p2ptrain.node.progress import round_goal, tokens_in_round
+
+        source, goal = Remembering(observer), round_goal(observer.manifest)
+        async with watch_over(source, observer, link) as watch:
+            while True:
+                try:
+                    snapshot = await watch.look()
+                    self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
+                    in_round = tokens_in_round(source.records, snapshot.headline.round, goal)
+                    self.show(source.records, trainers, snapshot, in_round)
+                except TemporaryError as error:
+                    self.say(f"no news: {error}")
+                await asyncio.sleep(_REFRESH_SECONDS)
+
+    def show(
+        self,
+        records: list[PeerRecord],
+        trainers: list[Child],
+        snapshot: Snapshot | None = None,
+        in_round: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Show these records, and say once of each trainer that it has ended.
+
+        Args:
+            records: Of all peers.
+            trainers: Processes.
+            snapshot: What the status page would show of the swarm; None where that has not changed.
+            in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
+        """
+        if snapshot is not None:
+            self._num_stages = len(snapshot.stages)
+        if (tokens := most_tokens(records)) is not None:
+            self._rate.update(time.monotonic(), tokens)
+        for child in trainers:
+            if child.exit_code is not None and child.name not in self._ended:
+                self._ended.add(child.name)
+                if child.exit_code != 0 or not self._draining:
+                    self.say(f"{child.name} {child.ending}")
+        if records:
+            self._state = present_state(records, self._rate.tokens_per_second, self._held_out)
+        new = committed_rounds(records, self._shown_rounds)
+        if new:
+            self._shown_rounds = new[-1].round + 1
+        if self._screen is not None:
+            over = all(child.exit_code is not None for child in trainers)
+            footer = "" if over else _DRAINING if self._draining else _FOOTER
+            self._draw(self._screen, self._table_rows(records, trainers), snapshot, in_round, footer)
+        elif new:
+            self.say(f"{self._elapsed()}  {rounds_line(new, records, self._state)}")
+
+    def _draw(
+        self,
+        screen: Screen,
+        rows: list[tuple[str, ...]],
+        snapshot: Snapshot | None,
+        in_round: tuple[int, int],
+        footer: str,
+    ) -> None:
+        from rich.text import Text
+
+        from p2ptrain.cli.screen.lines import swarm_lines, title_line
+        from p2ptrain.cli.screen.table import table_lines
+
+        if snapshot is not None:
+            self._swarm = [*swarm_lines(snapshot, in_round, screen.width), Text()]
+        held_out = f"held-out {self._held_out:.2f}" if self._held_out is not None else ""
+        lines = [title_line(["p2ptrain up", self._progress(), held_out], screen.width), *self._swarm]
+        room = max(2, screen.height - len(lines) - 3)
+        screen.draw([*lines, *table_lines(rows, screen.width, room)], footer)
+
+    def _elapsed(self) -> str:
+        return human_time(time.monotonic() - self._started)
+
+    def _progress(self) -> str:
+        minutes = f" of {human_time(self._goal.minutes * 60)}" if self._goal.minutes else ""
+        rounds = f" of {self._goal.rounds}" if self._goal.rounds else ""
+        return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
+
+    def _table_rows(self, records: list[PeerRecord], trainers: list[Child]) -> list[tuple[str, ...]]:
+        """Peers that are not ours, then ours; a child keeps its last numbers when it has ended."""
+        children = {child.name: child for child in trainers}
+        if records:
+            self._others = [self._row(record) for record in records if record.name not in children]
+        self._ours |= {record.name: self._row(record) for record in records if record.name in children}
+        rows = sorted(self._others)
+        for name, child in children.items():
+            row = self._ours.get(name, (name, "starting", *[""] * (len(COLUMNS) - 2)))
+            rows.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
+        return rows
+
+    def _row(self, record: PeerRecord) -> tuple[str, ...]:
+        return peer_row(record, self._num_stages)
+
+    def _child_state(self, child: Child, state: str) -> str:
+        if child.exit_code is not None:
+            return (
+                "ended" if child.exit_code == 0 else "killed" if child.exit_code < 0 else f"ended ({child.exit_code})"
+            )
+        return "draining" if self._draining else state
+
+
+def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
+    """What a trainer measured last on held-out text, in nats, and in the latest round; None if nothing new is known.
+
+    Those that have ended do not count: they may be far behind.
+    """
+    running = [child.name for child in trainers if child.exit_code is None]
+    found = [_held_out_loss(run_dir / name / "metrics.jsonl") for name in running]
+    return max((known for known in found if known is not None), default=(0, None))[1]
+
+
+def _held_out_loss(path: Path) -> tuple[int, float] | None:
+    """The round and loss of the newest measurement near the end of a file of metrics."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if b'"held_out"' in line:
+            try:
+                values = json.loads(line)
+                return int(values["round"]), float(values["loss"])
+            except (ValueError, KeyError, TypeError):
+                continue  # cut off at the beginning of the tail or while it is written, or not finite
+    return None

@@ -1,0 +1,101 @@
+"""The GPT-2 family (Radford et al., 2019): names, shapes, initial values, export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.family import Block, Family, Shape, Span
+
+if TYPE_CHECKING:
+    from p2ptrain.models.families.gpt2_stage import GPT2Stage
+
+STD = 0.02
+
+
+class GPT2(Family):
+    """Decoders with learned positions; every key/value head serves one query head."""
+
+    name = "gpt2"
+    lookups = frozenset({"transformer.wte.weight", "transformer.wpe.weight"})
+    only_settings = (
+        "activation_function", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention",
+    )  # fmt: skip
+    has_fixed_context = True
+
+    def blocks(self, spec: ModelSpec) -> Sequence[Block]:
+        width = spec.hidden
+        shapes: dict[str, Shape] = {
+            "ln_1.weight": (width,),
+            "ln_1.bias": (width,),
+            "attn.c_attn.weight": (width, 3 * width),
+            "attn.c_attn.bias": (3 * width,),
+            "attn.c_proj.weight": (width, width),
+            "attn.c_proj.bias": (width,),
+            "ln_2.weight": (width,),
+            "ln_2.bias": (width,),
+            "mlp.c_fc.weight": (width, spec.intermediate),
+            "mlp.c_fc.bias": (spec.intermediate,),
+            "mlp.c_proj.weight": (spec.intermediate, width),
+            "mlp.c_proj.bias": (width,),
+        }
+        layers = [
+            Block(f"layer {number}", {f"transformer.h.{number}.{name}": shape for name, shape in shapes.items()})
+            for number in range(spec.layers)
+        ]
+        table: Shape = (spec.vocabulary, width)
+        embeddings = {"transformer.wte.weight": table, "transformer.wpe.weight": (spec.context, width)}
+        norm: dict[str, Shape] = {"transformer.ln_f.weight": (width,), "transformer.ln_f.bias": (width,)}
+        end = (
+            Block("head", norm, {"lm_head.weight": "transformer.wte.weight"})
+            if spec.tied_embeddings
+            else Block("head", {**norm, "lm_head.weight": table})
+        )
+        return [Block("embeddings", embeddings), *layers, end]
+
+    def stage(self, spec: ModelSpec, span: Span) -> GPT2Stage:
+        from p2ptrain.models.families.gpt2_stage import GPT2Stage
+
+        return GPT2Stage(spec, span, spec.layers + 2)
+
+    def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
+        """0.02, ``1 / sqrt(2 * layers)`` of that for what writes to the residual stream (section 2.3); no biases."""
+        if name.endswith(".bias"):
+            return 0.0
+        if len(shape) == 1:
+            return None
+        return STD / math.sqrt(2 * spec.layers) if name.endswith("c_proj.weight") else STD
+
+    def hugging_face(self, spec: ModelSpec) -> object:
+        from transformers.models.gpt2.configuration_gpt2 import GPT2Config
+
+        return GPT2Config(
+            architectures=["GPT2LMHeadModel"],
+            vocab_size=spec.vocabulary,
+            n_positions=spec.context,
+            n_embd=spec.hidden,
+            n_layer=spec.layers,
+            n_head=spec.heads,
+            n_inner=spec.intermediate,
+            layer_norm_epsilon=spec.norm_epsilon,
+            tie_word_embeddings=spec.tied_embeddings,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.n_layer,
+            "hidden": config.n_embd,
+            "heads": config.n_head,
+            "intermediate": config.n_inner or 4 * config.n_embd,
+            "vocabulary": config.vocab_size,
+            "context": config.n_positions,
+            "tied_embeddings": config.tie_word_embeddings,
+            "norm_epsilon": config.layer_norm_epsilon,
+        }

@@ -1,0 +1,109 @@
+"""The Llama family (Touvron et al., *LLaMA*, 2023), SmolLM2 and kin among it: names, shapes, initial values, export."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.family import Block, Family, Shape, Span
+
+if TYPE_CHECKING:
+    from p2ptrain.models.families.llama_stage import LlamaStage
+
+EMBEDDING_STD = 0.02
+_RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+
+
+class Llama(Family):
+    """Decoders with rotary positions, grouped-query attention and gated feed-forward layers."""
+
+    name = "llama"
+    only_settings = ("hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "head_dim")
+    lookups = frozenset({"model.embed_tokens.weight"})
+
+    def check(self, spec: ModelSpec) -> None:
+        if spec.hidden // spec.heads % 2:
+            raise ManifestError(
+                f"model.hidden / model.heads = {spec.hidden // spec.heads}: rotary positions turn pairs of values, so "
+                "give heads of an even width"
+            )
+
+    def blocks(self, spec: ModelSpec) -> Sequence[Block]:
+        width, head = spec.hidden, spec.hidden // spec.heads
+        shapes: dict[str, Shape] = {
+            "self_attn.q_proj.weight": (spec.heads * head, width),
+            "self_attn.k_proj.weight": (spec.kv_heads * head, width),
+            "self_attn.v_proj.weight": (spec.kv_heads * head, width),
+            "self_attn.o_proj.weight": (width, spec.heads * head),
+            "mlp.gate_proj.weight": (spec.intermediate, width),
+            "mlp.up_proj.weight": (spec.intermediate, width),
+            "mlp.down_proj.weight": (width, spec.intermediate),
+            "input_layernorm.weight": (width,),
+            "post_attention_layernorm.weight": (width,),
+        }
+        layers = [
+            Block(f"layer {number}", {f"model.layers.{number}.{name}": shape for name, shape in shapes.items()})
+            for number in range(spec.layers)
+        ]
+        embedding, head_name, table = "model.embed_tokens.weight", "lm_head.weight", (spec.vocabulary, width)
+        norm: dict[str, Shape] = {"model.norm.weight": (width,)}
+        end = (
+            Block("head", norm, {head_name: embedding})
+            if spec.tied_embeddings
+            else Block("head", {**norm, head_name: table})
+        )
+        return [Block("embeddings", {embedding: table}), *layers, end]
+
+    def stage(self, spec: ModelSpec, span: Span) -> LlamaStage:
+        from p2ptrain.models.families.llama_stage import LlamaStage
+
+        return LlamaStage(spec, span, spec.layers + 2)
+
+    def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
+        """0.02 for embeddings, ``fan_in ** -0.5`` for linear layers, less for those that write to the residual stream.
+
+        The last is GPT-2's ``1 / sqrt(2 * layers)`` (Radford et al., 2019, section 2.3).
+        """
+        if len(shape) == 1:
+            return None
+        if "embed_tokens" in name or "lm_head" in name:
+            return EMBEDDING_STD
+        std = 1 / math.sqrt(shape[1])
+        return std / math.sqrt(2 * spec.layers) if name.endswith(_RESIDUAL_OUTPUTS) else std
+
+    def hugging_face(self, spec: ModelSpec) -> object:
+        from transformers.models.llama.configuration_llama import LlamaConfig
+
+        return LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=spec.vocabulary,
+            hidden_size=spec.hidden,
+            intermediate_size=spec.intermediate,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            num_key_value_heads=spec.kv_heads,
+            max_position_embeddings=spec.context,
+            tie_word_embeddings=spec.tied_embeddings,
+            rms_norm_eps=spec.norm_epsilon,
+            rope_parameters={"rope_type": "default", "rope_theta": spec.rope_theta},
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+        )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "intermediate": config.intermediate_size,
+            "vocabulary": config.vocab_size,
+            "context": config.max_position_embeddings,
+            "tied_embeddings": config.tie_word_embeddings,
+            "rope_theta": config.rope_parameters["rope_theta"],
+            "norm_epsilon": config.rms_norm_eps,
+        }

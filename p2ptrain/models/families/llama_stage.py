@@ -1,0 +1,90 @@
+"""Stages of the Llama family. Operations and their order are those of transformers' implementation, names too."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.families.layers import Embedding, RMSNorm, Rotation, attention, rotate, rotation, split_heads
+from p2ptrain.models.family import Span
+from p2ptrain.models.stage import Stage, layer_numbers
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        head = spec.hidden // spec.heads
+        self.heads, self.kv_heads = spec.heads, spec.kv_heads
+        self.q_proj = nn.Linear(spec.hidden, spec.heads * head, bias=False)
+        self.k_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=False)
+        self.v_proj = nn.Linear(spec.hidden, spec.kv_heads * head, bias=False)
+        self.o_proj = nn.Linear(spec.heads * head, spec.hidden, bias=False)
+
+    def forward(self, hidden: torch.Tensor, by: Rotation) -> torch.Tensor:
+        queries = rotate(split_heads(self.q_proj(hidden), self.heads), by)
+        keys = rotate(split_heads(self.k_proj(hidden), self.kv_heads), by)
+        values = split_heads(self.v_proj(hidden), self.kv_heads)
+        return self.o_proj(attention(queries, keys, values, is_causal=True))  # type: ignore[no-any-return]
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden, spec.intermediate, bias=False)
+        self.up_proj = nn.Linear(spec.hidden, spec.intermediate, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate, spec.hidden, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+
+
+class _Layer(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.self_attn = _Attention(spec)
+        self.mlp = _FeedForward(spec)
+        self.input_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
+        self.post_attention_layernorm = RMSNorm(spec.hidden, spec.norm_epsilon)
+
+    def forward(self, hidden: torch.Tensor, by: Rotation) -> torch.Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), by)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))  # type: ignore[no-any-return]
+
+
+class _Body(nn.Module):
+    """What is there of it depends on the span."""
+
+    embed_tokens: Embedding
+    layers: nn.ModuleDict
+    norm: RMSNorm
+
+
+class LlamaStage(Stage):
+    """Token ids ``[B, T]`` (first stage) or hidden states ``[B, T, hidden]`` to hidden states or logits (last)."""
+
+    def __init__(self, spec: ModelSpec, span: Span, num_blocks: int) -> None:
+        super().__init__(span, num_blocks)
+        self.spec = spec
+        self.model = _Body()
+        if self.is_first:
+            self.model.embed_tokens = Embedding(spec.vocabulary, spec.hidden)
+        self.model.layers = nn.ModuleDict({str(number): _Layer(spec) for number in layer_numbers(span, spec.layers)})
+        if self.is_last:
+            self.model.norm = RMSNorm(spec.hidden, spec.norm_epsilon)
+            if not (self.is_first and spec.tied_embeddings):
+                self.lm_head = nn.Linear(spec.hidden, spec.vocabulary, bias=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.model.embed_tokens(inputs) if self.is_first else inputs
+        width = self.spec.hidden // self.spec.heads
+        by = rotation(hidden.shape[1], width, self.spec.rope_theta, like=hidden)
+        for layer in self.model.layers.values():
+            hidden = layer(hidden, by)
+        if not self.is_last:
+            return hidden
+        hidden = self.model.norm(hidden)
+        if self.is_first and self.spec.tied_embeddings:
+            return self.model.embed_tokens.logits(hidden)
+        return self.lm_head(hidden)  # type: ignore[no-any-return]

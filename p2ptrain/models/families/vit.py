@@ -1,0 +1,120 @@
+"""Vision transformers that classify (Dosovitskiy et al., 2021): names, shapes, initial values, export."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.errors import ManifestError
+from p2ptrain.manifest import ModelSpec
+from p2ptrain.models.family import Block, Family, Shape, Span
+
+if TYPE_CHECKING:
+    from p2ptrain.models.families.vit_stage import ViTStage
+
+STD = 0.02
+
+
+class ViT(Family):
+    """Encoders over the patches of an image; a token of its own is classified."""
+
+    name = "vit"
+    only_settings = ("hidden_act", "qkv_bias")
+    reads_text = False
+    lookups = frozenset({"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"})
+
+    def check(self, spec: ModelSpec) -> None:
+        if spec.image_size % spec.patch_size:
+            raise ManifestError(
+                f"model.patch_size = {spec.patch_size} must divide model.image_size = {spec.image_size}"
+            )
+
+    def blocks(self, spec: ModelSpec) -> Sequence[Block]:
+        width, patches = spec.hidden, (spec.image_size // spec.patch_size) ** 2
+        linears: dict[str, Shape] = {
+            "attention.attention.query": (width, width),
+            "attention.attention.key": (width, width),
+            "attention.attention.value": (width, width),
+            "attention.output.dense": (width, width),
+            "intermediate.dense": (spec.intermediate, width),
+            "output.dense": (width, spec.intermediate),
+        }
+        norms = ("layernorm_before", "layernorm_after")
+        layers = []
+        for number in range(spec.layers):
+            shapes: dict[str, Shape] = {}
+            for name, shape in linears.items():
+                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = shape, shape[:1]
+            for name in norms:
+                shapes[f"{name}.weight"], shapes[f"{name}.bias"] = (width,), (width,)
+            prefix = f"vit.encoder.layer.{number}"
+            layers.append(Block(f"layer {number}", {f"{prefix}.{name}": shape for name, shape in shapes.items()}))
+        embeddings: dict[str, Shape] = {
+            "vit.embeddings.cls_token": (1, 1, width),
+            "vit.embeddings.position_embeddings": (1, patches + 1, width),
+            "vit.embeddings.patch_embeddings.projection.weight": (
+                width, spec.channels, spec.patch_size, spec.patch_size,
+            ),
+            "vit.embeddings.patch_embeddings.projection.bias": (width,),
+        }  # fmt: skip
+        head: dict[str, Shape] = {
+            "vit.layernorm.weight": (width,),
+            "vit.layernorm.bias": (width,),
+            "classifier.weight": (spec.classes, width),
+            "classifier.bias": (spec.classes,),
+        }
+        return [Block("embeddings", embeddings), *layers, Block("head", head)]
+
+    def stage(self, spec: ModelSpec, span: Span) -> ViTStage:
+        from p2ptrain.models.families.vit_stage import ViTStage
+
+        return ViTStage(spec, span, spec.layers + 2)
+
+    def initial_std(self, spec: ModelSpec, name: str, shape: Shape) -> float | None:
+        if name.endswith(".bias"):
+            return 0.0
+        return None if len(shape) == 1 else STD
+
+    def hugging_face(self, spec: ModelSpec) -> object:
+        from transformers.models.vit.configuration_vit import ViTConfig
+
+        return ViTConfig(
+            architectures=["ViTForImageClassification"],
+            image_size=spec.image_size,
+            patch_size=spec.patch_size,
+            num_channels=spec.channels,
+            hidden_size=spec.hidden,
+            num_hidden_layers=spec.layers,
+            num_attention_heads=spec.heads,
+            intermediate_size=spec.intermediate,
+            layer_norm_eps=spec.norm_epsilon,
+            id2label={number: str(number) for number in range(spec.classes)},
+        )
+
+    def from_hugging_face(self, config: Any) -> dict[str, Any]:
+        return {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "heads": config.num_attention_heads,
+            "intermediate": config.intermediate_size,
+            "image_size": config.image_size,
+            "patch_size": config.patch_size,
+            "channels": config.num_channels,
+            "classes": len(config.id2label),
+            "norm_epsilon": config.layer_norm_eps,
+        }
+
+    def tokens(self, spec: ModelSpec) -> int:
+        return (spec.image_size // spec.patch_size) ** 2 + 1
+
+    def inputs(self, spec: ModelSpec) -> Shape:
+        return (spec.channels, spec.image_size, spec.image_size)
+
+    def work(self, spec: ModelSpec) -> Sequence[int]:
+        """As for all families; the token that is classified is no patch, and it alone is classified."""
+        first, *layers, last = super().work(spec)
+        tokens = self.tokens(spec)
+        return [first // tokens * (tokens - 1), *layers, last // tokens]
+
+    def outputs(self, spec: ModelSpec) -> int:
+        return spec.classes

@@ -1,0 +1,156 @@
+"""One self-contained HTML page of a finished run: how the loss fell, what rounds took, who gave what."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+
+from p2ptrain._version import __version__
+from p2ptrain.monitor.charts import Series, line_chart
+from p2ptrain.monitor.report.run_files import Line, PeerRun, Run
+from p2ptrain.status import formats
+
+MAX_TROUBLES = 50
+ENDINGS = {
+    "": "did not end in good order", "signal": "stopped", "rounds": "all rounds done", "minutes": "time was up",
+}  # fmt: skip
+
+
+def render(run: Run) -> str:
+    """The page."""
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    templates.filters.update(formats.FILTERS)
+    values = {
+        "version": __version__,
+        "run": run,
+        "name": run.manifest.name if run.manifest else run.directory.name,
+        "manifest": run.manifest.model_dump(mode="json") if run.manifest else None,
+        "facts": facts(run),
+        "charts": charts(run),
+        "peers": [peer_row(peer) for peer in run.peers],
+        "troubles": troubles(run),
+    }
+    return templates.get_template("report.html").render(**values)
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """The first things that people ask: names and values."""
+    summaries = [peer.summary for peer in run.peers if peer.summary]
+    before = _mean([summary.get("heldout_loss_before") for summary in summaries])
+    after = _mean([summary.get("heldout_loss_after") for summary in summaries])
+    rounds = [line for peer in run.peers for line in peer.of_kind("round")]
+    done = [line for line in rounds if line.values.get("committed") is True]
+    seconds = [taken for line in done if (taken := line.number("seconds")) is not None]
+    states = {(_stage(peer), state) for peer in run.peers if (state := _state(peer))}
+    stages = {stage for stage, _ in states}
+    tokens, sent, received = (_total(summaries, name) for name in ("tokens", "bytes_sent", "bytes_received"))
+    return [
+        ("held-out loss", f"{_loss(before)} → {_loss(after)} nats"),
+        ("duration", formats.human_seconds(run.ended - run.started)),
+        ("peers", f"{len(run.peers)}, of which {len(summaries)} ended in good order"),
+        ("rounds", f"{len({line.values.get('round') for line in done})} committed"),
+        ("averaging", f"{statistics.median(seconds):.2f} s a round (median)" if seconds else "no round was committed"),
+        ("tokens", formats.human_count(tokens)),
+        ("traffic", f"{formats.human_bytes(sent)} sent, {formats.human_bytes(received)} received"),
+        ("bytes a token", f"{sent / tokens:.0f}" if tokens else "unknown"),
+        ("state at the end", _agreement(len(states), len(stages))),
+    ]  # fmt: skip
+
+
+def charts(run: Run) -> list[tuple[str, str]]:
+    """Headings and SVG markup."""
+    start = run.started
+
+    def of(kind: str, name: str, committed_only: bool = False) -> list[Series]:
+        return [
+            Series(peer.name, [
+                (line.time - start, value)
+                for line in peer.of_kind(kind)
+                if (value := line.number(name)) is not None
+                and (not committed_only or line.values.get("committed") is True)
+            ])
+            for peer in run.peers
+        ]  # fmt: skip
+
+    def chart(title: str, series: Sequence[Series], unit: str, from_zero: bool) -> tuple[str, str]:
+        text = line_chart(
+            title, series, x_text=formats.human_seconds, y_text=lambda y: f"{y:.4g}{unit}", from_zero=from_zero
+        )
+        return title, text
+
+    return [
+        chart("Training loss, nats", of("step", "loss"), "", False),
+        chart("Held-out loss, nats", of("held_out", "loss"), "", False),
+        chart("Tokens a second, each peer", of("step", "tokens_per_second"), "", True),
+        chart("Finding a group", of("round", "matchmaking_seconds", committed_only=True), " s", True),
+        chart("Averaging", of("round", "transfer_seconds", committed_only=True), " s", True),
+    ]
+
+
+def peer_row(peer: PeerRun) -> dict[str, Any]:
+    """One line of the table of peers."""
+    rounds = peer.of_kind("round")
+    committed = [line for line in rounds if line.values.get("committed") is True]
+    return {
+        "name": peer.name,
+        "tokens": peer.summary.get("tokens"),
+        "tokens_per_second": peer.summary.get("tokens_per_second"),
+        "committed": len(committed),
+        "aborted": len(rounds) - len(committed),
+        "sent": peer.summary.get("bytes_sent"),
+        "received": peer.summary.get("bytes_received"),
+        "digest": _state(peer)[:8],
+        "ended": ENDINGS.get(peer.summary.get("exit_reason", ""), peer.summary.get("exit_reason", "")),
+    }
+
+
+def troubles(run: Run) -> list[tuple[float, str, str, str]]:
+    """Rounds that were not committed, or not with a peer's work: seconds since the start, peer, round and reason."""
+    found: list[tuple[Line, PeerRun]] = [
+        (line, peer) for peer in run.peers for line in peer.of_kind("round") if line.values.get("reason")
+    ]
+    found.sort(key=lambda each: each[0].time)
+    return [
+        (line.time - run.started, peer.name, str(line.values.get("round", "")), str(line.values["reason"])[:300])
+        for line, peer in found[:MAX_TROUBLES]
+    ]
+
+
+def _state(peer: PeerRun) -> str:
+    """The digest that a peer ended with, in hexadecimal; empty if it is not known."""
+    rounds = peer.of_kind("round")
+    digest = peer.summary.get("state_digest") or (rounds[-1].values.get("digest") if rounds else "")
+    return digest if isinstance(digest, str) else ""
+
+
+def _stage(peer: PeerRun) -> int | None:
+    """Which stage of a model that is cut a peer hosted; None if it held the whole model, or nothing."""
+    rounds = peer.of_kind("round")
+    stage = peer.summary.get("stage", rounds[-1].values.get("stage") if rounds else None)
+    return stage if type(stage) is int else None
+
+
+def _agreement(num_states: int, num_stages: int) -> str:
+    """Hosts of one stage should end with one state; those of two never do."""
+    if num_stages < 2:
+        return "equal everywhere" if num_states == 1 else f"{num_states} different ones"
+    return "equal in each stage" if num_states == num_stages else f"{num_states} different ones in {num_stages} stages"
+
+
+def _mean(values: Sequence[Any]) -> float | None:
+    numbers = [float(value) for value in values if type(value) in (int, float)]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def _total(summaries: Sequence[dict[str, Any]], name: str) -> int:
+    return sum(value for summary in summaries if type(value := summary.get(name)) is int)
+
+
+def _loss(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3f}"

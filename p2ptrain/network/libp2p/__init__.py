@@ -1,0 +1,1 @@
+"""Transport and directory on a p2pd daemon, and direct connections beside it."""

@@ -1,0 +1,206 @@
+"""Speaks to a p2pd daemon over its control socket: identify, dial, open and serve raw streams.
+
+The protocol is the libp2p daemon's: varint-prefixed protobuf messages on a Unix socket, one connection per request.
+After STREAM_OPEN the connection *is* the stream. hivemind's own client does the same, but leaks the connection when a
+request fails or is cancelled, and cannot bound buffers. Its messages are used here; its multiaddr only for
+Unix sockets, which py-multiaddr writes without their leading slash: hivemind's encodes ``/p2p`` parts wrongly, so that
+relayed addresses could not be dialled.
+Source: https://github.com/libp2p/go-libp2p-daemon/blob/master/specs/CONTROL.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+from hivemind.p2p import PeerID
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr as HivemindMultiaddr
+from multiaddr import Multiaddr
+
+from p2ptrain.network.libp2p.socket_stream import SocketStream
+from p2ptrain.tasks import Tasks
+
+MAX_CONTROL_MESSAGE_BYTES = 4 << 20
+MAX_REFUSAL_CHARACTERS = 8192
+"""A refused dial takes about 200 for each address."""
+
+logger = logging.getLogger(__name__)
+
+StreamCallback = Callable[[str, SocketStream], Awaitable[None]]
+
+
+class DaemonRefusal(Exception):
+    """The daemon answered a request with an error; its words are the message."""
+
+
+class DaemonGone(Exception):
+    """The daemon's control socket does not answer: it has stopped."""
+
+
+class DaemonControl:
+    """Requests to one daemon. Callers put a deadline around every call; cancelling one closes its connection.
+
+    Args:
+        daemon_socket: Where the daemon listens.
+        own_socket: Where this object will listen for streams that others open to us.
+    """
+
+    def __init__(self, daemon_socket: Path, own_socket: Path) -> None:
+        self._daemon_socket = daemon_socket
+        self._own_socket = own_socket
+        self._server: asyncio.AbstractServer | None = None
+        self._held: SocketStream | None = None
+        self._accepting = Tasks()
+        self._handlers: dict[str, StreamCallback] = {}
+
+    async def hold(self) -> None:
+        """Keep the daemon running until `close` or this process's end: it leaves with its last such connection."""
+        self._held = await self._connection()
+        await _send(self._held, p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE))
+        await _response(self._held)
+
+    async def identify(self) -> tuple[str, list[str]]:
+        """The daemon's peer id and the multiaddrs at which it believes it can be dialled (without ``/p2p``)."""
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.IDENTIFY))
+        return PeerID(response.identify.id).to_base58(), _texts(response.identify.addrs)
+
+    async def connect(self, peer: str, addresses: Sequence[str]) -> None:
+        """Dial ``peer`` at ``addresses`` (with or without ``/p2p/<peer>`` at their end)."""
+        raw = [Multiaddr(address.removesuffix(f"/p2p/{peer}")).to_bytes() for address in addresses]
+        connect = p2pd_pb2.ConnectRequest(peer=_peer_bytes(peer), addrs=raw)
+        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connect))
+
+    async def disconnect(self, peer: str) -> None:
+        """Close all connections with ``peer``."""
+        disconnect = p2pd_pb2.DisconnectRequest(peer=_peer_bytes(peer))
+        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=disconnect))
+
+    async def connected_peers(self) -> list[str]:
+        """The ids of the peers that the daemon has a connection with."""
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        return [PeerID(info.id).to_base58() for info in response.peers]
+
+    async def connections(self) -> list[tuple[str, str]]:
+        """For each of the daemon's connections, the remote's id and multiaddr."""
+        response = await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS))
+        return [(PeerID(info.id).to_base58(), address) for info in response.peers for address in _texts(info.addrs)]
+
+    async def open_stream(self, peer: str, protocol: str) -> SocketStream:
+        """Open a stream to ``peer``; the daemon looks for its addresses and dials it if need be."""
+        stream_open = p2pd_pb2.StreamOpenRequest(peer=_peer_bytes(peer), proto=[protocol])
+        socket = await self._connection()
+        try:
+            await _send(socket, p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=stream_open))
+            await _response(socket)
+        except BaseException:
+            socket.abort()
+            raise
+        return socket
+
+    async def serve_stream(self, protocol: str, callback: StreamCallback) -> None:
+        """Call ``callback(remote peer id, stream)`` in a task for every stream that is opened to us."""
+        if self._server is None:
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_unix_server(lambda: SocketStream(self._connected), self._own_socket)
+        self._handlers[protocol] = callback
+        address = HivemindMultiaddr(f"/unix{self._own_socket}").to_bytes()
+        handler = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
+        await self._request(p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler))
+
+    def close(self) -> None:
+        """Accept no more streams, and let the daemon go; idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._held is not None:
+            self._held.abort()
+            self._held = None
+
+    async def _connection(self) -> SocketStream:
+        loop = asyncio.get_running_loop()
+        try:
+            _, socket = await loop.create_unix_connection(SocketStream, str(self._daemon_socket))
+            return socket
+        except OSError as error:
+            raise DaemonGone(f"the network daemon does not answer ({error.strerror})") from error
+
+    async def _request(self, request: Any) -> Any:
+        socket = await self._connection()
+        try:
+            await _send(socket, request)
+            return await _response(socket)
+        finally:
+            socket.abort()
+
+    def _connected(self, socket: SocketStream) -> None:
+        self._accepting.start(self._accept(socket), "accept-stream")
+
+    async def _accept(self, socket: SocketStream) -> None:
+        try:
+            async with asyncio.timeout(5):
+                info = p2pd_pb2.StreamInfo.FromString(await _receive(socket))
+            peer, handler = PeerID(info.peer).to_base58(), self._handlers[info.proto]
+        except (OSError, EOFError, TimeoutError, DecodeError, KeyError, DaemonGone):
+            socket.abort()
+            return
+        await handler(peer, socket)
+
+
+def _texts(addresses: Sequence[bytes]) -> list[str]:
+    texts = []
+    for raw in addresses:
+        try:
+            texts.append(str(Multiaddr(raw)))
+        except Exception as error:  # whatever py-multiaddr's codecs raise for a transport that they do not know
+            logger.debug("address %s ignored: %r", raw.hex(), error)
+    return texts
+
+
+def _peer_bytes(peer: str) -> bytes:
+    return bytes(PeerID.from_base58(peer).to_bytes())
+
+
+async def _send(socket: SocketStream, message: Any) -> None:
+    body = message.SerializeToString()
+    length, varint = len(body), bytearray()
+    while length > 0x7F:
+        varint.append(length & 0x7F | 0x80)
+        length >>= 7
+    varint.append(length)
+    try:
+        await socket.write(bytes(varint) + body)
+    except OSError as error:
+        raise DaemonGone("the network daemon closed its control socket") from error
+
+
+async def _receive(socket: SocketStream) -> bytes:
+    length = shift = 0
+    try:
+        while True:
+            byte = (await socket.read(1))[0]
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                break
+            if shift > 28:
+                raise DaemonGone("the network daemon sent a length out of range")
+        if length > MAX_CONTROL_MESSAGE_BYTES:
+            raise DaemonGone("the network daemon sent a message that is too large")
+        return await socket.read(length)
+    except (OSError, EOFError) as error:
+        raise DaemonGone("the network daemon closed its control socket") from error
+
+
+async def _response(socket: SocketStream) -> Any:
+    try:
+        response = p2pd_pb2.Response.FromString(await _receive(socket))
+    except DecodeError as error:
+        raise DaemonGone("the network daemon sent garbage") from error
+    if response.type == p2pd_pb2.Response.ERROR:
+        raise DaemonRefusal(response.error.msg[:MAX_REFUSAL_CHARACTERS])
+    return response

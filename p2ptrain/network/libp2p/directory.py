@@ -1,0 +1,334 @@
+"""`Directory` on a DHT: hivemind's ``DHTNode`` on the daemon that the transport owns.
+
+Every value is a sealed record (`p2ptrain.network.records.record`) under (key, peer id). Each node checks records when
+it is asked to store them and again when it reads them (`RecordGuard`), so a forged, foreign, oversized or too
+long-lived record neither spreads nor is believed.
+
+Peers that start together can miss each other's bootstrap and form several DHTs (hivemind issue 624); a partition does
+the same. So joining is never finished: a task here goes on pinging the bootstrap peers that it does not know, often
+while the routing table is empty and now and then later. The same pings measure how far this machine's clock is off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+from hivemind.dht import node as hivemind_node
+from hivemind.dht import protocol as hivemind_protocol
+from hivemind.dht.node import DHTID, DHTNode
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import timed_storage
+from hivemind.utils.multiaddr import Multiaddr
+
+from p2ptrain.errors import IntegrityError, PeerError, ResourceError
+from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.libp2p.transport import Libp2pTransport
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, open_record
+from p2ptrain.runtime import Runtime
+from p2ptrain.signing import Signer
+from p2ptrain.tasks import Tasks, together
+
+logger = logging.getLogger(__name__)
+
+MAX_LIFETIME_SECONDS = 600.0
+"""Records that claim to live longer are refused; it also bounds how far a publisher's clock may be ahead."""
+MAX_SUBKEYS = 4096
+MAX_KEYS = 65536
+RPC_SECONDS = 3.0
+JOIN_SECONDS = 5.0
+REJOIN_SECONDS = 0.5
+REFRESH_SECONDS = 15.0
+MAX_REMEMBERED_PEERS = 64
+_VERIFIED_CACHE = 16384
+
+
+class RecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+    """Decides which records this node stores and believes.
+
+    Attributes:
+        refused: How many were refused.
+    """
+
+    def __init__(self, swarm: bytes, verifier: Signer, now: Callable[[], float]) -> None:
+        self.refused = 0
+        self.storage: Any = None
+        self._swarm = swarm
+        self._verifier = verifier
+        self._now = now
+        self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether the record is sealed by the peer that its subkey names, and bounded in size, life and number."""
+        try:
+            subkey = self._check(record)
+        except (IntegrityError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+            self.refused += 1
+            logger.debug("record refused: %s", error)
+            return False
+        if self._is_full(record.key, subkey):
+            self.refused += 1
+            return False
+        return True
+
+    def _check(self, record: DHTRecord) -> str:
+        if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 256:
+            raise ValueError("it is too large")
+        subkey = msgpack.unpackb(record.subkey, raw=False)
+        fingerprint = hashlib.sha256(record.value).digest()
+        if fingerprint in self._verified:
+            self._verified.move_to_end(fingerprint)
+            peer, expires_at = self._verified[fingerprint]
+        else:
+            opened = open_record(msgpack.unpackb(record.value, raw=False), None, self._swarm, self._verifier)
+            peer, expires_at = opened.peer, opened.expires_at
+            self._verified[fingerprint] = (peer, expires_at)
+            if len(self._verified) > _VERIFIED_CACHE:
+                self._verified.popitem(last=False)
+        if subkey != peer or expires_at != record.expiration_time:
+            raise ValueError("its subkey or expiry is not what was signed")
+        if expires_at > self._now() + MAX_LIFETIME_SECONDS:
+            raise ValueError("it claims to live too long")
+        return peer
+
+    def _is_full(self, key: bytes, subkey: str) -> bool:
+        stored = self.storage.get(DHTID.from_bytes(key)) if self.storage is not None else None
+        if stored is None or not isinstance(stored.value, DictionaryDHTValue):
+            return False
+        return len(stored.value) >= MAX_SUBKEYS and subkey not in stored.value
+
+
+class Libp2pDirectory(Directory):
+    """Publishes and looks up records in the swarm's DHT. Create one with `start`.
+
+    Attributes:
+        guard: Counts refused records.
+        on_clock_measured: Called whenever `clock_skew_seconds` may have changed.
+    """
+
+    def __init__(
+        self,
+        transport: Libp2pTransport,
+        p2p: Any,
+        node: Any,
+        guard: RecordGuard,
+        bootstrap: Sequence[str],
+        runtime: Runtime,
+    ) -> None:
+        self.guard = guard
+        self._transport = transport
+        self._p2p = p2p
+        self._node = node
+        self._bootstrap: dict[str, list[str]] = {}
+        for address in bootstrap:
+            self._bootstrap.setdefault(check_peer_address(address), []).append(address)
+        self._bootstrap.pop(transport.peer_id, None)
+        self._remembered: OrderedDict[str, None] = OrderedDict()
+        self._runtime = runtime
+        self._skews: OrderedDict[str, float] = OrderedDict()
+        self._tasks = Tasks()
+        self._is_closed = False
+        self.on_clock_measured: Callable[[], None] = lambda: None
+
+    @classmethod
+    async def start(
+        cls,
+        transport: Libp2pTransport,
+        swarm: bytes,
+        verifier: Signer,
+        bootstrap: Sequence[str],
+        runtime: Runtime,
+        client_mode: bool = False,
+    ) -> Libp2pDirectory:
+        """Take part in the swarm's DHT; returns after one attempt to join, and goes on trying in the background.
+
+        Args:
+            transport: Gives the daemon; it must outlive this directory.
+            swarm: The manifest's digest, 32 bytes: records of other swarms are refused.
+            verifier: Checks signatures.
+            bootstrap: Addresses, ending in ``/p2p/<id>``, of peers that take part already; empty for the first peer.
+            runtime: Its clock decides about expiry, for the whole process.
+            client_mode: Ask others, but store nothing for them: for peers that come for a moment (``status``), or that
+                cannot be reached.
+
+        Raises:
+            ResourceError: The transport's daemon does not answer.
+        """
+        # hivemind asks a module-level function for the time. One process is one peer, so it may ask our runtime: then
+        # a peer whose clock is off by hours, and who knows, neither drops everybody's records nor publishes dead ones.
+        for module in (timed_storage, hivemind_node, hivemind_protocol):
+            module.get_dht_time = runtime.now
+        guard = RecordGuard(swarm, verifier, runtime.now)
+        p2p: Any = None
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                p2p = await _attach(transport)
+                node = await DHTNode.create(
+                    p2p=p2p,
+                    client_mode=client_mode,
+                    record_validator=guard,
+                    wait_timeout=RPC_SECONDS,
+                    # A cached set of records hides peers that came later.
+                    cache_locally=False,
+                    cache_nearest=0,
+                    cache_on_store=False,
+                    cache_refresh_before_expiry=0,
+                    reuse_get_requests=False,
+                    # Peers that did not answer are asked again soon: hivemind's doubling penalty outlasts a pause.
+                    blacklist_time=2 * RPC_SECONDS,
+                    backoff_rate=1.0,
+                )
+        except Exception as error:  # hivemind raises many kinds, all of them about the daemon here
+            if p2p is not None:
+                await p2p.shutdown()
+            raise ResourceError(f"the network daemon does not take the directory ({error!r}): try again") from error
+        node.protocol.storage.maxsize = MAX_KEYS
+        guard.storage = node.protocol.storage
+        directory = cls(transport, p2p, node, guard, bootstrap, runtime)
+        if directory._bootstrap:
+            await directory._join()
+        directory._tasks.keep(directory._keep_joined, "directory-keeper")
+        return directory
+
+    @property
+    def num_neighbours(self) -> int:
+        """The peers in the routing table; 0 means that nobody else can be asked."""
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    @property
+    def clock_skew_seconds(self) -> float | None:
+        """How far this machine's clock is ahead of its peers' (median), to about half a round trip.
+
+        None before the first peer answered. Set ``runtime.clock_offset_seconds`` to its negative to correct for it.
+        """
+        return statistics.median(self._skews.values()) if self._skews else None
+
+    async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                stored = await self._node.store(
+                    key, value, float(expires_at), subkey=subkey, exclude_self=self._node.protocol.client_mode
+                )
+        except Exception as error:  # whatever hivemind raises: not stored, and the caller publishes again anyway
+            logger.debug("publishing %s failed: %r", key, error)
+            return False
+        return bool(stored)
+
+    async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                found = await self._node.get(key, latest=True)
+        except Exception as error:  # whatever hivemind raises: nobody could be asked
+            logger.debug("looking up %s failed: %r", key, error)
+            return None
+        if self._bootstrap and not self.num_neighbours:
+            return None
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        now = self._runtime.now()
+        entries = {}
+        for subkey, item in found.value.items():
+            if isinstance(subkey, str) and isinstance(item.value, bytes) and item.expiration_time > now:
+                entries[subkey] = Entry(item.value, item.expiration_time)
+                if len(entries) >= MAX_SUBKEYS:
+                    break
+        return entries
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._tasks.close()
+        with contextlib.suppress(Exception):  # the daemon may be gone; there is nothing left to keep
+            async with asyncio.timeout(1):
+                await self._node.shutdown()
+        await self._p2p.shutdown()
+        await asyncio.sleep(0)
+
+    async def _keep_joined(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS if self.num_neighbours else REJOIN_SECONDS)
+            for peer in self._node.protocol.routing_table.peer_id_to_uid:
+                self._remembered[peer.to_base58()] = None
+                self._remembered.move_to_end(peer.to_base58())
+            while len(self._remembered) > MAX_REMEMBERED_PEERS:
+                self._remembered.popitem(last=False)
+            try:
+                await self._join()
+            except Exception as error:  # the next attempt may go better
+                logger.debug("joining failed: %r", error)
+
+    async def _join(self) -> None:
+        """Meet the bootstrap peers and those known from before, and their neighbours near this peer's place."""
+        num_before = self.num_neighbours
+        candidates = [*self._bootstrap, *(peer for peer in self._remembered if peer not in self._bootstrap)]
+        if num_before:  # in the DHT: look after it at little cost
+            self._runtime.random.shuffle(candidates)
+            candidates = candidates[:8]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(JOIN_SECONDS):
+                await together("meet", (self._meet(peer) for peer in candidates))
+                if self.num_neighbours:
+                    await self._node.find_nearest_nodes([self._node.node_id])
+        if self.num_neighbours and not num_before:
+            logger.info("joined the directory with %d neighbours", self.num_neighbours)
+
+    async def _meet(self, peer: str) -> None:
+        """Ping a peer: both learn of each other, and this one learns the difference of their clocks."""
+        protocol, peer_id = self._node.protocol, PeerID.from_base58(peer)
+        try:
+            if peer in self._bootstrap and peer_id not in protocol.routing_table:
+                await self._transport.connect(self._bootstrap[peer], RPC_SECONDS)
+            before = self._runtime.clock()
+            request = dht_pb2.PingRequest(peer=protocol.node_info, validate=False)
+            response = await protocol.get_stub(peer_id).rpc_ping(request, timeout=RPC_SECONDS)
+            middle = (before + self._runtime.clock()) / 2
+        except PeerError as error:
+            logger.debug("directory: %s", error)
+            return
+        except Exception as error:  # hivemind's errors of all kinds: no answer
+            logger.debug("directory: peer %s did not answer: %r", peer[-8:], error)
+            return
+        if response.dht_time:
+            self._skews[peer] = middle - response.dht_time
+            self._skews.move_to_end(peer)
+            while len(self._skews) > MAX_REMEMBERED_PEERS:
+                self._skews.popitem(last=False)
+            self.on_clock_measured()
+        if response.peer and response.peer.node_id:
+            await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id, responded=True)
+
+
+class _PendingCalls(dict[Any, Any]):
+    """hivemind's pending unary calls, without those that were given up.
+
+    An answer that arrives just as its call is cancelled would otherwise raise in hivemind's reader task, and with that
+    task all later calls would hang.
+    """
+
+    def __contains__(self, call: object) -> bool:
+        future = self.get(call)
+        return future is not None and not future.done()
+
+
+async def _attach(transport: Libp2pTransport) -> Any:
+    """A hivemind ``P2P`` on the transport's daemon, with its socket in the daemon's folder."""
+    attached: Any = type("AttachedP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{transport.daemon.directory}/"})
+    p2p = await attached.replicate(Multiaddr(f"/unix{transport.daemon.control_socket}"))
+    control = p2p._client.control
+    control._pending_calls = _PendingCalls()
+    for task in (control._read_task, control._write_task):
+        # They fail when the daemon dies, which the transport notices and tells; nobody else asks for their exception.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return p2p

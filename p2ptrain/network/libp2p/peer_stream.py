@@ -1,0 +1,97 @@
+"""One stream on one socket, to the daemon, to the peer or in memory, with its errors mapped to this package's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from p2ptrain.errors import PeerLostError
+from p2ptrain.network.libp2p.direct_tls import TlsSocket
+from p2ptrain.network.libp2p.socket_stream import SocketStream
+from p2ptrain.network.local import LocalSocket
+from p2ptrain.network.transport import PeerId, Stream
+
+CLOSE_SECONDS = 5.0
+"""How long `Stream.close` tries to hand over what was written."""
+
+
+class PeerStream(Stream):
+    """A stream that is one socket.
+
+    Args:
+        remote: Who is at the other end, as whoever made the socket has found out.
+        socket: Carries nothing but this stream.
+        on_end: Called once this end has closed it.
+    """
+
+    def __init__(
+        self,
+        remote: PeerId,
+        socket: SocketStream | LocalSocket,
+        on_end: Callable[[PeerStream], None],
+    ) -> None:
+        self._remote = remote
+        self._on_end = on_end
+        self._socket = socket
+        self._closed = False
+        self._is_given_back = False
+
+    @property
+    def remote(self) -> PeerId:
+        return self._remote
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self._socket, LocalSocket)
+
+    @property
+    def num_arrived(self) -> int:
+        return self._socket.num_arrived
+
+    async def write(self, *parts: bytes | bytearray | memoryview) -> None:
+        if self._closed or self._socket.is_closing:
+            raise PeerLostError(self._remote, "the stream is closed; open another")
+        try:
+            await self._socket.write(*parts)
+        except (OSError, RuntimeError) as error:
+            raise PeerLostError(self._remote, "the stream broke while writing; open another") from error
+
+    async def read(self, num_bytes: int) -> bytes:
+        try:
+            return await self._socket.read(num_bytes)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def read_into(self, view: memoryview) -> None:
+        try:
+            await self._socket.read_into(view)
+        except (OSError, EOFError) as error:
+            raise PeerLostError(self._remote, "the stream ended before what was expected; open another") from error
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._socket.close()
+        except (OSError, RuntimeError, TimeoutError):
+            self._socket.abort()
+        except BaseException:
+            self._socket.abort()
+            raise
+        finally:
+            self._on_end(self)
+
+    async def rest(self) -> None:
+        if not self._closed and isinstance(self._socket, TlsSocket) and self._socket.rest():
+            self._closed = self._is_given_back = True
+            self._on_end(self)
+        else:
+            await self.close()
+
+    def abort(self) -> None:
+        self._closed = True
+        if not self._is_given_back:
+            self._socket.abort()
+        self._on_end(self)

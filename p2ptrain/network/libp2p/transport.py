@@ -1,0 +1,353 @@
+"""`Transport` on libp2p: raw streams through a p2pd daemon of our own.
+
+The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it
+(`p2ptrain.network.libp2p.peer_stream`), and `p2ptrain.network.libp2p.settings` says how it is started. Streams that
+carry much go past the daemon where `p2ptrain.network.libp2p.direct` finds a way, and those between peers of one process
+stay in memory (`p2ptrain.network.local`). What the daemon or the operating system raise is mapped to this package's
+errors here (`_mapped`) and in the streams, and nowhere else.
+
+Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
+under way when a side closes may be lost. The layer above marks ends and waits for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from p2ptrain.errors import PeerUnreachableError, ResourceError, TemporaryError, WrongPeerError
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
+from p2ptrain.network.libp2p.daemon import Daemon
+from p2ptrain.network.libp2p.direct import DirectConnections
+from p2ptrain.network.libp2p.peer_stream import PeerStream
+from p2ptrain.network.libp2p.settings import Libp2pSettings
+from p2ptrain.network.libp2p.socket_stream import SocketStream
+from p2ptrain.network.libp2p.wrong_peers import WrongPeers
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.local import Door, LocalSocket
+from p2ptrain.network.reachability import Scope, answering, scope
+from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
+from p2ptrain.tasks import Tasks
+
+__all__ = ["Libp2pSettings", "Libp2pTransport", "Reachability"]
+
+logger = logging.getLogger(__name__)
+
+REQUEST_SECONDS = 5.0
+"""Deadline of requests that the daemon answers by itself."""
+
+REDIAL_SECONDS = 5.0
+"""Pause between attempts to reach the bootstrap peers while there is no connection at all."""
+
+Reachability = Literal["direct", "relay", "unknown"]
+
+
+class Libp2pTransport(Transport):
+    """Streams through a daemon that this object owns.
+
+    When the daemon dies all streams break, `open` raises, `lost` is set and the callback of `on_lost` runs: the owner
+    then closes this transport and starts another, or ends with the reason.
+
+    Attributes:
+        lost: Set when the daemon ended by itself; ``lost_reason`` says how.
+        direct: Connections without the daemon.
+    """
+
+    def __init__(self, daemon: Daemon, control: DaemonControl, settings: Libp2pSettings, peer_id: PeerId) -> None:
+        self.settings = settings
+        self.daemon = daemon
+        self.control = control
+        self.lost = asyncio.Event()
+        self.lost_reason = ""
+        self._peer_id = peer_id
+        self._on_lost: Callable[[str], None] | None = None
+        self._streams: set[PeerStream] = set()
+        self._tasks = Tasks()
+        self._serving = Tasks()
+        self._wrong_peers = WrongPeers()
+        self._accept: dict[str, Callable[[PeerId, SocketStream | LocalSocket], None]] = {}
+        self._door = Door(peer_id, self._accept) if settings.local_shortcut else None
+        self.direct = DirectConnections(control, self._accept_direct, self._accept.keys())
+        self._closed = False
+
+    @classmethod
+    async def start(cls, identity: Identity, settings: Libp2pSettings | None = None) -> Libp2pTransport:
+        """Start a daemon with this identity. Bootstrap peers are dialled in the background, as often as it takes.
+
+        Call it on the thread that the peer lives on: the daemon dies with the thread that started it.
+
+        Raises:
+            ResourceError: The daemon does not start, or a port is taken; says why.
+        """
+        settings = settings or Libp2pSettings()
+        daemon = await Daemon.start(
+            settings.daemon_arguments(), identity.libp2p_key(), settings.listen, settings.startup_timeout_seconds,
+            settings.daemon_environment(),
+        )  # fmt: skip
+        control = DaemonControl(daemon.control_socket, daemon.own_socket)
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await control.hold()
+                peer_id, _ = await control.identify()
+            if peer_id != identity.peer_id:
+                raise ResourceError(f"the network daemon took {peer_id} from {identity.where}: make a new identity")
+        except BaseException as error:
+            control.close()
+            await daemon.stop()
+            if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
+                raise _silent_daemon(error) from error
+            raise
+        transport = cls(daemon, control, settings, peer_id)
+        daemon.watch(transport._daemon_lost)
+        if settings.direct != "off":
+            try:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    await transport.direct.start(settings.direct_hosts, settings.direct_port)
+            except BaseException as error:
+                await transport.close()
+                if isinstance(error, (DaemonGone, DaemonRefusal, TimeoutError)):
+                    raise _silent_daemon(error) from error
+                raise
+        if settings.bootstrap:
+            transport._tasks.keep(transport._keep_connected, "bootstrap-dialler")
+        return transport
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._peer_id
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Have ``callback(reason)`` called on the event loop when the daemon ends by itself; at once if it has."""
+        self._on_lost = callback
+        if self.lost.is_set():
+            callback(self.lost_reason)
+
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
+        socket: SocketStream | LocalSocket | None = None
+        if self._door is not None and (socket := self._door.open(peer, protocol)) is not None:
+            return self._stream(peer, socket)
+        with self._mapped(peer):
+            async with asyncio.timeout(timeout_seconds):
+                if self.settings.direct != "off" and expected_bytes >= self.settings.direct_from_bytes:
+                    socket = await self.direct.open(peer, protocol, timeout_seconds / 2)
+                if socket is None:
+                    socket = await self.control.open_stream(peer, protocol)
+        return self._stream(peer, socket)
+
+    async def serve(self, protocol: str, handler: StreamHandler) -> None:
+        def accept(peer: str, socket: SocketStream | LocalSocket) -> None:
+            if len(self._serving) >= self.settings.max_streams or self._closed:
+                socket.abort()
+                return
+            stream = self._stream(peer, socket)
+            self._serving.start(_handle(stream, handler), f"stream-{protocol}-{peer[-8:]}")
+
+        async def accept_from_daemon(peer: str, socket: SocketStream) -> None:
+            accept(peer, socket)
+
+        with self._mapped(self._peer_id):
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await self.control.serve_stream(protocol, accept_from_daemon)
+        self._accept[protocol] = accept
+
+    async def connect(self, addresses: Sequence[str], timeout_seconds: float) -> PeerId:
+        by_peer: dict[str, list[str]] = {}
+        for address in addresses:
+            by_peer.setdefault(check_peer_address(address), []).append(address)
+        if not by_peer:
+            raise PeerUnreachableError("?", "there is no address to dial: ask for a new swarm link")
+
+        async def dial(peer: PeerId) -> PeerId:
+            if peer == self._peer_id:
+                return peer
+            found, refusals = await answering(by_peer[peer])
+            if not found:
+                raise DaemonRefusal("; ".join(refusals))
+            try:
+                await self.control.connect(peer, found)
+            except DaemonRefusal as error:
+                holder = self._wrong_peers.holder(peer, str(error))
+                if holder is None or refusals:
+                    raise
+                raise WrongPeerError(peer, holder) from error
+            return peer
+
+        errors: list[DaemonRefusal | WrongPeerError] = []
+        async with Tasks() as tasks:
+            dials = {tasks.call(dial(peer), f"dial-{peer[-8:]}") for peer in by_peer}
+            with self._mapped(next(iter(by_peer))):
+                async with asyncio.timeout(timeout_seconds):
+                    for attempt in asyncio.as_completed(dials):
+                        try:
+                            return await attempt
+                        except (DaemonRefusal, WrongPeerError) as error:
+                            errors.append(error)
+            if all(isinstance(error, WrongPeerError) for error in errors):
+                raise errors[0]
+            reason = next(str(error) for error in errors if isinstance(error, DaemonRefusal))
+            raise PeerUnreachableError(next(iter(by_peer)), f"none of its addresses answers ({_first_line(reason)})")
+
+    async def connected_peers(self) -> list[PeerId]:
+        """The peers that there is a connection with now.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self.control.connected_peers()
+
+    async def connections(self) -> list[tuple[PeerId, str]]:
+        """The peers that there are connections with now, and for each connection the remote multiaddr.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                return await self.control.connections()
+
+    async def reserved_relays(self) -> set[PeerId]:
+        """The relays at which the daemon has a place; it tells only of relays with a public address.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                _, found = await self.control.identify()
+        circuits = [address.partition("/p2p-circuit")[0] for address in found if "/p2p-circuit" in address]
+        return {relay.rpartition("/p2p/")[2] for relay in circuits}
+
+    async def disconnect(self, peer: PeerId) -> None:
+        """Close all connections with ``peer``, for instance to try again to reach it without a relay.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                await self.control.disconnect(peer)
+
+    async def addresses(self) -> list[str]:
+        """As `Transport.addresses`, the most widely useful first: public, relayed, private, loopback.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        with self._mapped_to_temporary():
+            async with asyncio.timeout(REQUEST_SECONDS):
+                _, found = await self.control.identify()
+                connected = set(await self.control.connected_peers())
+        if self.settings.force_reachability == "private":
+            # The daemon reserves a place at its relays within 0.1 s, but tells only of relays with public addresses.
+            relays = [relay for relay in self.settings.trusted_relays if check_peer_address(relay) in connected]
+            found += [f"{relay}/p2p-circuit" for relay in relays]
+        return [f"{address}/p2p/{self._peer_id}" for address in sorted(dict.fromkeys(found), key=scope)]
+
+    async def reachability(self) -> Reachability:
+        """Whether others can reach this peer, as far as the daemon's own addresses tell.
+
+        ``relay`` when it is reached through one; ``direct`` when it has a public or an announced address, or listens on
+        loopback alone (a swarm on one machine); otherwise, and while a private peer has no relay yet, ``unknown``:
+        only another peer can tell, by dialling back.
+        """
+        addresses = await self.addresses()
+        if any("/p2p-circuit" in address for address in addresses):
+            return "relay"
+        if self.settings.force_reachability == "private":
+            return "unknown"
+        if self.settings.announce or self.settings.force_reachability == "public":
+            return "direct"
+        is_public = any(scope(address) is Scope.PUBLIC for address in addresses)
+        listens_on = {scope(address) for address in self.settings.listen}
+        return "direct" if is_public or listens_on == {Scope.LOOPBACK} else "unknown"
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._door is not None:
+            self._door.close()
+        await self._serving.close()
+        await self._tasks.close()
+        for stream in list(self._streams):
+            stream.abort()
+        await self.direct.close()
+        self.daemon.expect_end()
+        self.control.close()
+        await self.daemon.stop()
+        await asyncio.sleep(0)  # lets the aborted sockets close
+
+    def _accept_direct(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
+        self._accept[protocol](peer, socket)
+
+    def _stream(self, peer: PeerId, socket: SocketStream | LocalSocket) -> PeerStream:
+        stream = PeerStream(peer, socket, self._streams.discard)
+        self._streams.add(stream)
+        return stream
+
+    def _daemon_lost(self, reason: str) -> None:
+        logger.error("%s", reason)
+        self.lost_reason = reason
+        self.lost.set()
+        if self._door is not None:
+            self._door.close()
+        for stream in list(self._streams):
+            stream.abort()
+        if self._on_lost is not None:
+            self._on_lost(reason)
+
+    async def _keep_connected(self) -> None:
+        """Dial the bootstrap peers now, and again whenever there is no connection with anybody."""
+        while True:
+            try:
+                if not await self.connected_peers():
+                    await self.connect(self.settings.bootstrap, timeout_seconds=REDIAL_SECONDS)
+            except TemporaryError as error:
+                logger.info("no bootstrap peer answers yet: %s", error)
+            await asyncio.sleep(REDIAL_SECONDS)
+
+    @contextlib.contextmanager
+    def _mapped(self, peer: PeerId) -> Iterator[None]:
+        """Turn what the daemon and the system raise into a PeerUnreachableError about ``peer``."""
+        try:
+            yield
+        except DaemonRefusal as error:
+            raise PeerUnreachableError(peer, f"cannot be reached ({_first_line(str(error))})") from error
+        except TimeoutError as error:
+            raise PeerUnreachableError(peer, "does not answer within the time allowed") from error
+        except (DaemonGone, OSError, ValueError) as error:
+            raise PeerUnreachableError(peer, self.lost_reason or str(error)) from error
+
+    @contextlib.contextmanager
+    def _mapped_to_temporary(self) -> Iterator[None]:
+        try:
+            yield
+        except (DaemonRefusal, DaemonGone, OSError, TimeoutError, ValueError) as error:
+            reason = self.lost_reason or str(error) or "no answer in time"
+            raise TemporaryError(f"the network daemon does not answer ({reason}): restart this peer") from error
+
+
+async def _handle(stream: PeerStream, handler: StreamHandler) -> None:
+    try:
+        await handler(stream)
+    except BaseException as error:
+        stream.abort()
+        if isinstance(error, Exception):
+            logger.warning("stream of peer %s failed: %r", stream.remote[-8:], error)
+            return
+        raise
+    await stream.close()
+
+
+def _silent_daemon(error: BaseException) -> ResourceError:
+    return ResourceError(f"the network daemon does not answer after its start ({error}): try again")
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split())[:200]

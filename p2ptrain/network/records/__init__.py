@@ -1,0 +1,1 @@
+"""What peers publish about themselves: signed, bounded, checked."""

@@ -1,0 +1,186 @@
+"""What a peer says of the requests that it served: totals since it started, and latencies that can be added up.
+
+Percentiles of several peers, or of several minutes, do not average. So a peer sends how many of its latencies fell
+between fixed bounds, and whoever reads adds the counts of all and takes percentiles of the sum. There are eight bounds
+for each power of ten, so that a percentile is off by a third at most.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from p2ptrain.network.records import checks
+
+BOUNDS = tuple(float(f"{10 ** (step / 8):.3g}") for step in range(-24, 25))
+"""Upper bounds of all counts but the last, in seconds, from 1 ms to 1,000 s; what is above has the last one."""
+MAX_TOTAL = 1 << 48
+"""A million tokens per second for nine years."""
+MAX_SESSIONS = 1_000_000
+_TOLERANCE = 1e-3
+"""Of sums in floating point."""
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """How often something took how long.
+
+    Attributes:
+        counts: Up to each of `BOUNDS` and above the one before; the last one is of what is above all of them.
+        seconds: The sum of all.
+    """
+
+    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, samples: Iterable[float]) -> Latencies:
+        """Count samples, in seconds; what is below 0 is 0."""
+        counts, seconds = [0] * (len(BOUNDS) + 1), 0.0
+        for sample in samples:
+            counts[bisect_left(BOUNDS, sample)] += 1
+            seconds += max(0.0, sample)
+        return cls(tuple(counts), seconds)
+
+    @property
+    def total(self) -> int:
+        """How many there are."""
+        return sum(self.counts)
+
+    def __add__(self, other: Latencies) -> Latencies:
+        counts = tuple(mine + its for mine, its in zip(self.counts, other.counts, strict=True))
+        return Latencies(counts, self.seconds + other.seconds)
+
+    def since(self, before: Latencies) -> Latencies | None:
+        """What came to ``before``; None where something became less, so that this is no continuation of it."""
+        counts = tuple(mine - its for mine, its in zip(self.counts, before.counts, strict=True))
+        seconds = self.seconds - before.seconds
+        if min(counts) < 0 or seconds < -_TOLERANCE * before.seconds:
+            return None
+        return Latencies(counts, max(0.0, seconds))
+
+    def quantile(self, share: float) -> float | None:
+        """So long took no more than this share of them, in seconds; None of none.
+
+        Within the bounds between which it lies it is interpolated as if logarithms were spread evenly there. Above all
+        bounds it is the last one.
+        """
+        rank, below = share * self.total, 0
+        if not self.total:
+            return None
+        for index, count in enumerate(self.counts[:-1]):
+            if count and below + count >= rank:
+                low, high = (BOUNDS[index - 1] if index else 0.0), BOUNDS[index]
+                part = max(0.0, rank - below) / count
+                return low * (high / low) ** part if low else high * part
+            below += count
+        return BOUNDS[-1]
+
+
+def cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Buckets as Prometheus has them: under each of `BOUNDS`, how many there are up to it.
+
+    Args:
+        counts: As `Latencies.counts`.
+    """
+    return list(zip([*map(str, BOUNDS), "+Inf"], accumulate(counts), strict=True))
+
+
+@dataclass(frozen=True)
+class ServingTotals:
+    """What was served since some moment.
+
+    Attributes:
+        requests: That were accepted, ``failed_requests`` among them.
+        generated_tokens: That went out; ``prompt_tokens``: that came in.
+        first_token: For each request that got one, the time from its arrival to its first token.
+        token: For each further token, the time since the one before.
+    """
+
+    requests: int = 0
+    failed_requests: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    first_token: Latencies = Latencies()
+    token: Latencies = Latencies()
+
+    def __add__(self, other: ServingTotals) -> ServingTotals:
+        return ServingTotals(
+            self.requests + other.requests, self.failed_requests + other.failed_requests,
+            self.generated_tokens + other.generated_tokens, self.prompt_tokens + other.prompt_tokens,
+            self.first_token + other.first_token, self.token + other.token,
+        )  # fmt: skip
+
+    def since(self, before: ServingTotals) -> ServingTotals | None:
+        """What came to ``before``; None where something became less, so that this is no continuation of it."""
+        first_token, token = self.first_token.since(before.first_token), self.token.since(before.token)
+        if first_token is None or token is None:
+            return None
+        grown = ServingTotals(
+            self.requests - before.requests, self.failed_requests - before.failed_requests,
+            self.generated_tokens - before.generated_tokens, self.prompt_tokens - before.prompt_tokens,
+            first_token, token,
+        )  # fmt: skip
+        counts = (grown.requests, grown.failed_requests, grown.generated_tokens, grown.prompt_tokens)
+        return grown if min(counts) >= 0 else None
+
+
+@dataclass(frozen=True)
+class ServingReport:
+    """What a serving peer publishes.
+
+    Attributes:
+        sessions: Generations that are open now.
+        totals: Since it started.
+    """
+
+    sessions: int
+    totals: ServingTotals
+
+    def to_payload(self) -> list[Any]:
+        """Plain values, without names and empty counts: records have little room."""
+        totals = self.totals
+        counts = [totals.requests, totals.failed_requests, totals.generated_tokens, totals.prompt_tokens]
+        return [self.sessions, *counts, *_packed(totals.first_token), *_packed(totals.token)]
+
+    @classmethod
+    def from_payload(cls, name: str, value: Any) -> ServingReport:
+        """Check what a peer says.
+
+        Raises:
+            ValueError: It is malformed, out of bounds, or contradicts itself.
+        """
+        checks.expect(isinstance(value, list) and len(value) == 9, name, "holds something else")
+        sessions, requests, failed, generated, prompt = (checks.count(name, each) for each in value[:5])
+        is_possible = sessions <= MAX_SESSIONS and max(requests, failed, generated, prompt) <= MAX_TOTAL
+        checks.expect(is_possible, name, "counts more than there can be")
+        first_token, token = _unpacked(name, *value[5:7]), _unpacked(name, *value[7:9])
+        agrees = failed <= requests and first_token.total <= requests and token.total <= generated
+        checks.expect(agrees, name, "contradicts itself")
+        return cls(sessions, ServingTotals(requests, failed, generated, prompt, first_token, token))
+
+
+def _packed(latencies: Latencies) -> tuple[float, list[int]]:
+    """The sum, and the counts from the first to the last that is not 0, after the number of the first."""
+    used = [index for index, count in enumerate(latencies.counts) if count]
+    return latencies.seconds, [used[0], *latencies.counts[used[0] : used[-1] + 1]] if used else []
+
+
+def _unpacked(name: str, seconds: Any, packed: Any) -> Latencies:
+    seconds = checks.amount(name, seconds)
+    checks.expect(isinstance(packed, list) and len(packed) != 1, name, "holds something else")
+    first, *counts = [checks.count(name, each) for each in packed] or [0]
+    checks.expect(first + len(counts) <= len(BOUNDS) + 1, name, "has more counts than there are bounds")
+    counts = [0] * first + counts + [0] * (len(BOUNDS) + 1 - first - len(counts))
+    checks.expect(sum(counts) <= MAX_TOTAL, name, "counts more than there can be")
+    # A sum that its own counts rule out would only bend the mean.
+    least = math.fsum(count * low for count, low in zip(counts, (0.0, *BOUNDS), strict=True))
+    most = math.inf if counts[-1] else math.fsum(count * high for count, high in zip(counts, BOUNDS, strict=False))
+    checks.expect(
+        least * (1 - _TOLERANCE) <= seconds <= most * (1 + _TOLERANCE), name, "has a sum that its counts rule out"
+    )
+    return Latencies(tuple(counts), seconds)

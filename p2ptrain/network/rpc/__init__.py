@@ -1,0 +1,1 @@
+"""Requests, replies and channels between peers, on any transport."""

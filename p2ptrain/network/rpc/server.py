@@ -1,0 +1,296 @@
+"""The answering half of `p2ptrain.network.rpc.client`: what becomes of a stream that another peer opened.
+
+A stream goes through `RpcServer.on_stream`: it is admitted or not, its header and request are read, and the handler of
+the name that it asks for runs. Whatever does not fit is refused with a reason, which the peer is told if that costs
+little, and counted by peer and cause.
+
+What strangers can cost is bounded: streams per peer and in all, time and bytes until the request is there, and after
+that whatever the handler's own deadlines allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerLostError, PeerRefusedError, ProtocolError
+from p2ptrain.network.rpc.channel import Channel, ChannelLimits
+from p2ptrain.network.rpc.frame_reader import PIECE_BYTES
+from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, Kind, Message, error_frame, pack, unpack
+from p2ptrain.network.rpc.rates import Meters
+from p2ptrain.network.transport import PeerId, Stream
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 512
+MAX_COUNTED_REFUSALS = 4096
+MAX_CONCURRENT_REFUSALS = 64
+
+OTHER_PROTOCOL = "protocol "
+"""How the refusal of a peer of another version starts; what it says on is which."""
+OTHER_SWARM = "another swarm"
+"""How the refusal of a peer with another manifest starts."""
+NOT_SERVED = "is not served by this peer"
+"""How the refusal of a name that is not known here ends."""
+
+RequestHandler = Callable[[PeerId, Message], Awaitable[Message]]
+ChannelHandler = Callable[[Channel, Message], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class RpcLimits:
+    """What other peers may use of this one."""
+
+    inbound_streams: int = 1024
+    """Streams served at once, from all peers."""
+    inbound_streams_per_peer: int = 64
+    """Streams served at once for one peer."""
+    header_seconds: float = 10.0
+    """Time for a new stream to deliver its header and request."""
+    up_bytes_per_second: int = 0
+    """What all channels together may send, heartbeats apart; 0 sets no limit."""
+    down_bytes_per_second: int = 0
+    """What all channels together may receive; 0 sets no limit. It holds the senders back."""
+    channel: ChannelLimits = field(default_factory=ChannelLimits)
+
+
+@dataclass(frozen=True)
+class _Service:
+    handler: ChannelHandler
+    max_request_bytes: int
+
+
+class _RefusalError(Exception):
+    """An incoming stream is refused: ``cause`` is counted, ``reason`` is told to the peer."""
+
+    def __init__(self, cause: str, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+        self.reason = reason
+
+
+class RpcServer:
+    """Handlers by name, and the streams that they are serving.
+
+    Attributes:
+        refusals: How often each peer was refused, by cause; a bounded number of peers, the rest under ``"others"``.
+
+    Args:
+        swarm: The manifest digest; peers of other swarms are refused.
+        protocol: The version this peer speaks.
+        limits: What strangers may use of this peer.
+        meters: Count what goes over the wire.
+    """
+
+    def __init__(self, swarm: bytes, protocol: int, limits: RpcLimits, meters: Meters) -> None:
+        self.refusals: Counter[tuple[PeerId, str]] = Counter()
+        self._swarm = swarm
+        self._protocol = protocol
+        self._limits = limits
+        self._meters = meters
+        self._services: dict[str, _Service] = {}
+        self._local: dict[str, RequestHandler] = {}
+        self._inbound: Counter[PeerId] = Counter()
+        self._inbound_tasks: dict[asyncio.Task[None], None] = {}
+        self._refusing = 0
+        self._closed = False
+
+    @property
+    def num_inbound(self) -> int:
+        """Streams that are being served now."""
+        return self._inbound.total()
+
+    def is_serving(self, peer: PeerId) -> bool:
+        """Whether a stream of this peer is being served now."""
+        return self._inbound[peer] > 0
+
+    async def close(self) -> None:
+        """Refuse new streams, cancel the handlers that run, and wait until they are gone; idempotent."""
+        self._closed = True
+        tasks = [task for task in self._inbound_tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def serve(self, name: str, handler: RequestHandler, max_request_bytes: int) -> None:
+        """See `p2ptrain.network.rpc.client.Rpc.serve`."""
+
+        async def answer(channel: Channel, request: Message) -> None:
+            async with _until(channel.lost):
+                reply = await handler(channel.remote, request)
+            await channel.close(reply)
+
+        self._local[name] = handler
+        self._services[name] = _Service(answer, max_request_bytes)
+
+    def serve_channel(self, name: str, handler: ChannelHandler, max_request_bytes: int) -> None:
+        """See `p2ptrain.network.rpc.client.Rpc.serve_channel`."""
+        self._services[name] = _Service(handler, max_request_bytes)
+
+    def withdraw(self, name: str) -> None:
+        """Answer for a name, and for all of a scope of that name, no more; what is being served goes on."""
+        gone = [known for known in self._services if known == name or known.startswith(f"{name}/")]
+        for known in gone:
+            del self._services[known]
+            self._local.pop(known, None)
+
+    def count_refusal(self, peer: PeerId, cause: str) -> None:
+        """Count that ``peer`` was refused for ``cause`` (a short fixed text, not what the peer sent)."""
+        key = (peer, cause)
+        if key not in self.refusals and len(self.refusals) >= MAX_COUNTED_REFUSALS:
+            key = ("others", cause)
+        self.refusals[key] += 1
+
+    async def answer_self(self, own_id: PeerId, name: str, request: Message, timeout_seconds: float) -> Message:
+        """Answer a call of this peer by itself, on copies of request and reply; raises as `Rpc.call` does."""
+        handler = self._local.get(name)
+        if handler is None:
+            raise PeerRefusedError(own_id, f"{name!r} {NOT_SERVED}")
+        try:
+            async with asyncio.timeout(timeout_seconds) as deadline:
+                reply = await handler(own_id, unpack(pack(request), own_id))
+                return unpack(pack(reply), own_id)
+        except P2PTrainError as error:
+            raise PeerRefusedError(own_id, _reason(error)) from error
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise DeadlineError(f"this peer did not answer {name} within {timeout_seconds:g} s") from None
+            logger.exception("a handler failed, called by this peer itself")
+            raise PeerRefusedError(own_id, "internal error") from error
+
+    async def on_stream(self, stream: Stream) -> None:
+        """Serve or refuse one stream, to its end; what `Transport.serve` takes."""
+        peer = stream.remote
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            self._admit(peer)
+        except _RefusalError as refusal:
+            await self._refuse_stream(stream, refusal)
+            return
+        self._inbound[peer] += 1
+        self._inbound_tasks[task] = None
+        try:
+            try:
+                service, request = await self._read_header(stream)
+            except _RefusalError as refusal:
+                await self._refuse_stream(stream, refusal)
+                return
+            await self._serve(service, request, Channel(stream, self._limits.channel, self._meters.of(stream)))
+        except PeerLostError:
+            stream.abort()
+        finally:
+            del self._inbound_tasks[task]
+            self._inbound[peer] -= 1
+            if not self._inbound[peer]:
+                del self._inbound[peer]
+
+    def _admit(self, peer: PeerId) -> None:
+        if self._closed:
+            raise _RefusalError("closing", "this peer is leaving")
+        if self._inbound[peer] >= self._limits.inbound_streams_per_peer:
+            raise _RefusalError("too many streams", "too many streams from this peer: close some first")
+        if len(self._inbound_tasks) >= self._limits.inbound_streams:
+            raise _RefusalError("busy", "too many streams: try again later")
+
+    async def _read_header(self, stream: Stream) -> tuple[_Service, Message]:
+        peer = stream.remote
+        try:
+            async with asyncio.timeout(self._limits.header_seconds):
+                header = unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer)
+                service = self._find(header)
+                request = unpack(await self._read_message(stream, service.max_request_bytes), peer)
+                return service, request
+        except TimeoutError:
+            raise _RefusalError("slow header", "the header took too long") from None
+        except ProtocolError as error:
+            raise _RefusalError("malformed header", f"malformed header: {error.reason}") from error
+
+    def _find(self, header: Message) -> _Service:
+        protocol, swarm, name = header.get("protocol"), header.get("swarm"), header.get("name")
+        if protocol != self._protocol:
+            theirs = protocol if isinstance(protocol, int) else "?"
+            raise _RefusalError("other protocol", f"{OTHER_PROTOCOL}{theirs}, this peer speaks {self._protocol}")
+        if swarm != self._swarm:
+            raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")
+        service = self._services.get(name) if isinstance(name, str) else None
+        if service is None:
+            raise _RefusalError("unknown name", f"{str(name)[:64]!r} {NOT_SERVED}")
+        return service
+
+    async def _read_message(self, stream: Stream, max_bytes: int) -> bytes:
+        length, kind = FRAME.unpack(await stream.read(FRAME.size))
+        if kind != Kind.MESSAGE:
+            raise _RefusalError("malformed header", f"malformed header: a frame of kind {kind}")
+        if length > max_bytes:
+            raise _RefusalError("oversized request", f"a frame of {length} bytes where {max_bytes} are allowed")
+        self._meters.of(stream).received += FRAME.size + length
+        return await stream.read(length) if length else b""
+
+    async def _refuse_stream(self, stream: Stream, refusal: _RefusalError) -> None:
+        """Say why, if that costs little, and end the stream."""
+        self.count_refusal(stream.remote, refusal.cause)
+        logger.debug("refused a stream of peer %s: %s", stream.remote[-8:], refusal.reason)
+        if self._refusing >= MAX_CONCURRENT_REFUSALS:
+            stream.abort()
+            return
+        self._refusing += 1
+        try:
+            async with asyncio.timeout(min(2.0, self._limits.channel.linger_seconds)):
+                data = error_frame(refusal.reason)
+                await stream.write(data)
+                self._meters.of(stream).sent += len(data)
+                # Closing while the peer still writes could lose the reason: read until it has seen it.
+                for _ in range(MAX_FRAME_BYTES // PIECE_BYTES):
+                    await stream.read(PIECE_BYTES)
+        except (TimeoutError, PeerLostError):
+            pass
+        finally:
+            self._refusing -= 1
+            stream.abort()
+
+    async def _serve(self, service: _Service, request: Message, channel: Channel) -> None:
+        peer = channel.remote
+        try:
+            await service.handler(channel, request)
+            await channel.close()
+        except P2PTrainError as error:
+            if isinstance(error, ProtocolError) or not channel.lost.done():
+                self.count_refusal(peer, type(error).__name__)
+                await channel.refuse(_reason(error))
+        except Exception as error:
+            if isinstance(error, TimeoutError) and channel.lost.done():
+                return  # `_until` cancelled the handler of a caller that is gone.
+            logger.exception("a handler failed, peer %s", peer[-8:])
+            self.count_refusal(peer, "internal error")
+            await channel.refuse("internal error")
+        finally:
+            await channel.abort_and_wait()
+
+
+def _reason(error: P2PTrainError) -> str:
+    return error.reason if isinstance(error, PeerError) else str(error)
+
+
+@asynccontextmanager
+async def _until(lost: asyncio.Future[None]) -> AsyncIterator[None]:
+    """Cancel the block when ``lost`` is done before it; `TimeoutError` is raised then."""
+    running = True
+    scope = asyncio.timeout(None)
+
+    def stop(_: asyncio.Future[None]) -> None:
+        if running and not scope.expired():
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async with scope:
+        lost.add_done_callback(stop)
+        try:
+            yield
+        finally:
+            running = False
+            lost.remove_done_callback(stop)

@@ -1,0 +1,1 @@
+"""How others reach this peer, directly or through a relay."""

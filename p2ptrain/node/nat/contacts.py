@@ -1,0 +1,124 @@
+"""Connections that a private peer keeps with all trainers: others open streams to it over these, without a relay.
+
+Those with other private peers begin at a relay; they are opened anew now and then until a hole is punched, and so is
+one with a peer that could be dialled but came through a relay first (`p2ptrain.node.nat.punching`); always in moments
+in which nothing is under way over them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.network.libp2p.transport import Libp2pTransport
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.reachability import Scope, scope
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.node.nat.probing import CONTACT_SECONDS
+from p2ptrain.node.nat.punching import HolePunching
+from p2ptrain.tasks import together
+
+logger = logging.getLogger(__name__)
+
+MAX_CONTACTS = 64
+MAX_KNOWN_ADDRESSES = 64
+KNOWN_FILE = "known_peers.json"
+CONTACT_PAUSE_SECONDS = 20.0
+"""How long a peer that did not answer is left alone."""
+
+
+class Contacts:
+    """Connects to trainers, which cannot easily do it themselves.
+
+    Args:
+        transport: Returns the transport of now.
+        rpc: Knows what is under way.
+        membership: Who is there.
+    """
+
+    def __init__(self, transport: Callable[[], Libp2pTransport], rpc: Rpc, membership: Membership) -> None:
+        self._transport = transport
+        self._rpc = rpc
+        self._membership = membership
+        self._punching = HolePunching(rpc.peer_id)
+        self._left_alone: dict[str, float] = {}
+        """Until when, by peer."""
+
+    async def keep(self) -> None:
+        """Connect to trainers that this peer is not connected to, for as many as there may be connections.
+
+        Raises:
+            TemporaryError: The daemon does not answer.
+        """
+        transport, now = self._transport(), asyncio.get_running_loop().time()
+        connections: dict[str, list[str]] = {}
+        for peer, address in await transport.connections():
+            connections.setdefault(peer, []).append(address)
+        others = [record for record in self._membership.records() if record.role != "bootstrap"]
+        trainers = {record.peer: addresses for record in others if (addresses := dialable(record.addresses))}
+        known = {peer: connections[peer] for peer in trainers if peer in connections}
+        direct = {record.peer for record in others if record.reachability == "direct"}
+        for peer in self._punching.due(known, now, dialable=direct):
+            if not self._rpc.is_talking_with(peer):
+                self._punching.tried(peer, now)
+                await transport.disconnect(peer)
+                del connections[peer]
+        connected = set(connections)
+        wanted = {
+            peer: addresses
+            for peer, addresses in trainers.items()
+            if peer not in connected and now >= self._left_alone.get(peer, 0.0)
+        }
+        chosen = list(wanted)[: max(0, MAX_CONTACTS - len(connected))]
+
+        async def contact(peer: str) -> None:
+            try:
+                await transport.connect(wanted[peer], CONTACT_SECONDS)
+            except P2PTrainError as error:
+                logger.debug("no connection with peer %s: %s", peer[-8:], error)
+                self._left_alone[peer] = now + CONTACT_PAUSE_SECONDS
+
+        await together("contact", map(contact, chosen))
+        self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
+
+
+def dialable(addresses: Sequence[str]) -> list[str]:
+    """Addresses from another peer's record that may be dialled from here; malformed ones and loopback are left out."""
+    found = []
+    for address in addresses:
+        try:
+            check_peer_address(address)
+        except P2PTrainError:
+            continue
+        if scope(address) is not Scope.LOOPBACK:
+            found.append(address)
+    return found
+
+
+def known_addresses(run_dir: Path) -> list[str]:
+    """Addresses of peers met in earlier runs, so that a swarm can be joined while its bootstrap is down."""
+    try:
+        values = json.loads((run_dir / KNOWN_FILE).read_text())
+    except (OSError, ValueError):
+        return []
+    return [value for value in values if isinstance(value, str)][:MAX_KNOWN_ADDRESSES]
+
+
+def remember_addresses(run_dir: Path, records: Iterable[PeerRecord]) -> None:
+    """Keep the addresses of these peers, if there are any, for the next start."""
+    addresses = [address for record in records for address in record.addresses[:2]]
+    if not addresses:
+        return
+    path = run_dir / KNOWN_FILE
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(addresses[:MAX_KNOWN_ADDRESSES]))
+        temporary.replace(path)
+    except OSError as error:
+        logger.warning("cannot remember peers in %s: %s", path, error)

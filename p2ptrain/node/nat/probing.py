@@ -1,0 +1,133 @@
+"""Asking others whether they can dial this peer, and telling them the same: both sides of the RPC ``reach.probe``.
+
+Who asks names ports. Who is asked dials them at the address that the asking connection comes from, and never at one
+that the caller names, so nobody can point this peer's dials at a third party. What the reports amount to is decided by
+`p2ptrain.network.reachability.judge`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from p2ptrain.errors import DeadlineError, PeerError, ProtocolError, TemporaryError
+from p2ptrain.network.libp2p.transport import Libp2pTransport
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.reachability import (
+    ANSWER_SECONDS,
+    MAX_PROBED_PORTS,
+    ProbeReport,
+    Scope,
+    host_of,
+    scope,
+    speaks_libp2p,
+    tcp_ports,
+)
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.tasks import Tasks, together
+
+logger = logging.getLogger(__name__)
+
+PROBE = "reach.probe"
+PROBE_SECONDS = 2 * ANSWER_SECONDS
+CONTACT_SECONDS = 5.0
+"""Deadline for dialling another peer."""
+NUM_ASKED = 3
+MAX_PROBES_PER_PEER = 10
+MAX_PROBES = 200
+PROBE_WINDOW_SECONDS = 60.0
+
+
+class ProbeServer:
+    """Tells callers whether this peer can dial them, and whether it relays."""
+
+    def __init__(self, rpc: Rpc, transport: Callable[[], Libp2pTransport]) -> None:
+        self.is_relay = False
+        """Whether this peer says that it relays."""
+        self._transport = transport
+        self._asked: Counter[str] = Counter()
+        self._window_ends = 0.0
+        rpc.serve(PROBE, self._probe, max_request_bytes=1024)
+
+    async def _probe(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        ports = request.get("ports")
+        if not isinstance(ports, list) or len(ports) > MAX_PROBED_PORTS:
+            raise ProtocolError(peer, f"asked for something else than up to {MAX_PROBED_PORTS} ports")
+        if not all(type(port) is int and 0 < port < 65536 for port in ports):
+            raise ProtocolError(peer, "asked for a port that is none")
+        self._count(peer)
+        transport = self._transport()
+        observed = await self._observed(transport, peer)
+        reachable: list[int] = []
+        # Dialling one's own loopback for a stranger would show it what listens there.
+        if observed and scope(as_multiaddr(observed)) is not Scope.LOOPBACK:
+            answers = await together("probe", (speaks_libp2p(observed, port) for port in ports))
+            reachable = [port for port, answer in zip(ports, answers, strict=True) if answer]
+        return {"observed": observed, "reachable": reachable, "relay": self.is_relay}
+
+    async def _observed(self, transport: Libp2pTransport, peer: str) -> str:
+        hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
+        return next(filter(None, hosts), "")
+
+    def _count(self, peer: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now >= self._window_ends:
+            self._window_ends = now + PROBE_WINDOW_SECONDS
+            self._asked.clear()
+        if self._asked[peer] >= MAX_PROBES_PER_PEER or self._asked.total() >= MAX_PROBES:
+            raise TemporaryError("asked too often whether it can be reached: try again in a minute")
+        self._asked[peer] += 1
+
+
+async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str]) -> list[ProbeReport]:
+    """Have up to `NUM_ASKED` of the peers at ``addresses`` dial back; a clear success ends it early.
+
+    Args:
+        rpc: To ask them.
+        transport: To reach them, at any of their addresses; its own ports are what they dial.
+        addresses: Multiaddrs that end in ``/p2p/<id>``; those of this peer are left out.
+
+    Returns:
+        What those say that answered.
+    """
+    by_peer: dict[str, list[str]] = {}
+    for address in addresses:
+        if (peer := check_peer_address(address)) != rpc.peer_id:
+            by_peer.setdefault(peer, []).append(address)
+    ports = tcp_ports(await transport.addresses())
+    reports: list[ProbeReport] = []
+    async with Tasks() as tasks:
+        asking = {
+            tasks.call(_ask_one(rpc, transport, by_peer[peer], ports), f"probe-{peer[-8:]}")
+            for peer in list(by_peer)[:NUM_ASKED]
+        }
+        for attempt in asyncio.as_completed(asking):
+            try:
+                reports.append(await attempt)
+            except (PeerError, DeadlineError, ValueError) as error:
+                logger.debug("a peer cannot say how it sees this one: %s", error)
+                continue
+            last = reports[-1]
+            if last.reachable and scope(as_multiaddr(last.observed)) is Scope.PUBLIC:
+                break
+    return reports
+
+
+async def _ask_one(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str], ports: Sequence[int]) -> ProbeReport:
+    peer = await transport.connect(addresses, CONTACT_SECONDS)
+    reply = await rpc.call(peer, PROBE, {"ports": list(ports)}, PROBE_SECONDS, max_reply_bytes=1024)
+    observed, reachable = reply.get("observed"), reply.get("reachable")
+    if not isinstance(observed, str) or not isinstance(reachable, list):
+        raise ProtocolError(peer, "sent something else than a report")
+    if observed and host_of(as_multiaddr(observed)) != observed:
+        raise ProtocolError(peer, "sent something else than an address")
+    found = tuple(port for port in ports if port in reachable)
+    return ProbeReport(peer, observed, found, reply.get("relay") is True)
+
+
+def as_multiaddr(host: str) -> str:
+    """The multiaddr of an IP address."""
+    return f"/ip{6 if ':' in host else 4}/{host}"

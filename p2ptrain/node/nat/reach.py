@@ -1,0 +1,295 @@
+"""How others reach this peer: directly, through a relay of the swarm, or only while it is connected to them.
+
+::
+
+    ask up to 3 known peers to dial back
+      | one gets through ──────────▶ direct (announcing the address that it used, if we did not know it)
+      | nobody does, relays known ─▶ start the daemon again as a private one that keeps places at the relays,
+      |                              let each relay carry more than a default relay would ──▶ relay
+      | nobody does, no relay ─────▶ outbound only: looks for a relay now and then
+
+How others are asked is in `p2ptrain.node.nat.probing`, how a relay proves itself in `p2ptrain.node.nat.relaying`. A
+private peer also connects to all trainers itself (`p2ptrain.node.nat.contacts`). Two private peers meet at a relay, and
+their daemons then try to punch a hole, again if need be (`p2ptrain.node.nat.punching`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.errors import PeerError, TemporaryError
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, Reachability
+from p2ptrain.network.link import check_peer_address
+from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.node.nat.contacts import Contacts, dialable
+from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, as_multiaddr, ask_back
+from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, carrier, serve_carry, why_no_relay
+from p2ptrain.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+MAX_RELAYS = 3
+WATCH_SECONDS = 2.0
+LOST_SECONDS = 6.0
+"""How long there may be no place at any relay before others are looked for."""
+FIRST_SEARCH_PAUSE_SECONDS = 10.0
+LONGEST_SEARCH_PAUSE_SECONDS = 300.0
+
+OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers that it is connected to"
+
+
+@dataclass
+class Standing:
+    """How this peer is reached now, for its record."""
+
+    reachability: Reachability = "unknown"
+    addresses: tuple[str, ...] = ()
+    note: str = ""
+
+
+@dataclass
+class _Search:
+    """When relays are looked for again."""
+
+    lost_since: float | None = None
+    next_at: float = 0.0
+    pause_seconds: float = FIRST_SEARCH_PAUSE_SECONDS
+
+
+class Reach:
+    """Finds out how this peer is reached and keeps it so.
+
+    Args:
+        identity: This peer's key.
+        settings: How its daemon listens; asking is skipped where these say the answer already.
+        rpc: Serves and asks.
+        transport: Returns the transport of now.
+        move: Starts the daemon again with other settings.
+        membership: Who is there.
+        runtime: For proving relays.
+
+    Attributes:
+        standing: The result.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Libp2pSettings,
+        rpc: Rpc,
+        transport: Callable[[], Libp2pTransport],
+        move: Callable[[Libp2pSettings], Awaitable[None]],
+        membership: Membership,
+        runtime: Runtime,
+    ) -> None:
+        self.standing = Standing()
+        self._identity = identity
+        self._settings = settings
+        self._rpc = rpc
+        self._transport = transport
+        self._move = move
+        self._membership = membership
+        self._runtime = runtime
+        self._verdict: Reachability | None = None
+        self._proven: tuple[str, ...] = ()
+        self._carrier = ""
+        self._search = _Search()
+        self._contacts = Contacts(transport, rpc, membership)
+        self._probes = ProbeServer(rpc, transport)
+        serve_carry(rpc, lambda peer: peer == self._carrier)
+
+    @property
+    def is_outbound_only(self) -> bool:
+        """Whether nobody can reach this peer unless it is connected to them."""
+        return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
+
+    @property
+    def asks(self) -> bool:
+        """Whether there is anything to find out: not for loopback swarms, relays, and where the owner said it."""
+        settings = self._settings
+        outside = any(scope(address) is not Scope.LOOPBACK for address in settings.listen)
+        said = settings.announce or settings.force_reachability is not None
+        return settings.auto_nat and outside and not said and not settings.relay
+
+    async def settle(self) -> None:
+        """Find out, and start the daemon again if it has to listen or announce differently.
+
+        Takes a fraction of a second where this peer can be dialled.
+
+        Raises:
+            ResourceError: The daemon does not start again.
+        """
+        if self._settings.relay:
+            await self._be_relay(RELAY_ATTEMPTS)
+        elif self.asks and self._settings.bootstrap:
+            reports = await ask_back(self._rpc, self._transport(), self._settings.bootstrap)
+            success, reason = judge(reports)
+            if success is not None:
+                await self._be_direct(success, reason)
+            elif reason:
+                await self._be_private(reports, reason)
+        await self.refresh()
+
+    async def refresh(self) -> bool:
+        """Bring `standing` up to date; whether it changed."""
+        transport = self._transport()
+        addresses = await transport.addresses()
+        reachability: Reachability
+        if self._verdict is None:
+            reachability, note = await transport.reachability(), ""
+        elif self._verdict == "direct":
+            reachability, note = "direct", ""
+        else:
+            relays = await self._live_relays()
+            addresses = [a for a in addresses if "/p2p-circuit" not in a or _relay_of(a) in relays]
+            reachability, note = ("relay", "") if relays else ("unknown", OUTBOUND_NOTE)
+        before = self.standing
+        self.standing = Standing(reachability, tuple(addresses), note)
+        return self.standing != before
+
+    async def watch(self, on_change: Callable[[], None]) -> None:
+        """Runs for as long as the peer: keeps a private peer connected, and replaces relays that are gone."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            is_private = self._verdict in ("relay", "unknown")
+            fails_to_relay = self._settings.relay and not self._probes.is_relay
+            if not is_private and not fails_to_relay:
+                continue
+            try:
+                if fails_to_relay:
+                    await self._try_again_to_relay()
+                if is_private:
+                    await self._contacts.keep()
+                    await self._keep_relays()
+                if await self.refresh():
+                    on_change()
+            except (TemporaryError, PeerError) as error:
+                logger.debug("looking after this peer's reachability: %s", error)
+
+    # Finding out
+
+    async def _be_direct(self, report: ProbeReport, reason: str) -> None:
+        self._verdict = "direct"
+        logger.info("reachable directly: %s", reason)
+        transport = self._transport()
+        own = await transport.addresses()
+        if scope(as_multiaddr(report.observed)) is not Scope.PUBLIC or report.observed in map(host_of, own):
+            return
+        # Its gateway forwards the port, and the daemon cannot know the address outside.
+        port = report.reachable[0]
+        inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
+        outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
+        listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
+        await self._move(replace(transport.settings, listen=listen, announce=(outside, *inside)))
+
+    async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
+        """Take the relays among those that reported, and those that the owner named."""
+        transport = self._transport()
+        routes = {check_peer_address(address): address for address in self._settings.trusted_relays}
+        for remote, address in await transport.connections():
+            if host_of(address) and any(report.peer == remote and report.is_relay for report in reports):
+                routes.setdefault(remote, f"{address}/p2p/{remote}")
+        if not routes:
+            if self._verdict is None:
+                logger.warning(
+                    "%s, and no relay is known: others reach this peer only while it is connected to them; "
+                    "forward a port and --announce it, or have the organizer run 'seed --relay'", reason,
+                )  # fmt: skip
+            self._verdict = "unknown"
+            return
+        self._verdict = "relay"
+        relays = tuple(routes.values())[:MAX_RELAYS]
+        logger.info("%s: taking a place at %d relays", reason, len(relays))
+        settings = replace(transport.settings, trusted_relays=relays, force_reachability="private", auto_nat=True)
+        await self._move(settings)
+        self._proven = await self._prove(relays)
+        if not self._proven:
+            logger.warning("no relay carries data to this peer: others reach it only while it is connected to them")
+
+    # Relays
+
+    async def _live_relays(self) -> set[str]:
+        """The proven relays at which this peer has a place now, as far as its daemon knows."""
+        transport = self._transport()
+        connected = set(await transport.connected_peers())
+        reserved = await transport.reserved_relays()
+        return {
+            peer
+            for peer, address in ((check_peer_address(address), address) for address in self._proven)
+            # The daemon does not tell of places at relays without a public address.
+            if peer in connected and (peer in reserved or scope(address) is not Scope.PUBLIC)
+        }
+
+    async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``relays`` that carry data to this peer."""
+        proven = []
+        async with carrier(self._runtime, self._rpc.swarm) as stranger:
+            self._carrier = stranger.peer_id
+            for relay in relays:
+                reason = ""
+                try:
+                    await self._transport().connect([relay], CONTACT_SECONDS)
+                except PeerError as error:
+                    reason = str(error)
+                reason = reason or await stranger.why_not(relay, self._identity.peer_id)
+                if reason:
+                    logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
+                else:
+                    proven.append(relay)
+        self._carrier = ""
+        return tuple(proven)
+
+    async def _be_relay(self, attempts: int) -> None:
+        """Start the daemon again until it carries, so often at most."""
+        for _ in range(attempts):
+            reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
+            if not reason:
+                self._probes.is_relay = True
+                logger.info("this peer relays for others")
+                return
+            logger.debug("the daemon does not relay: %s", reason)
+            await self._move(self._transport().settings)
+        logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
+
+    async def _try_again_to_relay(self) -> None:
+        """Once in a while, and ever more rarely, because each attempt breaks this peer's streams."""
+        search, now = self._search, asyncio.get_running_loop().time()
+        if now >= search.next_at:
+            await self._be_relay(1)
+            search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
+            search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+
+    async def _keep_relays(self) -> None:
+        """Look for relays, ever more rarely, while there is no place at any."""
+        search, now = self._search, asyncio.get_running_loop().time()
+        if self._proven and await self._live_relays():
+            self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
+            return
+        if search.lost_since is None:
+            search.lost_since = now
+            if self._proven:
+                logger.warning("lost the last relay: looking for another")
+        if now < max(search.next_at, search.lost_since + LOST_SECONDS):
+            return
+        records = self._membership.records()
+        self._runtime.random.shuffle(records)
+        records.sort(key=lambda record: record.role != "bootstrap")
+        addresses = [address for record in records for address in dialable(record.addresses)]
+        known = list(dict.fromkeys([*self._settings.bootstrap, *addresses]))
+        self._runtime.random.shuffle(known)
+        reports = await ask_back(self._rpc, self._transport(), known)
+        if any(report.is_relay for report in reports):
+            await self._be_private(reports, "a relay answers")
+        search.next_at = asyncio.get_running_loop().time() + search.pause_seconds
+        search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
+
+
+def _relay_of(address: str) -> str:
+    """The relay's id in a circuit address."""
+    return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]

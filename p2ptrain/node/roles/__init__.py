@@ -1,0 +1,1 @@
+"""What a peer does: it trains, hosts stages, sends microbatches, or helps."""

@@ -1,0 +1,84 @@
+"""What a host of a stage keeps on its disk: written after rounds, read at its start."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import CheckpointError, ResourceError
+from p2ptrain.node.peer import Peer
+from p2ptrain.pipeline.checkpoints.folders import TIED_FOLDER, stage_folder
+
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.checkpoints.saving import Save
+    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+
+logger = logging.getLogger(__name__)
+
+
+def _folder(config: PeerConfig, hosted: HostedStage, unit: int) -> Path:
+    return config.run_dir / "checkpoints" / (stage_folder(unit) if unit == hosted.number else TIED_FOLDER)
+
+
+async def save_and_tell(
+    peer: Peer, config: PeerConfig, hosted: HostedStage, *, is_last: bool = False
+) -> ResourceError | CheckpointError | None:
+    """Write what this peer hosts to disk, and say so in its record; return why something was not written.
+
+    After the last round nothing changes the state any more: then a pool thread writes it, since the thread that applies
+    rounds may wait for a stuck device.
+    """
+    run = peer.runtime.offload if is_last else peer.runtime.compute
+    saves, failed = await run(_save, config, hosted)
+    for save in saves:
+        hosted.saves.note(save)
+    for unit in failed:
+        hosted.saves.failed(unit)
+    peer.presence.changed()
+    return next(iter(failed.values()), None)
+
+
+def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int, ResourceError | CheckpointError]]:
+    """What was written, but what was there already; what cannot be written is said, and training goes on."""
+    from p2ptrain.pipeline.checkpoints.saving import Save
+    from p2ptrain.training.checkpoints.files import save_checkpoint
+
+    saves: list[Save] = []
+    failed: dict[int, ResourceError | CheckpointError] = {}
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        state = unit.synchronizer.state
+        last = hosted.saves.newest(number)
+        if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
+            continue
+        try:
+            with hosted.saves.disk:
+                path = save_checkpoint(
+                    _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
+                    extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
+                )  # fmt: skip
+        except (ResourceError, CheckpointError) as error:
+            logger.error("%s", error)
+            failed[number] = error
+        else:
+            saves.append(Save(number, state.head.round, state.head.digest, path))
+    return saves, failed
+
+
+def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
+    """Take up the newest checkpoint of what this peer hosts, if there is one; which they are."""
+    from p2ptrain.pipeline.checkpoints.saving import Save
+    from p2ptrain.training.checkpoints.files import load_newest_valid
+    from p2ptrain.training.checkpoints.saving import restore_shared
+
+    saves = []
+    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
+        checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
+        if checkpoint is not None:
+            restore_shared(unit.synchronizer.state, checkpoint)
+            unit.synchronizer.averager.set_head(checkpoint.head)
+            unit.work.adopt(False, None)
+            logger.info("restored round %d from %s", checkpoint.head.round, checkpoint.path)
+            saves.append(Save(number, checkpoint.head.round, checkpoint.head.digest, checkpoint.path))
+    return saves

@@ -1,0 +1,147 @@
+"""The stages that a peer hosts: made ready with their state, saved and shown after each round."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import IncompatibleError
+from p2ptrain.node.peer import Peer
+from p2ptrain.node.roles.stage_saving import restore_stage, save_and_tell
+from p2ptrain.node.roles.training import find_the_others, step_in
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.view import PipelineView
+from p2ptrain.tasks import Tasks, together
+
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+    from p2ptrain.training.sync.synchronizer import RoundResult
+
+logger = logging.getLogger(__name__)
+
+WRITING_SECONDS = 10.0
+"""How long a checkpoint that is being written when the peer ends may take."""
+
+
+class Stages:
+    """Makes stages ready on a peer; see `p2ptrain.pipeline.migration.Stages`."""
+
+    def __init__(self, peer: Peer, config: PeerConfig, view: PipelineView) -> None:
+        """
+        Args:
+            peer: Whose they are.
+            config: Its owner's.
+            view: Who hosts what.
+        """
+        self._peer = peer
+        self._config = config
+        self._view = view
+        self._saves = Tasks()
+        peer.on_close(lambda: self._saves.close(WRITING_SECONDS))
+
+    async def take_on(self, number: int) -> HostedStage:
+        """A stage with its state: the others', or this machine's last checkpoint of it."""
+        peer, config, view = self._peer, self._config, self._view
+        from p2ptrain.pipeline.stage.device import Device
+        from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+
+        stage = await asyncio.to_thread(_build, peer, config, view.plan, number)
+        hosted = HostedStage(
+            view, number, stage, Device(peer.runtime), peer.rpc, peer.runtime, peer.identity,
+            bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
+        )  # fmt: skip
+        try:
+            for save in await peer.runtime.compute(restore_stage, config, hosted):
+                hosted.saves.note(save)
+            peer.host(hosted)
+            for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
+                await find_the_others(peer.presence, membership, unit.synchronizer, unit.work)
+                if unit.synchronizer.incompatible:
+                    raise IncompatibleError(
+                        f"{next(iter(unit.synchronizer.incompatible.values()))}: build the model that the manifest"
+                        " describes"
+                    )
+        except BaseException:
+            await self.give_up(hosted)
+            raise
+        hosted.rounds.last_round = last_round(peer, config, hosted.units[0].round)
+        rounds = _Rounds(peer, config, hosted, self._saves)
+        hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
+        return hosted
+
+    async def step_in(self, hosted: HostedStage) -> None:
+        """Have the others wait for this peer, and send it microbatches."""
+        hosted.participate()
+        await together("step-in", (step_in(self._peer.presence, unit.synchronizer) for unit in hosted.units))
+
+    async def give_up(self, hosted: HostedStage) -> None:
+        """Close a stage that this peer does not host after all, and show it no more."""
+        peer = self._peer
+        peer.hosted = [other for other in peer.hosted if other is not hosted]
+        if peer.hosted:
+            peer.synchronizer = peer.hosted[-1].units[0].synchronizer
+        peer.presence.changed()
+        await hosted.close()
+
+
+def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
+    """The round at which this peer leaves; 0 for never."""
+    stop = config.stop_after
+    limits = [stop.at_round, peer.manifest.training.rounds, now + stop.rounds if stop.rounds else 0]
+    return min(filter(None, limits), default=0)
+
+
+def _build(peer: Peer, config: PeerConfig, plan: PipelinePlan, stage: int) -> Any:
+    from p2ptrain.models.pretrained import weights_folder
+    from p2ptrain.node.roles.trainer import choose_device
+
+    weights = weights_folder(peer.manifest.model, plan.spans[stage], config.weights, peer.jobs)
+    return plan.build(stage, weights, peer.jobs).to(choose_device(config))
+
+
+class _Rounds:
+    """What a host does after each round: say so, save, publish.
+
+    It is gone with its stage: who owns the saves that are under way is `Stages`.
+    """
+
+    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage, saves: Tasks) -> None:
+        from p2ptrain.training.metrics import MetricsWriter
+
+        self._peer = peer
+        self._config = config
+        self._hosted = hosted
+        self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
+        self._saves = saves
+        self._saving: asyncio.Task[None] | None = None
+
+    def after(self, result: RoundResult) -> None:
+        """Called with each result."""
+        hosted, head = self._hosted, self._hosted.units[0].synchronizer.head
+        if result.committed:
+            logger.info(
+                "round %d of stage %d: %d of %d hosts contributed, %.1f s%s", result.round, hosted.number,
+                result.contributors, result.members, result.seconds, f" ({result.reason})" if result.reason else "",
+            )  # fmt: skip
+        else:
+            logger.warning("round %d of stage %d was not committed: %s", result.round, hosted.number, result.reason)
+        self._metrics.write(
+            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
+            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
+            members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
+            tokens=hosted.units[0].synchronizer.trained_tokens, stage=hosted.number,
+        )  # fmt: skip
+        self._peer.presence.changed()
+
+    def begun(self, round: int) -> None:
+        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together.
+
+        The last one is saved by `p2ptrain.node.roles.pipeline`.
+        """
+        every = self._config.checkpoints.every_rounds
+        is_idle = self._saving is None or self._saving.done()
+        if is_idle and every > 0 and round % every == 0 and not self._hosted.rounds.is_done:
+            saving = save_and_tell(self._peer, self._config, self._hosted)
+            self._saving = self._saves.start(saving, "save")

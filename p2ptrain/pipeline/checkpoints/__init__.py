@@ -1,0 +1,1 @@
+"""Checkpoints of stages: which belong together, and how they become one model."""

@@ -1,0 +1,136 @@
+"""Which checkpoints of stages are put together as one model: a choice, and why another is none. A pure function.
+
+One complete list (`p2ptrain.training.checkpoints.stage_list`) says which states belong together, whoever's checkpoint
+it lies beside; so any checkpoint of another stage with the digest that it names will do, its own list or none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from p2ptrain.errors import CheckpointError
+from p2ptrain.training.checkpoints.stage_list import StageList
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint of one stage, as it describes itself.
+
+    Attributes:
+        name: Of the stage's folder.
+        path: Its own.
+        round: At the start of which it was saved.
+        digest: Of its state, 32 bytes.
+        listed: The list beside it; None where it has none, or one of another swarm.
+    """
+
+    name: str
+    path: Path
+    round: int
+    digest: bytes
+    listed: StageList | None = None
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What makes one model.
+
+    Attributes:
+        round: At the start of which all of them were saved.
+        paths: By the name of the stage's folder: copies of its state, any of which will do.
+        is_complete: Whether hosts agreed on it; else nothing but the round says that they belong together.
+    """
+
+    round: int
+    paths: Mapping[str, Sequence[Path]]
+    is_complete: bool
+
+
+def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -> Joined:
+    """The newest round of which all stages are there, and belong together.
+
+    Args:
+        found: What there is, whole or not.
+        names: Of the folders of all that a model is made of.
+        by_round: Go by rounds alone, for a run that ended before any checkpoint was complete.
+
+    Raises:
+        CheckpointError: There is no such round; says what is missing and what to do.
+    """
+    there: dict[tuple[str, int, bytes], list[Path]] = defaultdict(list)
+    digests: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+    for each in found:
+        there[each.name, each.round, each.digest].append(each.path)
+        digests[each.name, each.round].add(each.digest)
+    absent = [name for name in names if all(each.name != name for each in found)]
+    if absent:
+        raise CheckpointError(
+            f"there are no checkpoints of all stages (missing: {', '.join(absent)}): put the run directories of a host"
+            " of each stage into one folder, and give that"
+        )
+    if by_round:
+        return _join_by_round(there, digests, names)
+    lists = [each.listed for each in found if each.listed is not None and set(names) <= each.listed.digests.keys()]
+    lists.sort(key=lambda listed: -listed.round)
+    for listed in lists:
+        wanted = {name: (name, listed.round, listed.digests[name]) for name in names}
+        if all(key in there for key in wanted.values()):
+            return Joined(listed.round, {name: there[key] for name, key in wanted.items()}, True)
+    if lists:
+        raise CheckpointError(_why_not(lists[0], digests, names))
+    common = _common_rounds(digests, names)
+    hint = f"; --by-round joins round {max(common)} all the same, and is for runs that are over" if common else ""
+    raise CheckpointError(
+        "none of these checkpoints is complete: no host heard that all stages had saved its round, so nothing says"
+        f" that they are of one run: wait until the swarm has saved another one, and take that{hint}"
+    )
+
+
+def _why_not(listed: StageList, digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> str:
+    """What of a complete round is not there."""
+    for name in names:
+        others = digests.get((name, listed.round), set())
+        if listed.digests[name] in others:
+            continue
+        if others:
+            digest = next(iter(others)).hex()[:8]
+            return (
+                f"{name} of round {listed.round} has the digest {digest}, and the other stages go with"
+                f" {listed.digests[name].hex()[:8]}: it is of another part of a swarm that was split; add the run"
+                f" directory of another host of {name}"
+            )
+        return (
+            f"{name} is missing of round {listed.round}, the last complete one here: add the run directory of another"
+            f" host of {name}, or wait until the swarm has saved another round"
+        )
+    raise AssertionError("all of it is there")
+
+
+def _common_rounds(digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> set[int]:
+    return set.intersection(*({round for name, round in digests if name == wanted} for wanted in names))
+
+
+def _join_by_round(
+    there: Mapping[tuple[str, int, bytes], list[Path]],
+    digests: Mapping[tuple[str, int], set[bytes]],
+    names: Sequence[str],
+) -> Joined:
+    common = _common_rounds(digests, names)
+    if not common:
+        raise CheckpointError(
+            "no round was saved by all stages: put the run directories of other hosts of the stages beside these"
+        )
+    round, chosen = max(common), {}
+    for name in names:
+        if len(digests[name, round]) > 1:
+            paths = [str(path) for key, paths in there.items() if key[:2] == (name, round) for path in paths]
+            raise CheckpointError(
+                f"{name} of round {round} has several states, and nothing says which goes with the other stages: move"
+                f" all but one of {', '.join(sorted(paths))} away"
+            )
+        (digest,) = digests[name, round]
+        chosen[name] = there[name, round, digest]
+    return Joined(round, chosen, False)

@@ -1,0 +1,92 @@
+"""A model of which this process holds nothing, as a torch module: forward and backward go through the swarm.
+
+::
+
+    model = swarm.pipeline()
+    for tokens in loader:
+        logits = model(tokens[:, :-1])
+        cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+
+There is no optimizer to step: the hosts step once the swarm's global batch is full. The gradients of a call count with
+the call's tokens as weight, so a loss has to be a mean over them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2ptrain.errors import UsageError
+from p2ptrain.pipeline.client.sender import Feeder, Opened
+from p2ptrain.pipeline.messages import pack
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.training.optimizer import Bridge
+
+
+class PipelineModule(nn.Module):
+    """The whole model, on the swarm's hosts.
+
+    Args:
+        feeder: Sends microbatches; with outputs.
+        plan: The model's stages.
+        bridge: To the network's event loop.
+
+    Attributes:
+        loss: Of the last backward, for whoever watches; set by the caller, None if unknown.
+    """
+
+    def __init__(self, feeder: Feeder, plan: PipelinePlan, bridge: Bridge) -> None:
+        super().__init__()
+        self.loss: float | None = None
+        self._feeder = feeder
+        self._plan = plan
+        self._bridge = bridge
+        self._anchor = torch.zeros((), requires_grad=True)  # So that autograd calls backward, though no input can.
+
+    @property
+    def round(self) -> int:
+        """The round in progress; -1 before it is known."""
+        return self._feeder.round
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """The model's output for a microbatch, fp32 on the CPU.
+
+        Args:
+            inputs: Token ids ``[samples, length]``, of up to the model's context.
+
+        Raises:
+            UsageError: They are not that.
+            TemporaryError: They did not come through, however often they were sent.
+        """
+        tokens = inputs.detach().cpu()
+        spec = self._plan.manifest.model
+        if tokens.dim() != 2 or tokens.is_floating_point() or not 0 < tokens.shape[1] <= spec.context:
+            raise UsageError(
+                f"the model takes token ids [samples, up to {spec.context}], not {tokens.dtype} {list(tokens.shape)}"
+            )
+        learns = torch.is_grad_enabled()
+        samples, length = tokens.shape
+        payload = pack(tokens, self._plan.manifest.pipeline.codec)
+        shape = (samples, length, self._plan.num_classes)
+        opened = self._bridge.wait(self._feeder.open(payload, samples, samples * length, shape, learns=learns))
+        output = opened.waiting.output.result()
+        if not learns:
+            return output
+        through: torch.Tensor = _Through.apply(self._anchor, output, opened, self._bridge)  # type: ignore[no-untyped-call]
+        return through
+
+
+class _Through(torch.autograd.Function):
+    """What came through the swarm; its gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, opened: Opened, bridge: Bridge) -> torch.Tensor:
+        ctx.opened, ctx.bridge = opened, bridge
+        return output.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        ctx.bridge.wait(ctx.opened.backward(gradients[0].detach().float().cpu().contiguous()))
+        return torch.zeros(()), None, None, None

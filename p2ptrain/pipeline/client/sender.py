@@ -1,0 +1,462 @@
+"""A trainer's side of the pipeline: it sends microbatches, and settles those that come through.
+
+A microbatch is *accepted* once every host on its trail has been told that its reply came, and *done* once the committed
+round of every stage has it; those hosts are asked after the round. What fails on the way is given up wherever it is
+known, and sent again under another number: a number counts at most once on each stage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
+from p2ptrain.models.family import Shape
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.client.outputs import Outputs, Waiting
+from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
+from p2ptrain.pipeline.routing.hop import Caller, News, OtherRoundError, service
+from p2ptrain.pipeline.routing.router import NoHostError, Router
+from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.tasks import Tasks, together
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+MAX_SENDS = 8
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 5.0
+WATCH_SECONDS = 10.0
+TELL_SECONDS = 8.0
+LOOK_SECONDS = 0.25
+FULL_SECONDS = 3.0
+"""How long the next round may take to begin until it is tried again whether the one in progress has room."""
+ROOM_SECONDS = 12.0
+"""How long a first host that takes a dead one's place may say that the round has its samples: longer than the round's
+leader keeps room for one that says nothing any more (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
+NO_HOST_SECONDS = 120.0
+"""How long a stage may have no host before that is an error."""
+DONE_SECONDS = 20.0
+STUCK_SECONDS = 900.0
+"""How long a round that takes no more samples may last: longer than averaging with any usual manifest takes."""
+
+T = TypeVar("T")
+
+
+class LostError(TemporaryError):
+    """A microbatch came through, but one of its hosts was gone before it was settled there; its data are not resent."""
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A microbatch that every stage has counted.
+
+    Attributes:
+        id: Which.
+        loss: Mean over its targets, in nats.
+        legs: Who did what, stage by stage.
+        sends: How often it was sent until it came through.
+    """
+
+    id: MicrobatchId
+    loss: float
+    legs: tuple[Leg, ...]
+    sends: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A microbatch that is through with its forward.
+
+    Attributes:
+        id: Which.
+        waiting: Has its output.
+        task: Ends when it is accepted.
+    """
+
+    id: MicrobatchId
+    waiting: Waiting
+    task: asyncio.Task[Accepted]
+
+    async def backward(self, gradient: torch.Tensor) -> Accepted:
+        """Take the gradient of the loss in the output back through all stages.
+
+        Raises:
+            TemporaryError: It did not come through; nothing of it counts, or (`LostError`) not everywhere.
+        """
+        self.waiting.give(gradient)
+        return await self.task
+
+
+@dataclass
+class Tally:
+    """What became of a trainer's microbatches."""
+
+    accepted: int = 0
+    done: int = 0
+    dropped: int = 0
+    lost: int = 0
+    resent: int = 0
+
+
+class Feeder:
+    """Sends microbatches.
+
+    Args:
+        rpc: To reach hosts.
+        router: Draws routes; kept current by its owner.
+        caller: Sends to the first stage.
+        random: Spreads retries in time.
+        first_number: Of its microbatches; larger than any that this peer has used in the round before a restart.
+        outputs: Takes the model's outputs, for `open`.
+
+    Attributes:
+        round: The round in progress, as far as it is known; -1 before.
+        tally: What became of what was sent.
+        on_round: Called when another round begins.
+        on_done: Called with each microbatch that the committed rounds of all stages have.
+    """
+
+    def __init__(
+        self,
+        rpc: Rpc,
+        router: Router,
+        caller: Caller,
+        random: Random,
+        first_number: int = 0,
+        outputs: Outputs | None = None,
+    ) -> None:
+        self.round = -1
+        self.tally = Tally()
+        self.on_round: Callable[[int], None] = lambda round: None
+        self.on_done: Callable[[Accepted], None] = lambda accepted: None
+        self._outputs = outputs
+        self._rpc = rpc
+        self._router = router
+        self._caller = caller
+        self._random = random
+        self._next = first_number
+        self._full = -1
+        self._moved = asyncio.Event()
+        self._accepted: dict[int, list[Accepted]] = defaultdict(list)
+        self._tasks = Tasks()
+
+    async def start(self) -> None:
+        """Begin to watch the rounds."""
+        self._tasks.keep(self._watch, "watch-round")
+
+    async def close(self) -> None:
+        """End what was started here."""
+        await self._tasks.close()
+
+    async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
+        """Take a microbatch through all stages, in the round in progress or, if that has its samples, in the next.
+
+        Raises:
+            TemporaryError: It did not come through, however often it was sent; or a stage has no host.
+            LostError: See there.
+        """
+
+        async def attempt(round: int, sends: int) -> Accepted:
+            id, told = self._new_id(round), set[tuple[int, str]]()
+
+            async def news(stage: int, host: str) -> None:
+                told.add((stage, host))
+
+            try:
+                route = self._router.draw(tokens)
+                hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets)
+                with self._router.sending(route, tokens):
+                    reply = await self._caller.through(hop, route[0], news)
+                return await self._settle(id, reply.loss, reply.legs, sends)
+            except LostError:
+                self.tally.lost += 1
+                raise
+            except TemporaryError:
+                self._tasks.start(self._give_up(id, told), "give-up")
+                raise
+
+        return await self._until_through(attempt)
+
+    async def _until_through(self, attempt: Callable[[int, int], Awaitable[T]]) -> T:
+        """Repeat an attempt until it comes through. A round that has its samples is waited for; it is no failure.
+
+        Args:
+            attempt: Called with the round in progress and the number of this attempt, from 1.
+
+        Raises:
+            TemporaryError: `MAX_SENDS` attempts failed, a stage has no host, or the round did not end in
+                `STUCK_SECONDS`.
+        """
+        loop = asyncio.get_running_loop()
+        pause, sends, full_round, full_since = FIRST_PAUSE_SECONDS, 1, -1, 0.0
+        while True:
+            await self._hosts_everywhere()
+            round = await self._open_round()
+            try:
+                return await attempt(round, sends)
+            except OtherRoundError as error:
+                if round > full_round:
+                    full_round, full_since = round, loop.time()
+                elif loop.time() - full_since > STUCK_SECONDS:
+                    raise TemporaryError(
+                        f"round {round} takes no more samples, and has not ended for {STUCK_SECONDS:.0f} s: look at"
+                        " `p2ptrain status` for the stage that does not average, and try again"
+                    ) from error
+                self._full = max(self._full, round)
+                logger.debug("%s", error)
+            except LostError:
+                raise
+            except TemporaryError as error:
+                if sends == MAX_SENDS:
+                    raise TemporaryError(
+                        f"a microbatch did not come through, and was sent {MAX_SENDS} times: {error}"
+                    ) from error
+                sends += 1
+                self.tally.resent += 1
+                logger.info("a microbatch is sent again: %s", error)
+                await asyncio.sleep(pause * (0.5 + self._random.random()))
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _new_id(self, round: int) -> MicrobatchId:
+        self._next += 1
+        return MicrobatchId(self._rpc.peer_id, round, self._next - 1)
+
+    async def evaluate(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> float:
+        """The mean loss over a microbatch's targets, in nats; nothing is learned from it.
+
+        Raises:
+            TemporaryError: It did not come through.
+        """
+        await self._hosts_everywhere()
+        id = self._new_id(max(0, self.round))
+
+        async def news(stage: int, host: str) -> None:
+            pass
+
+        route = self._router.draw(0.0)
+        hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns=False)
+        return (await self._caller.through(hop, route[0], news)).loss
+
+    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, learns: bool) -> Opened:
+        """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
+
+        Args:
+            inputs: Of the first stage.
+            samples: How many it has.
+            tokens: Its weight.
+            shape: Of the output.
+            learns: Whether `Opened.backward` will be called. If not in time, hosts give it up.
+
+        Raises:
+            TemporaryError: It did not come through.
+        """
+        assert self._outputs is not None
+
+        async def attempt(round: int, sends: int) -> Opened:
+            opened = self._opened(round, inputs, samples, tokens, shape, learns)
+            try:
+                either: set[asyncio.Future[Any]] = {opened.waiting.output, opened.task}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not opened.waiting.output.done():
+                    await opened.task
+                    raise TemporaryError(f"{opened.id} came through, and its output did not")
+                return opened
+            except asyncio.CancelledError:
+                opened.task.cancel()
+                raise
+
+        return await self._until_through(attempt)
+
+    def _opened(self, round: int, inputs: Payload, samples: int, tokens: int, shape: Shape, learns: bool) -> Opened:
+        assert self._outputs is not None
+        id, waiting = self._new_id(round), Waiting(shape)
+        self._outputs.expect(id, waiting)
+        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
+        route = self._router.draw(tokens)
+        hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns, goes_home=True)
+        task = self._tasks.call(self._bring(hop, route[0], waiting.output), f"opened-{id.number}")
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
+        return Opened(id, waiting, task)
+
+    async def _bring(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor]) -> Accepted:
+        """Take an opened microbatch there and back, and settle it."""
+        assert self._outputs is not None
+        told: set[tuple[int, str]] = set()
+
+        async def news(stage: int, host: str) -> None:
+            told.add((stage, host))
+
+        try:
+            with self._router.sending([first, *hop.route], hop.tokens):
+                reply = await self._there_and_back(hop, first, output, news)
+            if not hop.learns:
+                return Accepted(hop.id, reply.loss, reply.legs, 1)
+            return await self._settle(hop.id, reply.loss, reply.legs, 1)
+        except LostError:
+            self.tally.lost += 1
+            raise
+        except BaseException:
+            self._tasks.start(self._give_up(hop.id, told), "give-up")
+            raise
+        finally:
+            self._outputs.forget(hop.id)
+
+    async def _there_and_back(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor], news: News) -> Reply:
+        """What comes back of an opened microbatch.
+
+        Once its output is here, it cannot be sent again under another number. If its first host dies then, another one
+        has to take it on in the same round, which has room for it as soon as the dead one is missed.
+        """
+        loop, route, deadline = asyncio.get_running_loop(), [first, *hop.route], math.inf
+
+        async def heard(stage: int, host: str) -> None:
+            route[stage] = host
+            await news(stage, host)
+
+        while True:
+            try:
+                return await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], heard)
+            except OtherRoundError:
+                deadline = min(deadline, loop.time() + ROOM_SECONDS)
+                if not output.done() or self.round > hop.id.round or loop.time() >= deadline:
+                    raise
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _hosts_everywhere(self) -> None:
+        """Wait until every stage has a host.
+
+        Raises:
+            NoHostError: One has none, for long.
+        """
+        deadline, is_told = asyncio.get_running_loop().time() + NO_HOST_SECONDS, False
+        while True:
+            try:
+                self._router.draw(0.0)
+                return
+            except NoHostError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                if not is_told:
+                    logger.info("waiting: %s", error)
+                is_told = True
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _open_round(self) -> int:
+        """The round in progress, once it is known; where it has its samples, the next, unless that does not come."""
+        began = asyncio.get_running_loop().time()
+        while self.round < 0 or self.round <= self._full:
+            try:
+                async with asyncio.timeout(FULL_SECONDS):
+                    await self._moved.wait()
+            except TimeoutError:
+                if self.round >= 0:  # Some of what it had may be lost.
+                    self._full = min(self._full, self.round - 1)
+                elif asyncio.get_running_loop().time() - began > NO_HOST_SECONDS:
+                    raise TemporaryError("no host of stage 0 tells the round in progress: try again later") from None
+        return self.round
+
+    async def _settle(self, id: MicrobatchId, loss: float, legs: tuple[Leg, ...], sends: int) -> Accepted:
+        told = await together("settle", (self._tell(leg.stage, leg.host, [id], []) for leg in legs))
+        missing = [leg for leg, counted in zip(legs, told, strict=True) if not counted]
+        if missing:
+            where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
+            raise LostError(f"{id} was lost at {where}")
+        accepted = Accepted(id, loss, legs, sends)
+        self.tally.accepted += 1
+        self._accepted[id.round].append(accepted)
+        self._account_before(self.round)  # The round may have ended meanwhile.
+        return accepted
+
+    async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
+        await together("give-up", (self._tell(stage, host, [], [id]) for stage, host in told if host))
+
+    async def _tell(self, stage: int, host: str, settled: list[MicrobatchId], abandoned: list[MicrobatchId]) -> bool:
+        """Tell a host what is settled and what is given up; whether it has counted all that is settled."""
+        request = {
+            "settled": [[id.round, id.number] for id in settled],
+            "abandoned": [[id.round, id.number] for id in abandoned],
+        }
+        try:
+            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, TELL_SECONDS)
+        except (PeerError, DeadlineError) as error:
+            self._router.failed(host, str(error))
+            return False
+        counted = reply.get("counted")
+        return isinstance(counted, list) and len(counted) == len(settled) and all(each is True for each in counted)
+
+    # Rounds
+
+    async def _watch(self) -> None:
+        """Learn of each new round as soon as it begins."""
+        while True:
+            try:
+                host = self._router.stages[0].draw(0.0)
+                request = {"after": self.round, "seconds": WATCH_SECONDS}
+                reply = await self._rpc.call(host, f"{service(0)}.round", request, WATCH_SECONDS + 5.0)
+            except NoHostError:
+                await asyncio.sleep(0.5)
+                continue
+            except (PeerError, DeadlineError) as error:
+                logger.info("host %s does not tell the round: %s", host[-8:], error)
+                self._router.failed(host, str(error))
+                await asyncio.sleep(0.1)
+                continue
+            round = reply.get("round")
+            if type(round) is int and self.round < round < 1 << 62:
+                self._move(round)
+
+    def _move(self, round: int) -> None:
+        before, self.round = self.round, round
+        self._moved.set()
+        self._moved = asyncio.Event()
+        self._account_before(round)
+        if before >= 0:
+            self.on_round(round)
+
+    def _account_before(self, round: int) -> None:
+        for old in [old for old in self._accepted if old < round]:
+            self._tasks.start(self._account(self._accepted.pop(old)), "account")
+
+    async def _account(self, accepted: list[Accepted]) -> None:
+        """Ask which of a round's microbatches are in the committed rounds of all stages."""
+        places: dict[tuple[int, str], list[MicrobatchId]] = defaultdict(list)
+        for each in accepted:
+            for leg in each.legs:
+                places[leg.stage, leg.host].append(each.id)
+        done = await together("ask-done", (self._ask_done(*place, ids) for place, ids in places.items()))
+        missing = {id for ids in done for id in ids}
+        self.tally.dropped += len(missing)
+        self.tally.done += len(accepted) - len(missing)
+        for each in accepted:
+            if each.id not in missing:
+                self.on_done(each)
+        for id in missing:
+            logger.info("%s was dropped: a host died, or was late, before the round was averaged", id)
+
+    async def _ask_done(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
+        """Which of these a host did not bring into a round."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + DONE_SECONDS
+        missing, pause = ids, 0.5
+        while missing and loop.time() < deadline:
+            try:
+                request = {"ids": [[id.round, id.number] for id in missing]}
+                reply = await self._rpc.call(host, f"{service(stage)}.done", request, TELL_SECONDS)
+            except (PeerError, DeadlineError):
+                return missing
+            done = reply.get("done")
+            if not isinstance(done, list) or len(done) != len(missing):
+                return missing
+            missing = [id for id, is_done in zip(missing, done, strict=True) if is_done is not True]
+            if missing:
+                await asyncio.sleep(pause)
+                pause *= 2
+        return missing

@@ -1,0 +1,218 @@
+"""The training loop of a peer that feeds a pipeline: it draws batches of the manifest's text, and sends them through.
+
+Each trainer reads all windows of the text in an order of its own, one pass after the other
+(`p2ptrain.training.data.windows.permute`): trainers of a pipeline share no lineage from which places could follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from p2ptrain.errors import DeadlineError, P2PTrainError, TemporaryError
+from p2ptrain.manifest import Manifest
+from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError
+from p2ptrain.pipeline.messages import pack
+from p2ptrain.tasks import Tasks
+from p2ptrain.training.data.corpus import Corpus, Tokens
+from p2ptrain.training.data.windows import ReadingPosition, Sampler
+from p2ptrain.training.loop import Progress
+from p2ptrain.training.metrics import MetricsWriter
+
+logger = logging.getLogger(__name__)
+
+POSITION_FILE = "reading.json"
+MAX_FAILURES = 4
+"""Microbatches in a row that do not come through, each sent many times, until training ends with an error."""
+HELD_OUT_WINDOWS, GLANCE_WINDOWS = 64, 16
+GLANCE_SECONDS = 15.0
+HELD_OUT_SECONDS = 60.0
+PACE_SECONDS = 15.0
+DRAIN_SECONDS = 15.0
+
+
+class PipelineTrainer:
+    """Sends microbatches until it is stopped, or the rounds are done.
+
+    Args:
+        feeder: Takes them through the stages; started and closed by its owner.
+        manifest: Batch sizes.
+        corpus: The text.
+        peer: This peer's id: decides in which order it reads.
+        credits: Microbatches under way at a time.
+        metrics: Gets a line per round.
+        run_dir: Where it keeps how far it has read; None begins at the first window each time.
+        last_round: Given the round in which this trainer comes, the one at which it leaves; 0 for never.
+        evaluate: Whether to measure the held-out loss.
+
+    Attributes:
+        progress: How far it is.
+        on_progress: Called when that changes.
+    """
+
+    def __init__(
+        self,
+        feeder: Feeder,
+        manifest: Manifest,
+        corpus: Corpus,
+        peer: str,
+        credits: int,
+        metrics: MetricsWriter,
+        run_dir: Path | None = None,
+        last_round: Callable[[int], int] = lambda now: 0,
+        evaluate: bool = True,
+    ) -> None:
+        self.progress = Progress()
+        self.on_progress: Callable[[], None] = lambda: None
+        self.rounds = 0
+        self._feeder = feeder
+        self._spec = manifest.training
+        self._context = manifest.model.context
+        self._codec = manifest.pipeline.codec
+        self._corpus = corpus
+        seed = int.from_bytes(hashlib.sha256(f"{manifest.data.seed} {peer}".encode()).digest()[:7], "big")
+        self._sampler = Sampler(corpus.train, manifest.model.context, seed)
+        order = f"{seed} {self._sampler.num_windows}"
+        self._position = ReadingPosition(run_dir / POSITION_FILE if run_dir is not None else None, order)
+        self._credits = credits
+        self._metrics = metrics
+        self._choose_last_round = last_round
+        self._last_round: int | None = None
+        self._evaluate = evaluate
+        self._stop = asyncio.Event()
+        self._losses: list[float] = []
+        self._marks = deque([(asyncio.get_running_loop().time(), 0)])
+        self._failures = 0
+        feeder.on_round = self._after_round
+
+    def stop(self) -> None:
+        """Send nothing new, and end when what is under way is through."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """The loop.
+
+        Raises:
+            TemporaryError: Microbatches do not come through, and it does not get better.
+        """
+        if self._evaluate:
+            self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
+        try:
+            await self._send_until_done()
+        finally:
+            self._position.save()
+        if self._evaluate:
+            self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
+
+    async def _send_until_done(self) -> None:
+        pending: set[asyncio.Task[None]] = set()
+        async with Tasks() as tasks:
+            stopping = tasks.call(self._stop.wait(), "stop")
+            tasks.keep(self._glance, "held-out")
+            while not self._stop.is_set() and not self._is_done():
+                while len(pending) < self._credits:
+                    pending.add(tasks.call(self._one(), "microbatch"))
+                waiting: set[asyncio.Future[Any]] = {*pending, stopping}
+                await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                for sent in [task for task in pending if task.done()]:
+                    pending.discard(sent)
+                    sent.result()
+            if pending and not self._is_done():
+                await asyncio.wait(pending, timeout=DRAIN_SECONDS)
+
+    def _is_done(self) -> bool:
+        if self._last_round is None and self._feeder.round >= 0:
+            self._last_round = self._choose_last_round(self._feeder.round)
+        return 0 < (self._last_round or 0) <= self._feeder.round
+
+    async def _one(self) -> None:
+        size = self._spec.local_batch
+        first = self._position.take(size)
+        windows = [self._sampler.shares.at(first + row) for row in range(size)]
+        try:
+            accepted = await self._send(windows)
+        except LostError as error:
+            logger.info("%s", error)
+        except TemporaryError as error:
+            self._failures += 1
+            self.progress.note = str(error)
+            self.on_progress()
+            logger.warning("%s", error)
+            if self._failures >= MAX_FAILURES:
+                raise
+        else:
+            self._failures, self.progress.note = 0, ""
+            self._count(accepted, size * self._context)
+
+    async def _send(self, windows: list[int]) -> Accepted:
+        tokens = self._batch(self._corpus.train, windows)
+        inputs, targets = pack(tokens[:, :-1], self._codec), pack(tokens[:, 1:], self._codec)
+        return await self._feeder.send(inputs, targets, len(windows), len(windows) * self._context)
+
+    def _batch(self, tokens: Tokens, windows: list[int]) -> torch.Tensor:
+        context = self._context
+        rows = [tokens[window * context : (window + 1) * context + 1] for window in windows]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def _count(self, accepted: Accepted, tokens: int) -> None:
+        self._losses.append(accepted.loss)
+        self.progress.loss = accepted.loss
+        self.progress.tokens += tokens
+        now = asyncio.get_running_loop().time()
+        if now - self._marks[-1][0] >= 1.0:
+            self._marks.append((now, self.progress.tokens))
+            while len(self._marks) > 2 and now - self._marks[1][0] > PACE_SECONDS:
+                self._marks.popleft()
+            since, before = self._marks[0]
+            self.progress.tokens_per_second = (self.progress.tokens - before) / (now - since)
+            self.on_progress()
+
+    def _after_round(self, round: int) -> None:
+        losses, self._losses = self._losses, []
+        self.rounds += 1
+        loss = statistics.fmean(losses) if losses else None
+        pace = self.progress.tokens_per_second
+        logger.info(
+            "round %d: %s, %d microbatches of this trainer%s", round, f"loss {loss:.3f}" if loss is not None else "-",
+            len(losses), f", {pace:.0f} tokens/s" if pace else "",
+        )  # fmt: skip
+        self._metrics.write("step", loss=loss, tokens_per_second=pace, step=round)
+        self.on_progress()
+
+    # The held-out loss
+
+    async def _glance(self) -> None:
+        """Measure on a few windows, always the same, for people who watch."""
+        while self._evaluate:
+            await asyncio.sleep(GLANCE_SECONDS)
+            await self._held_out(GLANCE_WINDOWS)
+
+    async def _held_out(self, max_windows: int) -> float | None:
+        """The mean loss over windows spread over the held-out text; None if the pipeline cannot tell now."""
+        tokens, size = self._corpus.held_out, self._spec.local_batch
+        available = (len(tokens) - 1) // self._context
+        count = min(max_windows, available)
+        starts = [slot * available // count for slot in range(count)]
+        losses: list[float] = []
+        try:
+            async with asyncio.timeout(HELD_OUT_SECONDS):
+                for first in range(0, count, size):
+                    batch = self._batch(tokens, starts[first : first + size])
+                    inputs, targets = pack(batch[:, :-1], self._codec), pack(batch[:, 1:], self._codec)
+                    loss = await self._feeder.evaluate(inputs, targets, len(batch), len(batch) * self._context)
+                    losses += [loss] * len(batch)
+        except (P2PTrainError, DeadlineError, TimeoutError) as error:
+            logger.info("the held-out loss was not measured: %s", error)
+            return None
+        loss = statistics.fmean(losses)
+        self._metrics.write("held_out", round=max(0, self._feeder.round), loss=loss, windows=count)
+        return loss

@@ -1,0 +1,344 @@
+"""A host that moves to another stage when that helps the pipeline more.
+
+All hosts see the same records and find the same best move (`p2ptrain.pipeline.placement.best_move`). Whom it concerns
+says in its record where it goes, begins to take on that stage, reads what the others say when all have read that, and
+goes on if the move is still the best. Of two that decided on records of different age at least one sees what the other
+said, and of those that see each other the one with the smaller id goes; nobody decides on what may still be taken back.
+So one host after another decides, and the next one does while the first still downloads.
+
+It takes on the other stage while it serves its own, and leaves only with the promise of another host of that stage to
+stay, which gives none while it is leaving itself. So no stage loses its last host by a move, whatever two hosts do at
+once. Who cannot move for now says so, too: the others choose another one. A record is published as soon as any of this
+changes, and hosts look whenever they have read records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.placement import Host, Move, best_move, counted
+from p2ptrain.pipeline.routing.hop import service
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, PipelineView
+from p2ptrain.runtime import Runtime
+from p2ptrain.tasks import Tasks, until_ended
+
+logger = logging.getLogger(__name__)
+
+SPREADING_SECONDS = 2.0
+"""How long a host waits after it has said where it goes: who read records just before that has said so, too, by then.
+Who takes longer to say it than half of that leaves the others the precedence. As long as this and again nobody decides
+on what another host has said: that one may still take it back."""
+LEAST_STAY_SECONDS = 90.0
+"""Between two moves of one host: what a stage gains by it has to show first."""
+PROMISE_SECONDS = 120.0
+HAND_OVER_SECONDS = 10.0
+"""How long a host that leaves waits until another one has the last round's result."""
+MAX_ASKED = 4
+CALL_SECONDS = 5.0
+
+
+class Records(Protocol):
+    """This peer's record and those of the others; see `p2ptrain.node.presence.Presence`."""
+
+    def changed(self) -> None:
+        """Publish soon."""
+
+    async def publish(self) -> bool:
+        """Publish now; whether anybody took it."""
+
+    async def refresh(self) -> bool:
+        """Have the view read all records now; whether that could be done."""
+
+
+class Stages(Protocol):
+    """What makes stages ready."""
+
+    async def take_on(self, number: int) -> HostedStage:
+        """Make a stage ready to take part, with its state; nothing is left of it if this fails or is cancelled."""
+
+    async def step_in(self, hosted: HostedStage) -> None:
+        """Have it take part."""
+
+    async def give_up(self, hosted: HostedStage) -> None:
+        """Close what was taken on and is not needed after all."""
+
+
+class Mover:
+    """Hosts a stage, and moves to another one when that is better.
+
+    Args:
+        view: Who hosts what.
+        records: What the view knows that from; they say `next_stage`.
+        rpc: To ask for promises.
+        runtime: Chance.
+        hosted: What is hosted in the beginning; ready to run.
+        stages: Makes others ready to run.
+        memory: What this peer has for a stage, in bytes.
+        may_move: Whether it may move at all; its owner may have chosen the stage.
+
+    Attributes:
+        hosted: What is hosted now.
+        on_moved: Called when that is another stage; the one before is closed.
+    """
+
+    def __init__(
+        self,
+        view: PipelineView,
+        records: Records,
+        rpc: Rpc,
+        runtime: Runtime,
+        hosted: HostedStage,
+        stages: Stages,
+        memory: int = 1 << 62,
+        *,
+        may_move: bool = True,
+    ) -> None:
+        self.hosted = hosted
+        self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
+        self._view = view
+        self._records = records
+        self._rpc = rpc
+        self._runtime = runtime
+        self._stages = stages
+        self._memory = memory
+        self._may_move = may_move
+        self._target: int | None = None
+        self._is_leaving = False
+        self._is_stopping = False
+        loop = asyncio.get_running_loop()
+        self._bound_until = loop.time() + LEAST_STAY_SECONDS
+        self._said: int | None = None
+        self._has_news = asyncio.Event()
+        self._tasks = Tasks()
+        self._looked = loop.time()
+        rpc.serve("pipeline.stay", self._serve_stay)
+
+    @property
+    def next_stage(self) -> int | None:
+        """Where this peer goes, or wants to; its own stage while it cannot move; None where that is open."""
+        if self._target is not None:
+            return self._target
+        return None if self._is_free else self.hosted.number
+
+    def stop(self) -> None:
+        """Let `run` end with the round in progress averaged as it is."""
+        self._is_stopping = True
+        self.hosted.rounds.stop()
+        self._has_news.set()
+
+    def look(self) -> None:
+        """The view was brought up to date: see what of it concerns this host. Call it on the event loop."""
+        self.hosted.look()
+        self._looked = asyncio.get_running_loop().time()
+        self._has_news.set()
+
+    async def run(self) -> None:
+        """Host until stopped, or the last round."""
+        async with self._tasks:
+            hosting = self._tasks.call(self.hosted.run(), f"stage-{self.hosted.number}")
+            while True:
+                await self._wait(hosting)
+                if hosting.done() or self._is_stopping:
+                    break
+                self._say()
+                if not self._has_news.is_set():
+                    continue
+                self._has_news.clear()
+                if 0.0 <= self._runtime.now() - self._view.last_departure < 2 * SPREADING_SECONDS:
+                    continue
+                others = self._view.hosts()
+                move = self._best(others)
+                if move is not None:
+                    hosting = await self._move(move, hosting, others)
+            await hosting
+            if self._is_stopping:
+                await self._hand_over(self.hosted)
+
+    async def _wait(self, hosting: asyncio.Task[None]) -> None:
+        """Until there is news, or nothing binds this host any more, or hosting ends."""
+        bound_seconds = self._bound_until - asyncio.get_running_loop().time()
+        seconds = bound_seconds if bound_seconds > 0 else None
+        async with Tasks() as tasks:
+            news = tasks.call(self._has_news.wait(), "news")
+            await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+
+    def _say(self) -> None:
+        """Have the record published if it says something else now; `Records` bounds how often."""
+        if self.next_stage != self._said:
+            self._said = self.next_stage
+            self._records.changed()
+
+    # Deciding
+
+    def _bind(self, seconds: float) -> None:
+        """Do not move for so long, and say so."""
+        self._bound_until = max(self._bound_until, asyncio.get_running_loop().time() + seconds)
+        self._say()
+
+    @property
+    def _is_free(self) -> bool:
+        """Whether nothing is against a move."""
+        is_bound = asyncio.get_running_loop().time() < self._bound_until
+        return self._may_move and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
+
+    def _best(self, others: Sequence[Host]) -> Move | None:
+        """The best move of all, if it is one of this peer's and nothing is against it."""
+        if not self._is_free:
+            return None
+        needs, number = self._view.plan.needs, self.hosted.number
+        speed = self.hosted.host.tokens_per_second * needs[number].work or self._view.medium_speed()
+        own = Host(self._rpc.peer_id, number, speed, self._memory)
+        move = best_move(needs, [*others, own])
+        return move if move is not None and move.peer == own.peer else None
+
+    async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
+        """Whether that is still the best move when all know of it; the record says so then.
+
+        Args:
+            move: Of this peer.
+            before: The others when it was found.
+        """
+        loop, looked = asyncio.get_running_loop(), self._looked
+        self._said = move.target
+        if not await self._records.publish():
+            return False
+        is_late = loop.time() > looked + SPREADING_SECONDS / 2
+        await asyncio.sleep(SPREADING_SECONDS)
+        if not await self._records.refresh():
+            return False
+        others = self._view.hosts()
+        again = self._best(others if is_late else counted(others, before, self._rpc.peer_id))
+        return again is not None and again.target == move.target
+
+    # Moving
+
+    async def _move(
+        self, move: Move, hosting: asyncio.Task[None], before: Sequence[Host] | None = None
+    ) -> asyncio.Task[None]:
+        """Take on the other stage, then leave this one; what is hosted afterwards.
+
+        Args:
+            move: Of this peer.
+            hosting: What it hosts now.
+            before: The others when the move was found, who have to agree; None: it was told to.
+        """
+        self._target = move.target
+        taking = self._tasks.call(self._stages.take_on(move.target), f"take-on-{move.target}")
+        try:
+            if before is None:
+                self._say()
+            elif not await self._is_agreed(move, before):
+                logger.debug("staying with stage %d: a move to stage %d was not agreed on", move.source, move.target)
+                return hosting
+            self._is_leaving = True
+            if not await self._promised(self.hosted):
+                logger.info("staying with stage %d: no other host promises to stay", move.source)
+                return hosting
+            logger.info("moving from stage %d to stage %d: %s", move.source, move.target, move.reason)
+            try:
+                after = await taking
+                await self._stages.step_in(after)
+            except P2PTrainError as error:
+                logger.warning("staying with stage %d: %s", move.source, error)
+                return hosting
+            return await self._change(after, hosting)
+        finally:
+            if self.hosted.number != move.target:
+                await self._drop(taking)
+            was_leaving, self._is_leaving, self._target = self._is_leaving, False, None
+            self._bind(LEAST_STAY_SECONDS if was_leaving else LEAST_PAUSE_SECONDS)
+
+    async def _change(self, after: HostedStage, hosting: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Leave the stage for the one that was taken on."""
+        before = self.hosted
+        following = self._tasks.call(after.run(), f"stage-{after.number}")
+        try:
+            before.rounds.stop()
+            await asyncio.wait({hosting})
+            await self._hand_over(before)
+        except BaseException:  # This peer ends meanwhile.
+            following.cancel()
+            await until_ended(following)
+            raise
+        self.hosted = after
+        await before.close()
+        self.on_moved(after)
+        if self._is_stopping:
+            after.rounds.stop()
+        return following
+
+    async def _drop(self, taking: asyncio.Task[HostedStage]) -> None:
+        """It is not going to be hosted."""
+        taking.cancel()
+        await until_ended(taking)
+        if not taking.cancelled() and taking.exception() is None:
+            await self._stages.give_up(taking.result())
+
+    async def _promised(self, leaving: HostedStage) -> bool:
+        """Whether another host of the stage, that is as far as this one, promises to stay."""
+        others = self._others_of(leaving.number)
+        self._runtime.random.shuffle(others)
+        for other in others[:MAX_ASKED]:
+            if await self._promises(other, leaving.number, leaving.host.ledger.round):
+                return True
+        return False
+
+    async def _promises(self, other: str, stage: int, round: int) -> bool:
+        """Whether a host of a stage is in that round, or a later one, and promises to stay."""
+        try:
+            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, CALL_SECONDS)
+        except (PeerError, DeadlineError) as error:
+            logger.debug("host %s promises nothing: %s", other[-8:], error)
+            return False
+        return reply.get("stays") is True
+
+    def _others_of(self, stage: int) -> list[str]:
+        """Who else hosts a stage; also who says that it goes, which it may take back."""
+        return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
+
+    async def _hand_over(self, leaving: HostedStage) -> None:
+        """Wait until another host of the stage, that stays, is as far as this one.
+
+        This one may have ended its last round alone, or with others that leave, too.
+        """
+        round = leaving.host.ledger.round
+        request = {"after": round - 1, "seconds": HAND_OVER_SECONDS}
+
+        async def ask(other: str) -> str:
+            name = f"{service(leaving.number)}.round"
+            try:
+                await self._rpc.call(other, name, request, HAND_OVER_SECONDS + CALL_SECONDS)
+            except (PeerError, DeadlineError) as error:
+                logger.debug("host %s takes nothing over: %s", other[-8:], error)
+                return ""
+            return other
+
+        others = self._others_of(leaving.number)
+        async with Tasks() as tasks:
+            asking = [tasks.call(ask(other), f"hand-over-{other[-8:]}") for other in others]
+            try:
+                async with asyncio.timeout(HAND_OVER_SECONDS):
+                    for answer in asyncio.as_completed(asking):
+                        if (other := await answer) and await self._promises(other, leaving.number, round):
+                            return
+            except TimeoutError:
+                logger.warning(
+                    "stage %d: no other host took over what this one ended round %d with", leaving.number, round
+                )
+
+    async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        stage, round = request.get("stage"), request.get("round")
+        if type(stage) is not int or type(round) is not int:
+            raise ProtocolError(peer, "asked for no promise")
+        ledger = self.hosted.host.ledger
+        stays = stage == self.hosted.number and not (self._is_leaving or self._is_stopping) and ledger.round >= round
+        if stays:
+            self._target = None  # It may have been about to.
+            self._bind(PROMISE_SECONDS)
+        return {"stays": stays}

@@ -1,0 +1,1 @@
+"""Which hosts a microbatch passes, and how it gets there."""

@@ -1,0 +1,1 @@
+"""A stage host: its stage, its passes, its microbatches and its rounds."""

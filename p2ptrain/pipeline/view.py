@@ -1,0 +1,202 @@
+"""What a peer knows of a pipeline from the directory's records: who hosts which stage, and where the stages stand."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.pipeline.checkpoints.agreement import Saves
+from p2ptrain.pipeline.client.outputs import Outputs
+from p2ptrain.pipeline.messages import Hop, Payload, Reply
+from p2ptrain.pipeline.placement import Host
+from p2ptrain.pipeline.plan import PipelinePlan
+from p2ptrain.pipeline.routing.hop import HopFailedError, News
+from p2ptrain.pipeline.routing.router import HostState, Router
+from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.runtime import Runtime
+
+UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
+"""Of a peer that is going to host a stage: before and after it has chosen which."""
+SILENT_SECONDS = 15.0
+"""Who wrote nothing new for so long, while others were heard of, counts as gone for placement and for what a stage is
+through with: three records were missed. Routes and averaging find out by themselves, and need not wait for that."""
+LEAST_PAUSE_SECONDS = 30.0
+"""Between two times that a host says where it goes: it does, or another one went instead."""
+
+
+class PipelineView:
+    """Keeps routes and memberships current; `p2ptrain.node.presence` feeds it.
+
+    Attributes:
+        plan: The stages.
+        local: This peer's own hosts, by stage.
+        outputs: Where outputs of its own microbatches go, if they come home.
+        saves: What hosts say of their checkpoints, this peer included.
+        on_update: Called when that and all else was brought up to date.
+    """
+
+    def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
+        self.plan = plan
+        self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
+        self.outputs: Outputs | None = None
+        self.saves = Saves()
+        self.on_update: Callable[[], None] = lambda: None
+        self._peer_id = peer_id
+        self._runtime = runtime
+        self._memberships: dict[int, Membership] = {}
+        self._routers: list[Router] = []
+        self._records: dict[str, tuple[PeerRecord, int, float]] = {}
+        self._heard: dict[str, float] = {}
+        self._departures: dict[str, float] = {}
+        self._own_sequence = 0
+
+    async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
+        """See `p2ptrain.pipeline.routing.hop.AtHome`."""
+        if self.outputs is None:
+            raise HopFailedError(f"{id} is to come home, and nobody waits for it there")
+        return await self.outputs.come_home(id, output, learns)
+
+    def membership(self, unit: int) -> Membership:
+        """Who averages a unit."""
+        if unit not in self._memberships:
+            made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
+            for record, sequence, expires_at in self._records.values():
+                _tell(made, unit, record, sequence, expires_at)
+        return self._memberships[unit]
+
+    def new_router(self) -> Router:
+        """A router that is kept current."""
+        router = Router(self.plan.num_stages, self._runtime.random)
+        self._routers.append(router)
+        self._refresh([router])
+        return router
+
+    @property
+    def failovers(self) -> int:
+        """How often this peer saw a host fail that it sent microbatches to."""
+        return sum(router.failovers for router in self._routers)
+
+    def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
+        """Take in verified records, with their sequences and the times at which they expire."""
+        for record, sequence, expires_at in records:
+            known = self._records.get(record.peer)
+            if record.peer == self._peer_id or (known is not None and known[1] >= sequence):
+                continue
+            if _is_departing(record) and not (known and known[0].next_stage == record.next_stage):
+                self._note_departure(record.peer)
+            self._records[record.peer] = (record, sequence, expires_at)
+            self.saves.tell(record.peer, record.stages)
+            self._heard[record.peer] = self._runtime.now()
+            for unit, membership in self._memberships.items():
+                _tell(membership, unit, record, sequence, expires_at)
+        now = self._runtime.now()
+        self._records = {peer: known for peer, known in self._records.items() if known[2] > now}
+        self.saves.keep_only([*self._records, self._peer_id])
+        self._heard = {peer: heard for peer, heard in self._heard.items() if peer in self._records}
+        self._departures = {peer: seen for peer, seen in self._departures.items() if peer in self._records}
+        for membership in self._memberships.values():
+            membership.forget_expired()
+        self._refresh(self._routers)
+        self.on_update()
+
+    def _note_departure(self, peer: str) -> None:
+        """Who says so more often than hosts do keeps nobody else from moving by it."""
+        now = self._runtime.now()
+        if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
+            self._departures[peer] = now
+
+    @property
+    def last_departure(self) -> float:
+        """When it was last read of another host that it goes to another stage now; on the runtime's clock."""
+        return max(self._departures.values(), default=-math.inf)
+
+    def hosts(self) -> list[Host]:
+        """Who hosts what, for placement: other peers only.
+
+        Those that are on their way count where they go, but of those that have not decided yet only the ones with a
+        smaller id: of several that come at a time not all go to the same stage. Who has not been measured counts as of
+        medium speed.
+        """
+        found: list[Host] = []
+        medium, needs = self.medium_speed(), self.plan.needs
+        for record in self._heard_of():
+            is_first = record.state == UNDECIDED_STATE and record.peer < self._peer_id
+            if not (is_first or record.state in (DECIDED_STATE, *ACTIVE_STATES)):
+                continue
+            stages = [stage for stage in record.stages if stage.unit < len(needs)]
+            if not stages:
+                continue
+            speed = max(stage.tokens_per_second * needs[stage.unit].work for stage in stages)
+            is_bound = record.next_stage is not None or record.state not in ACTIVE_STATES
+            goes_to = stages[-1].unit if record.next_stage is None else record.next_stage
+            leaves = stages[0].unit if _is_departing(record) else None
+            if goes_to < len(needs):
+                found.append(Host(record.peer, goes_to, speed or medium, stays=is_bound, leaves=leaves))
+        return found
+
+    def is_over(self, round: int, stage: int) -> bool:
+        """Whether another stage than that one is through with a round: all its hosts say that theirs is later."""
+        rounds: dict[int, list[int]] = defaultdict(list)
+        for record in self._heard_of():
+            for report in record.stages if record.state in ACTIVE_STATES else ():
+                if report.unit < self.plan.num_stages and report.unit != stage:
+                    rounds[report.unit].append(report.round)
+        return any(min(each) > round for each in rounds.values())
+
+    def _heard_of(self) -> list[PeerRecord]:
+        """The records of other peers but for those that fell silent."""
+        heard_from = max(self._heard.values(), default=0.0) - SILENT_SECONDS
+        return [record for record, _, _ in self._records.values() if self._heard[record.peer] >= heard_from]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether any host has told what it does."""
+        return bool(self._speeds())
+
+    def medium_speed(self) -> float:
+        """The median of what hosts do, in work per second; 1 before any was measured."""
+        speeds = self._speeds()
+        return statistics.median(speeds) if speeds else 1.0
+
+    def _speeds(self) -> list[float]:
+        needs = self.plan.needs
+        return [
+            stage.tokens_per_second * needs[stage.unit].work
+            for record, _, _ in self._records.values()
+            for stage in record.stages
+            if stage.unit < len(needs) and stage.tokens_per_second > 0
+        ]
+
+    def refresh_routes(self) -> None:
+        """Have what this peer hosts itself in the routes, or no more."""
+        self._own_sequence += 1
+        self._refresh(self._routers)
+
+    def _refresh(self, routers: list[Router]) -> None:
+        states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
+        for record, sequence, _ in self._records.values():
+            for stage in record.stages:
+                if stage.unit < len(states) and record.state in ACTIVE_STATES:
+                    states[stage.unit][record.peer] = HostState(stage.tokens_per_second, sequence)
+        for number in self.local:
+            self._own_sequence += 1
+            states[number][self._peer_id] = HostState(0.0, self._own_sequence)
+        for router in routers:
+            router.update(states)
+
+
+def _is_departing(record: PeerRecord) -> bool:
+    """Whether a host says that it goes to another stage than the one that it hosts."""
+    return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
+
+
+def _tell(membership: Membership, unit: int, record: PeerRecord, sequence: int, expires_at: float) -> None:
+    seen = record.of_unit(unit)
+    if seen is not None:
+        membership.update(seen, sequence, expires_at)
+    else:
+        membership.forget(record.peer)

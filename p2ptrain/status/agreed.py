@@ -1,0 +1,76 @@
+"""What a swarm agreed on, for whoever looks at it: the page, and terminals."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from p2ptrain.errors import IncompatibleError, UsageError
+from p2ptrain.manifest import MAX_PIPELINE_STAGES, Manifest, SignedManifest
+from p2ptrain.network.link import SwarmLink
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.views import SwarmView
+
+
+def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRecord] = ()) -> SwarmView:
+    """What a swarm agreed on, for the page; arguments and errors are those of `stage_spans`."""
+    manifest = signed.manifest
+    spans = stage_spans(manifest, records)
+    return SwarmView(
+        name=manifest.name,
+        digest=manifest.digest.hex(),
+        link=str(link),
+        command=f"p2ptrain join {shlex.quote(str(link))}",
+        signer=signed.organizer,
+        manifest=manifest.model_dump(mode="json"),
+        protocol=manifest.protocol,
+        num_blocks=spans[-1][1],
+        group_size=manifest.averaging.group_size,
+        spans=spans,
+        missing=what_is_missing(manifest),
+    )
+
+
+def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple[tuple[int, int], ...]:
+    """Of each stage of a swarm's model: its first block and the one after its last. One stage, if it is not cut.
+
+    Whoever looks need not know the model: of one that this machine does not, stages have no blocks, (0, 0).
+
+    Args:
+        manifest: What the swarm agreed on.
+        records: What peers say now. Where the manifest leaves the number of stages to the model, and this machine does
+            not know that, there are as many as they host.
+
+    Raises:
+        ManifestError: The model cannot be cut as the manifest says.
+    """
+    pipeline = manifest.pipeline
+    if not manifest.in_stages:
+        return ((0, manifest.model.layers),)
+    if not what_is_missing(manifest):
+        from p2ptrain.pipeline.plan import PipelinePlan
+
+        return tuple((span.start, span.stop) for span in PipelinePlan(manifest).spans)
+    hosted = max((record.stages[0].unit + 1 for record in records if record.stages), default=0)
+    number = min(max(2, hosted), MAX_PIPELINE_STAGES) if pipeline.stages == "auto" else pipeline.stages
+    if pipeline.cuts:
+        number = len(pipeline.cuts) + 1
+    return ((0, 0),) * number if number > 1 else ((0, manifest.model.layers),)
+
+
+def what_is_missing(manifest: Manifest) -> str:
+    """Why a model's stages are shown without their blocks, and what to do, for people; empty where they need not be."""
+    if not manifest.in_stages:
+        return ""
+    from p2ptrain.models import get_family
+
+    try:
+        get_family(manifest.model)
+    except (IncompatibleError, UsageError) as error:
+        return f"stages are shown without their blocks: {error}"
+    return ""
+
+
+def bootstraps(link: SwarmLink) -> list[str]:
+    """Ids of the peers that a link names, each once."""
+    return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in link.addresses))

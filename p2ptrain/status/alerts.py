@@ -1,0 +1,211 @@
+"""Rules: what an operator should be told about, found in what the page shows anyway. All of them are pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from p2ptrain.status.headline import SEVERITIES
+from p2ptrain.status.stages import ARRIVING, TRAINING_ROLES
+from p2ptrain.status.views import Alert, PeerView, RoundView, StageView
+
+MAX_SKEW_SECONDS = 5.0
+RISING_RATIO = 1.05
+"""The loss rises when its median of late is more than this times the median before."""
+FORK_SECONDS = 60.0
+"""Peers of one round on two lineages may be about to meet again; after so long they are said to have split."""
+MAX_PER_RULE = 20
+MIN_FAILED_ROUNDS = 2
+"""One failed round is no alert: a peer that is killed breaks the round in progress."""
+MAX_REASON_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules know beside the present.
+
+    Attributes:
+        since: Wall-clock second at which this monitor began to watch.
+        stall_seconds: So long without a committed round is too long.
+        last_commit: Wall-clock second at which a committed round was last heard of; None before the first.
+        losses: Medians of the loss over the window before the last one and over the last; None before there are two.
+        bootstraps: Ids of the peers that the swarm link names.
+        forked_since: Wall-clock second since which peers of one round follow different lineages; None if none do.
+        directory_answers: Whether the last look-up was answered.
+    """
+
+    since: float
+    stall_seconds: float
+    last_commit: float | None = None
+    losses: tuple[float, float] | None = None
+    bootstraps: tuple[str, ...] = ()
+    forked_since: float | None = None
+    directory_answers: bool = True
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What each rule looks at."""
+
+    peers: Sequence[PeerView]
+    stages: Sequence[StageView]
+    rounds: Sequence[RoundView]
+    facts: Facts
+    now: float
+
+    @property
+    def trainers(self) -> list[PeerView]:
+        """Peers that train, or are about to."""
+        return [peer for peer in self.peers if peer.role in TRAINING_ROLES]
+
+
+def find_alerts(
+    peers: Sequence[PeerView], stages: Sequence[StageView], rounds: Sequence[RoundView], facts: Facts, now: float
+) -> list[Alert]:
+    """All that holds at ``now``, the worst first; of each rule at most `MAX_PER_RULE`: none hides the others."""
+    scene = Scene(peers, stages, rounds, facts, now)
+    found = [alert for rule in RULES for alert in islice(rule(scene), MAX_PER_RULE)]
+    return sorted(found, key=lambda alert: SEVERITIES.index(alert.severity))
+
+
+def _directory(scene: Scene) -> Iterator[Alert]:
+    if not scene.facts.directory_answers:
+        text = "the swarm's directory does not answer, so this is old: see whether its bootstrap peers run"
+        yield Alert("directory", "critical", "", text)
+
+
+def _stages(scene: Scene) -> Iterator[Alert]:
+    if all(peer.state in ARRIVING for peer in scene.trainers):
+        return  # Nobody is here, or all are about to begin.
+    what = "hosts it" if len(scene.stages) > 1 else "trains"
+    for stage in scene.stages:
+        if not stage.hosts and stage.syncing:
+            if len(scene.stages) > 1:
+                yield Alert("stage", "warning", str(stage.number), f"{stage.risk} for a peer that is on the way")
+        elif not stage.hosts:
+            yield Alert("stage", "critical", str(stage.number), f"{stage.risk}; start a peer that {what}")
+        elif len(stage.hosts) == 1:
+            yield Alert("replica", "warning", str(stage.number), f"{stage.risk}; let another peer join")
+
+
+def _digests(scene: Scene) -> Iterator[Alert]:
+    for peer in scene.peers:
+        if peer.agrees is False and not peer.hosting:
+            text = (
+                f"{peer.name} holds another state than the others of round {peer.round}:"
+                " restart it if it does not fetch theirs by itself"
+            )
+            yield Alert("digest", "critical", peer.peer, text)
+        for hosted in [each for each in peer.hosting if each.agrees is False][:1]:  # One alert for each peer.
+            what = f"stage {hosted.unit}" if hosted.unit < len(scene.stages) else "the shared embeddings"
+            text = (
+                f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}:"
+                " restart it if it does not fetch theirs by itself"
+            )
+            yield Alert("digest", "critical", peer.peer, text)
+    whose = "hosts of one stage" if len(scene.stages) > 1 else "peers"
+    for view in scene.rounds[:1]:
+        if view.agrees is False:
+            text = (
+                f"round {view.round + 1} left {whose} with {len(view.digests)} different states: compare their digests"
+            )
+            yield Alert("digest", "critical", "", text)  # One alert, however many rounds it lasts.
+
+
+def _fork(scene: Scene) -> Iterator[Alert]:
+    since = scene.facts.forked_since
+    if since is not None and scene.now - since >= FORK_SECONDS:
+        text = (
+            f"for {_duration(scene.now - since)} the swarm has been split, peers of one round follow two histories:"
+            " see whether they reach each other, then restart the smaller part"
+        )
+        yield Alert("fork", "critical", "", text)
+
+
+def _loss(scene: Scene) -> Iterator[Alert]:
+    for peer in scene.trainers:
+        if peer.diverged:
+            text = f"{peer.name}'s loss is not a finite number any more: restart it, and see whether others follow"
+            yield Alert("loss", "critical", peer.peer, text)
+    if scene.facts.losses is not None:
+        before, now = scene.facts.losses
+        if now > RISING_RATIO * before > 0:
+            text = f"the loss rises, {now:.3f} of late, {before:.3f} before: the learning rate may be too high"
+            yield Alert("rising", "warning", "", text)
+
+
+def _stall(scene: Scene) -> Iterator[Alert]:
+    if not any(peer.state == "training" for peer in scene.trainers):
+        return
+    waited = scene.now - max(scene.facts.since, scene.facts.last_commit or 0.0)
+    if waited > scene.facts.stall_seconds:
+        text = f"no round was committed for {_duration(waited)}: the peers' last reasons say why"
+        yield Alert("no-round", "critical", "", text)
+
+
+def _failing(peers: Sequence[PeerView]) -> tuple[list[PeerView], bool]:
+    """Return the training peers of whose last rounds half or more failed, and whether most peers are among them."""
+    reporting = [peer for peer in peers if peer.state == "training" and peer.recent_rounds]
+    found = [
+        peer
+        for peer in reporting
+        if peer.failed_rounds >= MIN_FAILED_ROUNDS and 2 * peer.failed_rounds >= peer.recent_rounds
+    ]
+    return found, 2 * len(found) > len(reporting)
+
+
+def _failure_words(peers: Sequence[PeerView]) -> str:
+    """Return how many rounds failed at the peer in the middle of ``peers``, and the most frequent cause."""
+    middle = sorted(peers, key=lambda peer: peer.failed_rounds / peer.recent_rounds)[(len(peers) - 1) // 2]
+    reasons = Counter(peer.failed_reason for peer in peers)
+    reason = min(reasons, key=lambda reason: (-reasons[reason], reason))[:MAX_REASON_CHARACTERS]
+    words = f"{middle.failed_rounds} of the last {middle.recent_rounds} were not committed"
+    return f"{words} ({reason})" if reason else words
+
+
+def _rounds(scene: Scene) -> Iterator[Alert]:
+    found, are_most = _failing(scene.trainers)
+    hint = "see the last reasons, and whether peers reach each other"
+    if are_most:
+        yield Alert("rounds", "warning", "", f"rounds fail: {_failure_words(found)}; {hint}")
+        return
+    for peer in found:
+        yield Alert("rounds", "warning", peer.peer, f"{peer.name}'s rounds fail: {_failure_words([peer])}; {hint}")
+
+
+def _bootstraps(scene: Scene) -> Iterator[Alert]:
+    present = {peer.peer for peer in scene.peers}
+    missing = [peer for peer in scene.facts.bootstraps if peer not in present]
+    for peer in missing:
+        others = len(scene.facts.bootstraps) - len(missing)
+        rest = f"newcomers have {others} other{'s' if others > 1 else ''}" if others else "newcomers cannot join"
+        text = f"bootstrap peer {peer[-8:]} of the swarm link is down, {rest}: start it again"
+        yield Alert("bootstrap", "warning", peer, text)
+
+
+def _clocks(scene: Scene) -> Iterator[Alert]:
+    for peer in scene.peers:
+        if abs(peer.clock_skew_seconds) > MAX_SKEW_SECONDS:
+            way = "ahead of" if peer.clock_skew_seconds > 0 else "behind"
+            text = f"{peer.name}'s clock is {abs(peer.clock_skew_seconds):.0f} s {way} the swarm's: set it by NTP"
+            yield Alert("clock", "warning", peer.peer, text)
+
+
+def _versions(scene: Scene) -> Iterator[Alert]:
+    protocols = Counter(peer.protocol for peer in scene.peers)
+    if len(protocols) > 1:
+        counts = ", ".join(f"{count} of protocol {protocol}" for protocol, count in sorted(protocols.items()))
+        yield Alert("protocol", "warning", "", f"peers speak different versions, {counts}: update the older ones")
+
+
+RULES: tuple[Callable[[Scene], Iterator[Alert]], ...] = (
+    _directory, _stages, _fork, _stall, _rounds, _digests, _loss, _bootstraps, _clocks, _versions,
+)  # fmt: skip
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

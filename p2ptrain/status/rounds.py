@@ -1,0 +1,285 @@
+"""How rounds went: what peers report of each, put together with what certificates prove."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from p2ptrain.averaging.grouping.cells import Cells, Key
+from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.network.records.record import MAX_REPORTS, PeerRecord, RoundReport
+from p2ptrain.status.views import Absence, GroupView, RoundView
+
+MAX_ROUNDS = 48
+OPEN_ROUNDS = MAX_REPORTS + 4
+"""Of the newest rounds so many take in what peers tell; no record goes further back than `MAX_REPORTS`. What was told
+of older ones is dropped, and only how they are shown is kept: thousands of reports of each would take much memory."""
+MAX_ABSENCES = 20
+MAX_REPORTS_PER_ROUND = 10_000
+EMPTY = bytes(32)
+
+
+@dataclass
+class _Entry:
+    """What is known of one round."""
+
+    round: int
+    at: float
+    reports: dict[str, RoundReport] = field(default_factory=dict)
+    broken: dict[str, tuple[RoundReport, ...]] = field(default_factory=dict)
+    """By peer: its attempts that broke, as many as it told of at once."""
+    body: Body | None = None
+    is_known: bool = False
+    """Whether it was told that this round is committed."""
+    view: RoundView | None = None
+    """None when something was learnt since it was made."""
+    is_closed: bool = False
+    """Whether its reports are dropped, and its view stays as it is."""
+
+
+class RoundBook:
+    """The last rounds, as peers tell of them.
+
+    A peer can say what it likes of rounds. So a round counts as committed once most trainers are past it, whatever a
+    single peer says, and what is further ahead is not kept.
+
+    Attributes:
+        committed: Rounds that were committed since the first look, as far as this book knows; ``aborted``: those in
+            which an attempt of at least one peer broke.
+    """
+
+    def __init__(self, group_size: int) -> None:
+        """
+        Args:
+            group_size: Of the manifest: how the grid is shaped.
+        """
+        self.committed = 0
+        self.aborted = 0
+        self._cells = Cells(group_size)
+        self._entries: dict[int, _Entry] = {}
+        self._names: dict[str, str] = {}
+        self._told: dict[str, tuple[RoundReport, ...]] = {}
+        self._first: int | None = None
+
+    def learn(self, record: PeerRecord, at: float, usual_round: int) -> list[int]:
+        """Take in what a peer says of its last rounds.
+
+        Args:
+            record: Its newest record.
+            at: Wall-clock second at which it was published.
+            usual_round: That most trainers work towards.
+
+        Returns:
+            Rounds after the first look that are now known to be committed and were not before.
+        """
+        if record.role != "trainer":
+            return []
+        if self._first is None:
+            self._first = usual_round  # What was before, this monitor did not see.
+        self._go_back(usual_round)
+        if self._told.get(record.peer) == record.last_rounds:
+            return []
+        self._names[record.peer] = record.name or record.peer[-8:]
+        certified = [entry.round for entry in self._entries.values() if entry.body is not None]
+        horizon = max([usual_round, *(number + 1 for number in certified)])
+        committed, skipped = [], False
+        ended = at
+        broken: dict[int, list[RoundReport]] = {}
+        for report in record.last_rounds:
+            if not report.committed:
+                broken.setdefault(report.round, []).append(report)
+        for report in reversed(record.last_rounds):
+            if report.round > horizon - report.committed:
+                skipped = True  # It is learnt when the others are there, too.
+            elif self._learn_report(record.peer, report, broken.get(report.round, ()), ended):
+                committed.append(report.round)
+            ended = max(0.0, ended - report.seconds - report.compute_seconds)
+        if not skipped:
+            self._told[record.peer] = record.last_rounds
+        self._forget()
+        return sorted(committed)
+
+    def _go_back(self, usual_round: int) -> None:
+        """Forget rounds of a history that was given up: the swarm began anew from an old checkpoint."""
+        if max(self._entries, default=0) <= usual_round + MAX_ROUNDS:
+            return
+        self._entries = {number: entry for number, entry in self._entries.items() if number < usual_round}
+        self._told.clear()
+        self._first = min(self._first or 0, usual_round)
+
+    def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
+        entry = self._entries.get(report.round)
+        if entry is not None and entry.is_closed:
+            return False
+        if entry is None:
+            newest = max(self._entries, default=report.round)
+            if report.round <= newest - MAX_ROUNDS:
+                return False
+            entry = self._entries[report.round] = _Entry(report.round, at)
+        known = entry.reports.get(peer)
+        if known == report or (known is None and len(entry.reports) >= MAX_REPORTS_PER_ROUND):
+            return False
+        had_aborted = bool(entry.broken)
+        entry.view = None
+        if known is None or report.committed or not known.committed:
+            entry.reports[peer] = report
+        if len(broken) > len(entry.broken.get(peer, ())):
+            entry.broken[peer] = tuple(broken)
+        self.aborted += self._counts(entry) and not had_aborted and bool(entry.broken)
+        return self._note_commit(entry, at)
+
+    def certify(self, body: Body, at: float) -> bool:
+        """Note a result that a majority of its group signed; whether its round was not known to be committed before.
+
+        Args:
+            body: The result, of a lineage that most trainers follow: anybody can sign a group of its own.
+            at: Wall-clock second of now.
+        """
+        entry = self._entries.setdefault(body.round, _Entry(body.round, at))
+        entry.body, entry.view = body, _proven(entry.view, body) if entry.is_closed and entry.view else None
+        self._forget()
+        return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
+
+    def _note_commit(self, entry: _Entry, at: float) -> bool:
+        """Whether a round that counts turns out to be committed, for the first time."""
+        if entry.is_known or not _is_committed(entry):
+            return False
+        entry.is_known, entry.at = True, at
+        self.committed += self._counts(entry)
+        return self._counts(entry)
+
+    def _counts(self, entry: _Entry) -> bool:
+        return self._first is not None and entry.round >= self._first
+
+    def _forget(self) -> None:
+        for number in sorted(self._entries)[:-MAX_ROUNDS]:
+            del self._entries[number]
+        for number in sorted(self._entries)[:-OPEN_ROUNDS]:
+            entry = self._entries[number]
+            if entry.reports:
+                self._view(entry)
+                entry.is_closed = True
+                entry.reports.clear()
+                entry.broken.clear()
+
+    def forget_peers(self, present: Iterable[str]) -> None:
+        """Forget the names of peers that neither are here nor took part in a round that is still shown."""
+        needed = set(present).union(*(entry.reports for entry in self._entries.values()))
+        self._names = {peer: name for peer, name in self._names.items() if peer in needed}
+        self._told = {peer: told for peer, told in self._told.items() if peer in needed}
+
+    def views(self) -> list[RoundView]:
+        """Newest first; rounds of which only a certificate is known are left out."""
+        known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
+        return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
+
+    def _view(self, entry: _Entry) -> RoundView:
+        if entry.view is not None:
+            return entry.view
+        reports = list(entry.reports.values())
+        done = [report for report in reports if report.committed] or reports
+        digests = Counter(report.digest.hex() for report in done if report.committed and report.digest != EMPTY)
+        members, contributors = _usual_size(done)
+        reasons = Counter(report.reason for attempts in entry.broken.values() for report in attempts)
+        view = RoundView(
+            round=entry.round,
+            committed=_is_committed(entry),
+            verified=False,
+            at=entry.at,
+            seconds=statistics.median(report.seconds for report in done),
+            compute_seconds=statistics.median(report.compute_seconds for report in done),
+            matchmaking_seconds=statistics.median(report.matchmaking_seconds for report in done),
+            transfer_seconds=statistics.median(report.transfer_seconds for report in done),
+            members=members,
+            contributors=contributors,
+            tokens=None,
+            levels=1,
+            lineage="",
+            agrees=len(digests) == 1 if digests.total() > 1 else None,
+            digests=tuple(digests.most_common(4)),
+            absences=tuple(self._absences(entry)),
+            broken_tries=statistics.median_high(map(len, entry.broken.values())) if entry.broken else 0,
+            broken_peers=len(entry.broken),
+            broken_reason=min(reasons, key=lambda reason: (-reasons[reason], reason), default=""),
+        )
+        entry.view = view if entry.body is None else _proven(view, entry.body)
+        return entry.view
+
+    def _absences(self, entry: _Entry) -> list[Absence]:
+        found = []
+        for peer in sorted(entry.reports):
+            report = entry.reports[peer]
+            if report.committed and report.contributed:
+                continue
+            found.append(Absence(peer, self._names.get(peer, peer[-8:]), _absence(report), report.reason))
+            if len(found) == MAX_ABSENCES:
+                break
+        return found
+
+    def groups(self, peers: Sequence[str]) -> list[GroupView]:
+        """Who averaged with whom in the last certified round, as all members compute it from the head before.
+
+        Args:
+            peers: Ids of the trainers that are there now.
+
+        Returns:
+            One view for each cell of the lowest level; empty when too little is known.
+        """
+        newest = max((entry.round for entry in self._entries.values() if entry.body is not None), default=None)
+        if newest is None:
+            return []
+        entry = self._entries[newest]
+        assert entry.body is not None
+        body = entry.body
+        if body.levels == 1:
+            contributors = {body.members[index] for index, *_ in body.contributors}
+            members = [(peer, "counted" if peer in contributors else "late") for peer in sorted(body.members)]
+            return [GroupView(0, tuple(members))]
+        before = self._entries.get(newest - 1)
+        if before is None or before.body is None or before.body.next_lineage != body.lineage:
+            return []
+        place = Key(newest, body.lineage, before.body.present)
+        cells: dict[int, list[tuple[str, str]]] = {}
+        for peer in sorted({*peers, *body.members}):
+            key = self._cells.key_of(place, peer)
+            cells.setdefault(key.cell, []).append((peer, _part(entry, peer)))
+        return [GroupView(cell, tuple(cells[cell])) for cell in sorted(cells)]
+
+
+def _part(entry: _Entry, peer: str) -> str:
+    assert entry.body is not None
+    if peer in entry.body.members:
+        return "delegate"
+    report = entry.reports.get(peer)
+    if report is None or not report.committed:
+        return "absent"
+    return "counted" if report.contributed else "late"
+
+
+def _absence(report: RoundReport) -> Literal["late", "dropped", "aborted"]:
+    if not report.committed:
+        return "aborted"
+    return "dropped" if "dropped" in report.reason else "late"
+
+
+def _usual_size(reports: Sequence[RoundReport]) -> tuple[int, int]:
+    """Members and contributors as the middle one of those says who know of any."""
+    sizes = [(report.members, report.contributors) for report in reports]
+    return statistics.median_high([size for size in sizes if size[0]] or sizes)
+
+
+def _is_committed(entry: _Entry) -> bool:
+    """Whether a majority signed it, or most of those say so who report it."""
+    committed = sum(report.committed for report in entry.reports.values())
+    return entry.body is not None or 2 * committed > len(entry.reports)
+
+
+def _proven(view: RoundView, body: Body) -> RoundView:
+    """What a certificate says of a round outweighs what peers say."""
+    return replace(
+        view, verified=True, committed=True, members=sum(body.peers), tokens=body.tokens, levels=body.levels,
+        contributors=sum(body.peers[index] for index, *_ in body.contributors), lineage=body.lineage.hex(),
+    )  # fmt: skip

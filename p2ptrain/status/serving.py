@@ -1,0 +1,199 @@
+"""What a swarm serves: totals of its peers, differenced over time, into rates and percentiles.
+
+Peers send totals since they started (`p2ptrain.network.records.serving`). Adding up those of whoever is there would
+fall when somebody leaves; so what each total grew by from one record to the next is added up instead. A peer that
+starts again begins at 0, which is a new count and no loss. A peer that was not there at the last look is believed from
+then on only: what it served before may have been counted already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals
+from p2ptrain.status.rate import Amount
+from p2ptrain.status.views import LatencyView, Percentiles, ServedView, ServingView
+
+WINDOW_SECONDS = 60.0
+"""Over which rates and percentiles of the present are taken."""
+MAX_TOKENS_PER_SECOND = 1e6
+MAX_PROMPT_TOKENS_PER_SECOND = 1e7
+MAX_REQUESTS_PER_SECOND = 1e5
+"""Of one peer; who says more is not counted."""
+SLACK_SECONDS = 5.0
+"""By which two records may be further apart than they say."""
+NONE = ServingTotals()
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one peer said.
+
+    Attributes:
+        started_at: Wall-clock second at which it started, from which its totals count.
+        at: Wall-clock second at which it published this.
+    """
+
+    started_at: float
+    at: float
+    totals: ServingTotals
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a swarm served, as far as it is known.
+
+    Attributes:
+        totals: Since the monitor began to watch.
+        recent: Of that, in the last ``seconds``; 0 before the second look.
+    """
+
+    totals: ServingTotals = NONE
+    recent: ServingTotals = NONE
+    seconds: float = 0.0
+
+
+NOTHING = Served()
+
+
+def told(record: PeerRecord, at: float, known: Told | None = None) -> Told:
+    """What a peer says in a record that it published at second ``at``; without that part, what is ``known`` stays."""
+    if record.serving is not None:
+        return Told(record.started_at, at, record.serving.totals)
+    is_same_life = known is not None and known.started_at == record.started_at
+    return Told(record.started_at, at, known.totals if known is not None and is_same_life else NONE)
+
+
+def growth(before: Told, after: Told) -> ServingTotals | None:
+    """What a peer served between two of its records; None where that is not to be believed."""
+    grown = after.totals if after.started_at != before.started_at else after.totals.since(before.totals)
+    seconds = max(0.0, after.at - before.at) + SLACK_SECONDS
+    if (
+        grown is None
+        or grown.generated_tokens > MAX_TOKENS_PER_SECOND * seconds
+        or grown.prompt_tokens > MAX_PROMPT_TOKENS_PER_SECOND * seconds
+        or grown.requests > MAX_REQUESTS_PER_SECOND * seconds
+    ):
+        return None
+    return grown
+
+
+class ServingBook:
+    """Adds up what peers served, from look to look.
+
+    Attributes:
+        rejected: How often a peer's totals were not counted, for what they say.
+    """
+
+    def __init__(self) -> None:
+        self.rejected = 0
+        self._told: dict[str, Told] = {}
+        self._past: deque[tuple[float, ServingTotals]] = deque()
+        self._totals = NONE
+        self._point: tuple[float, ServingTotals] | None = None
+
+    def learn(self, records: Sequence[tuple[PeerRecord, float]], now: float) -> None:
+        """Take in all records of a look, each with the second at which it was published."""
+        present: dict[str, Told] = {}
+        for record, at in records:
+            known = self._told.get(record.peer)
+            if known is not None and known.at >= at:
+                present[record.peer] = known
+                continue
+            new = told(record, at, known)
+            grown = growth(known, new) if known is not None else NONE
+            if known is not None and grown is None:
+                self.rejected += 1
+                if known.started_at == new.started_at and new.totals.since(known.totals) is None:
+                    new = replace(new, totals=known.totals)  # Nobody gains by counting down and up again.
+            elif grown is not None and grown != NONE:
+                self._totals += grown
+            present[record.peer] = new
+        self._told = present
+        self._past.append((now, self._totals))
+        while len(self._past) > 2 and self._past[1][0] <= now - WINDOW_SECONDS:
+            self._past.popleft()
+
+    def served(self) -> Served:
+        """As of the last look."""
+        if not self._past:
+            return NOTHING
+        (first, before), (last, after) = self._past[0], self._past[-1]
+        return Served(after, after.since(before) or NONE, last - first)
+
+    def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
+        """Values for the history since the last call: by series, and by kind of latency.
+
+        Args:
+            now: Wall-clock second.
+            sessions: That are open; None where no peer serves.
+        """
+        before, self._point = self._point, (now, self._totals)
+        if before is None or now <= before[0]:
+            return {}, {}
+        grown = self._totals.since(before[1]) or NONE
+        if sessions is None and grown == NONE:
+            return {}, {}
+        values: dict[str, float | Amount] = {
+            "served_tokens_per_second": Amount(grown.generated_tokens, now - before[0]),
+            "served_prompt_tokens_per_second": Amount(grown.prompt_tokens, now - before[0]),
+            "served_requests": float(grown.requests),
+            "served_failures": float(grown.failed_requests),
+        }
+        if sessions is not None:
+            values["sessions"] = float(sessions)
+        latencies = {"first_token_seconds": grown.first_token, "token_seconds": grown.token}
+        return values, {name: each for name, each in latencies.items() if each.total}
+
+
+def since_their_start(records: Sequence[PeerRecord]) -> Served:
+    """What those who are here served since each of them started, for who looks once."""
+    totals = sum((record.serving.totals for record in records if record.serving is not None), NONE)
+    return Served(totals, totals)
+
+
+def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
+    """What the swarm serves.
+
+    Args:
+        records: Of all peers.
+        served: What they served.
+    """
+    reports = [record.serving for record in records if record.serving is not None]
+    totals, recent = served.totals, served.recent
+    is_known = bool(reports) and served.seconds > 0
+    return ServingView(
+        peers=len(reports),
+        sessions=sum(report.sessions for report in reports),
+        tokens_per_second=recent.generated_tokens / served.seconds if is_known else None,
+        prompt_tokens_per_second=recent.prompt_tokens / served.seconds if is_known else None,
+        requests=totals.requests,
+        failed_requests=totals.failed_requests,
+        generated_tokens=totals.generated_tokens,
+        prompt_tokens=totals.prompt_tokens,
+        first_token=LatencyView(percentiles(recent.first_token), totals.first_token.counts, totals.first_token.seconds),
+        token=LatencyView(percentiles(recent.token), totals.token.counts, totals.token.seconds),
+        bounds=BOUNDS,
+    )
+
+
+def served_view(report: ServingReport) -> ServedView:
+    """What one peer says that it served since it started."""
+    totals = report.totals
+    return ServedView(
+        sessions=report.sessions,
+        requests=totals.requests,
+        failed_requests=totals.failed_requests,
+        generated_tokens=totals.generated_tokens,
+        prompt_tokens=totals.prompt_tokens,
+        first_token=percentiles(totals.first_token),
+        token=percentiles(totals.token),
+    )
+
+
+def percentiles(latencies: Latencies) -> Percentiles:
+    """Those that are shown."""
+    return Percentiles(latencies.quantile(0.5), latencies.quantile(0.95), latencies.quantile(0.99))

@@ -1,0 +1,130 @@
+"""The stages of a model: which peers stand where in each, who hosts it, how fast it is, and what a loss would break.
+
+A model that is not cut is one stage, which every trainer holds. The stages of one that is cut are averaged each by its
+own hosts, with rounds, a lineage and a digest of its own: what two peers hold is only ever compared within one stage.
+Pure functions of what peers publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from p2ptrain.network.records.record import PeerRecord, StageReport
+from p2ptrain.status.views import PeerView, StageView
+
+HOSTING = ("training", "serving", "paused")
+ARRIVING = ("starting", "syncing")
+TRAINING_ROLES = ("trainer", "stage")
+"""Who takes part in training: holds the model or a part of it, or sends microbatches through others."""
+WHOLE = -1
+"""Stands for the number of a stage where the model is not cut."""
+
+
+class Standing(NamedTuple):
+    """Where a peer stands in one lineage; ``unit`` is the stage's number or that of what two stages share."""
+
+    unit: int
+    round: int
+    lineage: bytes
+    digest: bytes
+    tokens: int
+
+
+def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
+    """What a peer says of stages that there are, and of what is averaged beside them; none where there is one stage."""
+    return [stage for stage in record.stages if stage.unit <= num_stages] if num_stages > 1 else []
+
+
+def standings(record: PeerRecord, num_stages: int) -> list[Standing]:
+    """Where a peer stands in all that it averages; empty for those who do not train, or only feed a pipeline."""
+    if record.role not in TRAINING_ROLES:
+        return []
+    if num_stages == 1:
+        return [Standing(WHOLE, record.round, record.lineage, record.digest, record.lineage_tokens)]
+    return [
+        Standing(stage.unit, stage.round, stage.lineage, stage.digest, stage.lineage_tokens)
+        for stage in reports_of(record, num_stages)
+    ]
+
+
+def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Spans of blocks in order, with those in one that touch."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if found and low <= found[-1][1]:
+            found[-1] = (found[-1][0], max(high, found[-1][1]))
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def hosts_stage(peer: PeerView, number: int) -> bool:
+    """Whether a peer has the state of a stage, whose blocks need not be known."""
+    return any(each.unit == number and each.digest for each in peer.hosting)
+
+
+def holds(peer: PeerView, span: tuple[int, int]) -> bool:
+    """Whether a peer has all blocks of a span."""
+    return any(low <= span[0] and span[1] <= high for low, high in peer.spans)
+
+
+def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> list[StageView]:
+    """Who hosts each stage of the model, and what losing one host would break.
+
+    Args:
+        spans: By stage: its first block and the one after its last.
+        peers: All of them.
+    """
+    hosting = [peer for peer in peers if peer.state in HOSTING]
+    hosts = [
+        [peer for peer in hosting if (holds(peer, span) if span[0] < span[1] else hosts_stage(peer, number))]
+        for number, span in enumerate(spans)
+    ]
+    speeds = [sum(_speed(peer, number) for peer in of_stage) for number, of_stage in enumerate(hosts)]
+    loads = _loads([bool(of_stage) for of_stage in hosts], speeds)
+    return [
+        StageView(
+            number=number,
+            blocks=span,
+            hosts=tuple(peer.peer for peer in of_stage),
+            syncing=tuple(peer.peer for peer in peers if _is_on_the_way(peer, number, len(spans))),
+            waiting=sum(each.waiting for peer in of_stage for each in peer.hosting if each.unit == number),
+            tokens_per_second=speed,
+            load=load,
+            is_bottleneck=len(spans) > 1 and (not of_stage or (load == 1.0 and min(speeds) < max(speeds))),
+            risk=_risk(number, len(spans), of_stage),
+        )
+        for number, (span, of_stage, speed, load) in enumerate(zip(spans, hosts, speeds, loads, strict=True))
+    ]
+
+
+def _speed(peer: PeerView, stage: int) -> float:
+    """A host of a pipeline says what it can do for a stage; who holds the whole model, how fast it trains."""
+    if not peer.hosting:
+        return peer.tokens_per_second
+    return sum(each.tokens_per_second for each in peer.hosting if each.unit == stage)
+
+
+def _loads(covered: Sequence[bool], speeds: Sequence[float]) -> list[float | None]:
+    if len(speeds) < 2 or not all(covered) or min(speeds) <= 0:
+        return [None] * len(speeds)
+    return [min(speeds) / speed for speed in speeds]
+
+
+def _is_on_the_way(peer: PeerView, stage: int, num_stages: int) -> bool:
+    if peer.state not in ARRIVING:
+        return False
+    return stage in peer.stages if num_stages > 1 else peer.role == "trainer"
+
+
+def _risk(number: int, num_stages: int, hosts: Sequence[PeerView]) -> str:
+    if len(hosts) > 1:
+        return ""
+    if num_stages == 1:
+        if not hosts:
+            return "nobody trains: the swarm stands still"
+        return f"only {hosts[0].name} holds the model: losing it loses all since its last checkpoint"
+    if not hosts:
+        return f"stage {number} has no host: training waits"
+    return f"stage {number} has one host, {hosts[0].name}: losing it stops training"

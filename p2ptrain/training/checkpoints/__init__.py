@@ -1,0 +1,1 @@
+"""Checkpoints of what a peer trains."""

@@ -1,0 +1,435 @@
+"""Checkpoints on disk: whole or not there.
+
+A checkpoint is a folder, ``000042-round-1337``: the first number counts saves, so the largest is the newest. In it::
+
+    shared.safetensors    the shared state, whose digest the head names
+    local.safetensors     what is this peer's alone: inner optimizer, residual
+    checkpoint.json       format, swarm, head, SHA-256 and size of the other files, a checksum of itself; canonical JSON
+    stages.json           of a stage's, once it is complete: the other stages' digests (`stage_list.py`)
+
+It is written in a hidden folder, synced to disk, and renamed, so a crash leaves the checkpoints before it as they were,
+and a hidden folder that the next save or start removes. A lock file keeps that from removing what another process is
+writing. Tensors are written one after another from where they lie; a second copy of all of them never exists.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
+from p2ptrain.progress import Jobs, untold
+from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
+from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
+from p2ptrain.training.state.digest import NamedTensors, merkle_tree
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+SHARED_FILE = "shared.safetensors"
+LOCAL_FILE = "local.safetensors"
+DESCRIPTION_FILE = "checkpoint.json"
+LOCK_FILE = ".lock"
+
+MAX_DESCRIPTION_BYTES = 64 << 20
+SPARE_BYTES = 16 << 20
+
+_NAME = re.compile(r"(\d{6,})-round-\d+")
+_UNFINISHED = ".unfinished-"
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint says about itself; its files are not looked at yet.
+
+    Attributes:
+        path: Its folder.
+        head: Where the lineage stood.
+        swarm: The manifest's digest, 32 bytes.
+        num_bytes: Size of its tensor files.
+        extra: The plain values that it was saved with.
+    """
+
+    path: Path
+    head: Head
+    swarm: bytes
+    num_bytes: int
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint whose every byte was verified.
+
+    Attributes:
+        path: Where it came from.
+        head: Where the lineage stood.
+        swarm: The manifest's digest, 32 bytes.
+        tensors: The shared state, as `p2ptrain.training.state.shared_state.SharedState.replace` takes it.
+        local: This peer's own tensors by name, on the CPU.
+        extra: The plain values that it was saved with.
+    """
+
+    path: Path
+    head: Head
+    swarm: bytes
+    tensors: list[tuple[str, Tensor]]
+    local: dict[str, Tensor]
+    extra: dict[str, Any]
+
+
+def save_checkpoint(
+    directory: Path,
+    *,
+    head: Head,
+    tensors: NamedTensors,
+    local: dict[str, Tensor],
+    extra: dict[str, Any],
+    swarm: bytes,
+    keep_last: int,
+) -> Path:
+    """Write a checkpoint, all of it or nothing, and delete the oldest beyond ``keep_last``.
+
+    Nothing may change the tensors meanwhile: call it on the thread that trains. If something does, that is found, and
+    nothing is saved.
+
+    Args:
+        directory: Holds the checkpoints; made when it is not there.
+        head: Where the lineage stands.
+        tensors: The shared state, whose digest ``head`` names.
+        local: This peer's own tensors, on any device.
+        extra: Plain values that JSON can hold.
+        swarm: The manifest's digest, 32 bytes.
+        keep_last: How many checkpoints to keep, this one included; at least 1.
+
+    Returns:
+        The new checkpoint's folder.
+
+    Raises:
+        ResourceError: The disk is full or cannot be written; earlier checkpoints are intact.
+        CheckpointError: The shared state has not the digest of ``head``, or a tensor changed meanwhile.
+        ValueError: ``keep_last`` is less than 1, or ``extra`` is not plain.
+    """
+    if keep_last < 1:
+        raise ValueError("keep_last must be at least 1")
+    try:
+        extra = json.loads(json.dumps(extra))
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"extra must hold what JSON can hold: {error}") from error
+    num_bytes = sum(tensor.nbytes for tensor in [*(tensor for _, tensor in tensors), *local.values()])
+    versions = _versions(tensors, local)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory):
+            _remove_unfinished(directory)
+            _check_room(directory, num_bytes)
+            number = 1 + max((_number(path) for path in _folders(directory)), default=0)
+            path = directory / f"{number:06d}-round-{head.round}"
+            unfinished = directory / f"{_UNFINISHED}{path.name}"
+            try:
+                unfinished.mkdir()
+                _write_files(unfinished, head, tensors, local, extra, swarm)
+                if _versions(tensors, local) != versions:
+                    raise CheckpointError("a tensor changed while it was saved: save on the thread that trains")
+                _sync_folder(unfinished)
+                unfinished.rename(path)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
+            _sync_folder(directory)
+            _prune(directory, keep_last)
+    except OSError as error:
+        raise ResourceError(
+            f"cannot save a checkpoint of {num_bytes >> 20} MiB in {directory}: {error.strerror or error};"
+            " earlier checkpoints are intact: free some space or choose another directory"
+        ) from error
+    return path
+
+
+def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
+    """The checkpoints in ``directory``, oldest first; what cannot be read is left out, with a warning.
+
+    Their tensors are not verified: see `verify_checkpoint`.
+    """
+    found = []
+    for path in _folders(directory):
+        try:
+            found.append(_read_info(path)[0])
+        except CheckpointError as error:
+            logger.warning("%s", error)
+    return found
+
+
+def describe_checkpoint(path: Path) -> CheckpointInfo:
+    """What a checkpoint says about itself; its tensors are not verified.
+
+    Raises:
+        CheckpointError: Its description is missing or damaged.
+    """
+    return _read_info(path)[0]
+
+
+def verify_checkpoint(path: Path, jobs: Jobs = untold) -> CheckpointInfo:
+    """Check every byte of a checkpoint.
+
+    Args:
+        path: Its folder.
+        jobs: Told how far that is.
+
+    Raises:
+        CheckpointError: Something is missing or changed; names the file and what to do.
+    """
+    info, files = _read_info(path)
+    checked = 0
+    with jobs(f"checking {path.name}") as advance:
+
+        def on_bytes(count: int) -> None:
+            nonlocal checked
+            checked += count
+            advance(checked, info.num_bytes)
+
+        for name, described in files.items():
+            _check_file(path / name, described, on_bytes)
+    return info
+
+
+def load_checkpoint(path: Path, jobs: Jobs = untold) -> LoadedCheckpoint:
+    """Verify a checkpoint and read it.
+
+    Args:
+        path: Its folder.
+        jobs: Told how far that is.
+
+    Raises:
+        CheckpointError: Something is missing or changed, or the shared state has not the digest that its head names.
+    """
+    info = verify_checkpoint(path, jobs)
+    with jobs(f"reading {path.name}", ""):
+        shared = _read_tensors(path / SHARED_FILE)
+        local = dict(_read_tensors(path / LOCAL_FILE))
+        is_right = merkle_tree(shared).root == info.head.digest
+    if not is_right:
+        raise CheckpointError(f"{path / SHARED_FILE} has not the digest of its round: {_ADVICE}")
+    return LoadedCheckpoint(path, info.head, info.swarm, shared, local, info.extra)
+
+
+def load_newest_valid(directory: Path, swarm: bytes, jobs: Jobs = untold) -> LoadedCheckpoint | None:
+    """Read the newest checkpoint that is whole, and clean up after a crash; None when there is no checkpoint.
+
+    Args:
+        directory: Holds the checkpoints.
+        swarm: The manifest's digest, 32 bytes.
+        jobs: Told how far that is.
+
+    Raises:
+        CheckpointError: There are checkpoints, and none is whole.
+        IncompatibleError: There are whole ones, of other swarms only.
+    """
+    _clean_up(directory)
+    folders = _folders(directory)
+    foreign = 0
+    for path in reversed(folders):
+        try:
+            if _read_info(path)[0].swarm != swarm:
+                foreign += 1
+                continue
+            return load_checkpoint(path, jobs)
+        except CheckpointError as error:
+            logger.warning("skipped a checkpoint: %s", error)
+    if foreign:
+        raise IncompatibleError(f"the checkpoints in {directory} belong to another swarm: choose another directory")
+    if folders:
+        raise CheckpointError(
+            f"none of the {len(folders)} checkpoints in {directory} is whole:"
+            " restore them from a backup, or move the directory away to begin anew"
+        )
+    return None
+
+
+_ADVICE = "delete this checkpoint; the one before it will be used"
+
+
+def _write_files(
+    folder: Path, head: Head, tensors: NamedTensors, local: dict[str, Tensor], extra: dict[str, Any], swarm: bytes
+) -> None:
+    files = {
+        SHARED_FILE: write_tensors(folder / SHARED_FILE, tensors),
+        LOCAL_FILE: write_tensors(folder / LOCAL_FILE, list(local.items())),
+    }
+    # Hashed after the writing, so that a change during it shows in one of the two.
+    if merkle_tree(tensors).root != head.digest:
+        raise CheckpointError("the shared state has not the digest of its round: nothing was saved; re-sync first")
+    values = head.to_dict()
+    description = {
+        "format": FORMAT,
+        "swarm": swarm.hex(),
+        "head": {key: value.hex() if isinstance(value, bytes) else value for key, value in values.items()},
+        "files": {name: {"sha256": written.sha256, "bytes": written.num_bytes} for name, written in files.items()},
+        "extra": extra,
+    }
+    data = _canonical({**description, "checksum": _checksum(description)})
+    with (folder / DESCRIPTION_FILE).open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
+    file = path / DESCRIPTION_FILE
+    try:
+        if file.stat().st_size > MAX_DESCRIPTION_BYTES:
+            raise ValueError("too large")
+        data = file.read_bytes()
+        description = json.loads(data)
+        checksum = description.pop("checksum")
+        if checksum != _checksum(description) or data != _canonical({**description, "checksum": checksum}):
+            raise ValueError("its checksum is wrong")
+        if description["format"] != FORMAT:
+            raise CheckpointError(
+                f"{file} has format {description['format']}, this version reads {FORMAT}: use the version that wrote it"
+            )
+        values = description["head"]
+        for key in ("lineage", "digest", "certificate"):
+            values[key] = bytes.fromhex(values[key])
+        head = Head.from_dict(values)
+        files: dict[str, dict[str, Any]] = description["files"]
+        if set(files) != {SHARED_FILE, LOCAL_FILE}:
+            raise ValueError("it does not list the right files")
+        num_bytes = sum(described["bytes"] for described in files.values())
+        swarm = bytes.fromhex(description["swarm"])
+        return CheckpointInfo(path, head, swarm, num_bytes, description["extra"]), files
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, IntegrityError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{file} is damaged ({error}): {_ADVICE}") from error
+
+
+def _check_file(file: Path, described: dict[str, Any], on_bytes: Callable[[int], None]) -> None:
+    try:
+        found = hash_file(file, on_bytes)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror or error}): {_ADVICE}") from error
+    if found.num_bytes != described["bytes"]:
+        raise CheckpointError(f"{file} has {found.num_bytes} bytes, not {described['bytes']}: {_ADVICE}")
+    if found.sha256 != described["sha256"]:
+        raise CheckpointError(f"{file} was changed after it was written: {_ADVICE}")
+
+
+def _read_tensors(file: Path) -> list[tuple[str, Tensor]]:
+    """Copies of a verified file's tensors, in the order in which they were saved."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            order = json.loads((opened.metadata() or {}).get("order", "[]"))
+            return [(name, opened.get_tensor(name).clone()) for name in order]
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): {_ADVICE}") from error
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, indent=1).encode() + b"\n"
+
+
+def _checksum(description: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(description)).hexdigest()
+
+
+def _versions(tensors: NamedTensors, local: dict[str, Tensor]) -> list[tuple[str, int]]:
+    """torch counts the in-place changes of each tensor; equal lists mean that none happened between."""
+    return [(name, tensor._version) for name, tensor in [*tensors, *local.items()] if not tensor.is_inference()]
+
+
+# Folders
+
+
+def _folders(directory: Path) -> list[Path]:
+    """All checkpoints, oldest first, whether or not they are whole."""
+    try:
+        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    except FileNotFoundError:
+        return []
+    return sorted(paths, key=_number)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split("-", 1)[0])
+
+
+def _prune(directory: Path, keep_last: int) -> None:
+    """Delete the oldest; renamed first, so that a crash leaves no checkpoint with half its files.
+
+    Of a stage's, the last complete one stays: nothing that is newer makes a model together with the other stages'.
+    """
+    folders = _folders(directory)
+    complete = [path for path in folders if (path / STAGES_FILE).is_file()]
+    for path in folders[:-keep_last]:
+        if complete and path == complete[-1]:
+            continue
+        doomed = directory / f"{_UNFINISHED}{path.name}"
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _remove_unfinished(directory: Path) -> None:
+    for path in directory.glob(f"{_UNFINISHED}*"):
+        logger.info("removed %s, left by a save that was interrupted", path)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _clean_up(directory: Path) -> None:
+    """Remove what a crash left, unless another process is writing here now."""
+    if not directory.is_dir():
+        return
+    try:
+        with _locked(directory):
+            _remove_unfinished(directory)
+    except (ResourceError, OSError) as error:
+        logger.info("did not clean up in %s: %s", directory, error)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock, which dies with the process; `ResourceError` when another has it."""
+    descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResourceError(
+                f"another process is saving a checkpoint in {directory}: give each peer a directory of its own"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_room(directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes + SPARE_BYTES:
+        raise ResourceError(
+            f"a checkpoint of {num_bytes >> 20} MiB does not fit in {directory}, which has {free >> 20} MiB free;"
+            " earlier checkpoints are intact: free some space or choose another directory"
+        )
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

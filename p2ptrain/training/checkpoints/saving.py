@@ -1,0 +1,246 @@
+"""What a training peer saves and takes up again: the shared state, and what is this peer's alone.
+
+Its own are the inner optimizer's state, the error-feedback residual, the number of its steps, and the work that it has
+not contributed yet. All of it is restored at the checkpoint's head, before the peer follows the swarm: the certificates
+of the rounds since then say what of that work and of the residual they hold, and catching up drops it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from p2ptrain.errors import CheckpointError, IntegrityError, ResourceError
+from p2ptrain.training.checkpoints.files import LoadedCheckpoint, save_checkpoint
+from p2ptrain.training.checkpoints.save_policy import SavePolicy
+from p2ptrain.training.state.shared_state import SharedState
+
+if TYPE_CHECKING:
+    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.sync.synchronizer import Synchronizer
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER = "optimizer"
+"""How the names of the inner optimizer's tensors begin."""
+
+
+class Saver:
+    """Saves one training peer, and restores it.
+
+    All methods but `save_shared` are called on the thread that trains.
+    """
+
+    def __init__(
+        self, directory: Path, policy: SavePolicy, synchronizer: Synchronizer, optimizer: SwarmOptimizer, swarm: bytes
+    ) -> None:
+        """
+        Args:
+            directory: Holds one folder per checkpoint.
+            policy: When to save.
+            synchronizer: Has the shared state and the residual.
+            optimizer: Has what is the peer's own.
+            swarm: The manifest's digest, 32 bytes.
+        """
+        self._directory = directory
+        self._policy = policy
+        self._synchronizer = synchronizer
+        self._optimizer = optimizer
+        self._swarm = swarm
+        self._saved_round = synchronizer.head.round
+        self._saved_at = time.monotonic()
+        self._writer: ThreadPoolExecutor | None = None
+        self._writing: Future[Path] | None = None
+        self._disk = threading.Lock()
+
+    def restore(self, checkpoint: LoadedCheckpoint) -> None:
+        """Take up what is the peer's own; after `restore_shared`, before the peer follows the swarm.
+
+        What does not fit this model or optimizer any more is dropped with a warning.
+        """
+        work, extra, local = self._optimizer.work, checkpoint.extra, checkpoint.local
+        self._saved_round = checkpoint.head.round
+        self._optimizer.total_steps = int(extra.get("steps", 0))
+        moments = {name: tensor for name, tensor in local.items() if name.startswith(OPTIMIZER)}
+        if "optimizer_state" in extra and _is_finite("the inner optimizer's state", moments):
+            try:
+                self._optimizer.load_inner_state(_unflatten(extra["optimizer_state"], local))
+            except (ValueError, KeyError, RuntimeError) as error:
+                logger.warning(
+                    "the inner optimizer in %s does not fit this one, and begins anew: %s", checkpoint.path, error
+                )
+        if "residual" in local and _is_finite("the residual", {"residual": local["residual"]}):
+            self._synchronizer.restore_residual(local["residual"])
+        waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
+        if waiting and _is_finite("the work that waits", waiting) and work.restore(extra["work"], waiting):
+            self._synchronizer.averager.own_work.forget(range(len(work.pending)))
+        else:
+            work.state.layout.write(work.state.vector, work.module)
+
+    # --- saving
+
+    def is_due(self) -> bool:
+        """True if the policy asks for a checkpoint now."""
+        every, minutes = self._policy.every_rounds, self._policy.every_minutes
+        rounds_due = every and self._synchronizer.head.round - self._saved_round >= every
+        return bool(rounds_due or (minutes and time.monotonic() - self._saved_at >= 60 * minutes))
+
+    def save(self) -> Path:
+        """Write a checkpoint now.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            ResourceError: The disk is full or cannot be written.
+            CheckpointError: The shared state in memory is damaged, or the inner optimizer's state cannot be written.
+        """
+        self.wait()
+        local, extra = self._own()
+        path = self._write(self._synchronizer.head, self._synchronizer.state.tensors(), local, extra)
+        self._mark()
+        return path
+
+    def save_shared(self) -> Path:
+        """Write what the swarm shares, without what is the peer's own, while the training thread is stuck.
+
+        Called on the thread that changes the shared state.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ResourceError: The disk is full or cannot be written.
+            CheckpointError: The shared state is damaged, or between two rounds.
+        """
+        state = self._synchronizer.state
+        return self._write(state.head, state.tensors(), {}, {"steps": self._optimizer.total_steps})
+
+    def save_in_background(self) -> None:
+        """Copy what is to be saved, and write it while training goes on.
+
+        Does nothing while the last one is still being written. Needs memory for a second copy of all of it until it is
+        written. Failures are logged.
+        """
+        if self._writing is not None and not self._writing.done():
+            return
+        self.wait()
+        self._mark()
+        try:
+            local, extra = self._own()
+            tensors = [(name, tensor.clone()) for name, tensor in self._synchronizer.state.tensors()]
+            local = {name: tensor.clone() for name, tensor in local.items()}
+        except (CheckpointError, RuntimeError) as error:  # torch raises the latter when memory is short.
+            logger.error("cannot save: %s", error)
+            return
+        if self._writer is None:
+            self._writer = ThreadPoolExecutor(1, thread_name_prefix="p2ptrain-save")
+        self._writing = self._writer.submit(self._write, self._synchronizer.head, tensors, local, extra)
+
+    def save_if_due(self) -> None:
+        """Save in the background if the policy asks for a checkpoint now."""
+        if self.is_due():
+            self.save_in_background()
+
+    def save_last(self) -> None:
+        """Write a checkpoint and end the writer; a failure is logged."""
+        try:
+            logger.info("saved %s", self.save())
+        except (ResourceError, CheckpointError) as error:
+            logger.error("%s", error)
+        self.close()
+
+    def wait(self) -> None:
+        """Wait for what is being written; a failure is logged."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            logger.info("saved %s", writing.result())
+        except (ResourceError, CheckpointError) as error:
+            logger.error("%s", error)
+
+    def close(self) -> None:
+        """Wait for what is being written, and end the writer; idempotent."""
+        self.wait()
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    def _write(self, head: Any, tensors: Any, local: dict[str, torch.Tensor], extra: dict[str, Any]) -> Path:
+        with self._disk:
+            return save_checkpoint(
+                self._directory, head=head, tensors=tensors, local=local, extra=extra, swarm=self._swarm,
+                keep_last=self._policy.keep_last,
+            )  # fmt: skip
+
+    def _mark(self) -> None:
+        self._saved_round, self._saved_at = self._synchronizer.head.round, time.monotonic()
+
+    def _own(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the peer's own tensors, most of them live memory, and its plain values."""
+        optimizer, residual = self._optimizer, self._synchronizer.feedback.residual
+        local: dict[str, torch.Tensor] = {}
+        extra: dict[str, Any] = {"steps": optimizer.total_steps}
+        if residual is not None and _is_finite("the residual", {"residual": residual}):
+            local["residual"] = residual
+        if not optimizer.is_inner_shared:
+            flat: dict[str, torch.Tensor] = {}
+            layout = _flatten(optimizer.inner.state_dict()["state"], flat)
+            if _is_finite("the inner optimizer's state", flat):
+                extra["optimizer_state"] = layout
+                local |= flat
+        counts, waiting = optimizer.work.to_save()
+        if _is_finite("the work that waits", waiting):
+            extra["work"] = counts
+            local |= waiting
+        return local, extra
+
+
+def restore_shared(state: SharedState, checkpoint: LoadedCheckpoint) -> None:
+    """Take over the shared state that a checkpoint holds.
+
+    Raises:
+        IntegrityError: It does not have the digest that it claims.
+    """
+    state.replace(checkpoint.tensors, checkpoint.head)
+    if state.tree().root != checkpoint.head.digest:
+        raise IntegrityError(f"the state in {checkpoint.path} does not have its digest: delete that checkpoint")
+
+
+def _is_finite(what: str, tensors: dict[str, torch.Tensor]) -> bool:
+    """True if ``what``, of which these are the tensors, may be saved or restored; a warning is logged if not."""
+    if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        return True
+    logger.warning("%s has values that are not finite: a checkpoint does not carry it on", what)
+    return False
+
+
+def _flatten(value: Any, tensors: dict[str, torch.Tensor], path: str = OPTIMIZER) -> Any:
+    """Replace the tensors of a state dict by references into ``tensors``, so that the rest is JSON."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.detach().cpu().contiguous()
+        return {"tensor": path}
+    if isinstance(value, dict):
+        return {"dict": [[key, _flatten(item, tensors, f"{path}.{key}")] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"list": [_flatten(item, tensors, f"{path}.{i}") for i, item in enumerate(value)]}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return {"value": value}
+    raise CheckpointError(f"{path} is of type {type(value).__name__}, which a checkpoint cannot hold")
+
+
+def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return what `_flatten` was given; raise `KeyError` for what is missing."""
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "dict" in value:
+        return {key: _unflatten(item, tensors) for key, item in value["dict"]}
+    if "list" in value:
+        return [_unflatten(item, tensors) for item in value["list"]]
+    return value["value"]

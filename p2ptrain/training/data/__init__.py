@@ -1,0 +1,1 @@
+"""Which text and which samples a peer reads."""

@@ -1,0 +1,341 @@
+"""Text to tokens: where a swarm's text comes from, how it is encoded, and which of it is kept for measuring.
+
+Every peer reads the same text on its own machine, so the corpus has a fingerprint: two peers whose fingerprints are
+equal read the same samples for the same positions (`p2ptrain.training.data.windows`). Sources:
+
+- ``stdlib``: the sources of the Python standard library, no downloads needed. Only modules that every build of one
+  Python version has; no tests, no site-packages, and no generated tables, whose easy lines would flatter the held-out
+  loss. Another version of Python (or a patched one) has another fingerprint.
+- ``path:DIR_OR_FILE``: text files below a folder, or one file.
+- ``datasets:NAME`` or ``datasets:NAME:CONFIG``: the ``text`` column of a Hugging Face data set (needs ``datasets``).
+
+Documents, not windows, are held out, so that no held-out text is ever trained on. Each document ends with an end mark:
+byte 0 for the byte tokenizer, the tokenizer's own end-of-sequence token otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.manifest import DataSpec
+from p2ptrain.progress import Jobs, untold
+
+logger = logging.getLogger(__name__)
+
+Tokens = npt.NDArray[np.unsignedinteger[Any]]
+"""One-dimensional token ids in the smallest of uint8, uint16 and uint32 that holds them; may be memory-mapped."""
+
+END_OF_DOCUMENT = 0
+"""The byte tokenizer's end mark; text has no zero bytes."""
+
+_CACHE_VERSION = 1
+_MIN_DOCUMENTS = 50
+_MIN_WINDOWS = 16
+_EXCLUDED_FOLDERS = frozenset({"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages"})
+_OPTIONAL_MODULES = frozenset({"distutils", "ensurepip", "idlelib", "lib2to3", "tkinter", "turtledemo", "venv"})
+_GENERATED_MODULES = frozenset({"encodings", "msilib", "pydoc_data"})
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text with a name that is the same on every machine."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Encoded text, split in two parts that share no document.
+
+    Attributes:
+        train: Tokens to train on, shape ``[num_train_tokens]``.
+        held_out: Tokens to measure on, shape ``[num_held_out_tokens]``.
+        fingerprint: SHA-256 over both parts, 32 bytes: equal on two machines exactly if their tokens are.
+        vocabulary: The number of different tokens that the tokenizer may give.
+    """
+
+    train: Tokens
+    held_out: Tokens
+    fingerprint: bytes
+    vocabulary: int
+
+
+def load_corpus(
+    spec: DataSpec, context: int, vocabulary: int, cache: Path | None = None, jobs: Jobs = untold
+) -> Corpus:
+    """Read, encode and split the text that ``spec`` names, or take it from the cache.
+
+    Args:
+        spec: The manifest's ``[data]`` section.
+        context: The model's sequence length in tokens; the text must fill some windows of it.
+        vocabulary: The model's number of tokens.
+        cache: A folder for encoded corpora, created as needed; several processes may share it. None: no cache.
+        jobs: Told how far that is.
+
+    Raises:
+        ConfigError: The source or tokenizer is missing, cannot be read, is empty or too short, or does not fit the
+            model's vocabulary.
+    """
+    encode, tokenizer_vocabulary = _load_tokenizer(spec.tokenizer)
+    if tokenizer_vocabulary > vocabulary:
+        raise ConfigError(
+            f"data.tokenizer {spec.tokenizer!r} has {tokenizer_vocabulary} tokens: "
+            f"set model.vocabulary to at least that (it is {vocabulary})"
+        )
+    entry = None if cache is None else cache / _cache_key(spec)
+    corpus = None if entry is None else _read_cache(entry)
+    if corpus is None:
+        corpus = _build(spec, encode, tokenizer_vocabulary, jobs)
+        if entry is not None:
+            corpus = _write_cache(entry, corpus)
+    for name, part, windows in (("training", corpus.train, _MIN_WINDOWS), ("held-out", corpus.held_out, 1)):
+        if len(part) < windows * context + 1:
+            raise ConfigError(
+                f"data.source {spec.source!r} is too short: {len(part)} {name} tokens, but model.context = {context} "
+                f"needs {windows * context + 1}; give more text or a smaller context"
+            )
+    return corpus
+
+
+def read_documents(source: str) -> Iterator[Document]:
+    """Yield the documents of ``source`` in an order that is the same on every machine; empty ones are left out.
+
+    Raises:
+        ConfigError: The source is unknown, missing, unreadable, or needs a package that is not installed.
+    """
+    kind, _, argument = source.partition(":")
+    if source == "stdlib":
+        return _standard_library()
+    if kind == "path" and argument:
+        return _path(Path(argument).expanduser())
+    if kind == "datasets" and argument:
+        return _data_set(argument)
+    raise ConfigError(f"unknown data.source {source!r}: use stdlib, path:DIR_OR_FILE or datasets:NAME")
+
+
+def split_documents(documents: list[Document], fraction: float, seed: int) -> tuple[list[Document], list[Document]]:
+    """Choose the held-out documents: a pure function of names, sizes, fraction and seed.
+
+    Documents are visited in the order of a seeded hash of their names and held out until they make up ``fraction`` of
+    the bytes; one that would overshoot by more than half is passed over. Where there are few documents they are first
+    cut at line ends into about 100 pieces, so that one large file works too.
+
+    Returns:
+        The training and the held-out documents, each in the order given.
+    """
+    total = sum(len(document.content) for document in documents)
+    if len(documents) < _MIN_DOCUMENTS:
+        documents = [piece for document in documents for piece in _cut(document, max(1, total // (2 * _MIN_DOCUMENTS)))]
+    target = total * fraction
+    order = sorted(range(len(documents)), key=lambda index: _seeded_hash(seed, documents[index].name))
+    held_out: set[int] = set()
+    taken = 0
+    for index in order:
+        size = len(documents[index].content)
+        if taken >= target:
+            break
+        if taken + size <= 1.5 * target:
+            held_out.add(index)
+            taken += size
+    train = [document for index, document in enumerate(documents) if index not in held_out]
+    return train, [documents[index] for index in sorted(held_out)]
+
+
+def _seeded_hash(seed: int, name: str) -> bytes:
+    return hashlib.sha256(f"held-out {seed} {name}".encode()).digest()
+
+
+def _cut(document: Document, size: int) -> Iterator[Document]:
+    """Contiguous pieces of at least ``size`` bytes (the last may be shorter) that end with a line where possible."""
+    content, start, number = document.content, 0, 0
+    while start < len(content):
+        newline = content.find(b"\n", start + size - 1, start + 2 * size)
+        end = newline + 1 if newline >= 0 else start + size
+        yield Document(f"{document.name}#{number}", content[start:end])
+        start, number = end, number + 1
+
+
+def _standard_library() -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    modules = sys.stdlib_module_names - _OPTIONAL_MODULES - _GENERATED_MODULES
+    names = [name for name in _files_below(root, ".py") if name.split("/")[0].removesuffix(".py") in modules]
+    if not names:
+        raise ConfigError(f"no standard library sources in {root}: set data.source to path:DIR_OR_FILE")
+    return _read_files(root, names)
+
+
+def _path(path: Path) -> Iterator[Document]:
+    if path.is_file():
+        return _read_files(path.parent, [path.name])
+    if path.is_dir():
+        return _read_files(path, _files_below(path, ""))
+    raise ConfigError(f"data.source: {path} does not exist: give an existing text file or folder")
+
+
+def _files_below(root: Path, suffix: str) -> list[str]:
+    """Names of files relative to ``root`` with ``/`` between the parts, sorted; no hidden, test or package folders."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS and not name.startswith(".")]
+        relative = Path(folder).relative_to(root)
+        found += [(relative / name).as_posix() for name in files if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(found)
+
+
+def _read_files(root: Path, names: list[str]) -> Iterator[Document]:
+    for name in names:
+        try:
+            content = (root / name).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.source: cannot read {root / name}: {error.strerror}") from error
+        if content and 0 not in content:  # a zero byte: not text
+            yield Document(name, content)
+
+
+def _data_set(argument: str) -> Iterator[Document]:
+    try:
+        import datasets  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ConfigError(
+            f"data.source datasets:{argument} needs the package 'datasets': run pip install datasets"
+        ) from error
+    name, _, config = argument.partition(":")
+    try:
+        rows = datasets.load_dataset(name, config or None, split="train")
+    except Exception as error:  # the library raises errors of many kinds of its own and of those below it
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"data.source datasets:{argument} cannot be loaded: {reason}") from error
+    if "text" not in rows.column_names:
+        raise ConfigError(f"data.source datasets:{argument} has no column 'text', only {', '.join(rows.column_names)}")
+    return (
+        Document(f"{index}", row["text"].replace("\0", "").encode()) for index, row in enumerate(rows) if row["text"]
+    )
+
+
+Encoder = Callable[[bytes], Tokens]
+"""The content of one document to its tokens, end mark included."""
+
+
+def _load_tokenizer(name: str) -> tuple[Encoder, int]:
+    """The encoder that a manifest names, and its number of tokens."""
+    if name == "bytes":
+        return lambda content: np.frombuffer(content + bytes([END_OF_DOCUMENT]), dtype=np.uint8), 256
+    from p2ptrain.models.tokenizers import load_pretrained_tokenizer
+
+    tokenizer = load_pretrained_tokenizer(name)
+    dtype = _smallest_dtype(len(tokenizer))
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+    def encode(content: bytes) -> Tokens:
+        text = content.decode("utf-8", errors="replace")
+        return np.asarray(tokenizer.encode(text, add_special_tokens=False, verbose=False) + end, dtype=dtype)
+
+    return encode, len(tokenizer)
+
+
+def _smallest_dtype(vocabulary: int) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+
+def _build(spec: DataSpec, encode: Encoder, vocabulary: int, jobs: Jobs) -> Corpus:
+    with jobs("reading the text") as advance:
+        documents, num_bytes = [], 0
+        for document in read_documents(spec.source):
+            documents.append(document)
+            num_bytes += len(document.content)
+            advance(num_bytes, 0)
+    if not documents:
+        raise ConfigError(f"data.source {spec.source!r} holds no text: give a file or folder with UTF-8 text")
+    dtype = _smallest_dtype(vocabulary)
+    encoded_bytes = 0
+    with jobs("turning the text into tokens") as advance:
+
+        def encoded(document: Document) -> Tokens:
+            nonlocal encoded_bytes
+            encoded_bytes += len(document.content)
+            tokens = encode(document.content)
+            advance(encoded_bytes, num_bytes)
+            return tokens
+
+        parts = [
+            np.concatenate([np.empty(0, dtype), *map(encoded, part)])
+            for part in split_documents(documents, spec.held_out_fraction, spec.seed)
+        ]
+    return Corpus(parts[0], parts[1], _fingerprint(parts[0], parts[1], vocabulary), vocabulary)
+
+
+def _fingerprint(train: Tokens, held_out: Tokens, vocabulary: int) -> bytes:
+    digest = hashlib.sha256(f"p2ptrain corpus {vocabulary} {len(train)} {len(held_out)}".encode())
+    for part in (train, held_out):
+        digest.update(np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<")).view(np.uint8).data)
+    return digest.digest()
+
+
+def _cache_key(spec: DataSpec) -> str:
+    """Names what was read: the settings, Python's version, and names, sizes and times of the files on this machine."""
+    state: list[Any] = [_CACHE_VERSION, spec.source, spec.tokenizer, spec.held_out_fraction, spec.seed]
+    roots = [text.partition(":")[2] for text in (spec.source, spec.tokenizer) if text.startswith("path:")]
+    if spec.source == "stdlib":
+        state += [sys.version, sysconfig.get_path("stdlib")]
+    for root in (Path(root).expanduser() for root in roots):
+        for file in [root] if root.is_file() else [root / name for name in _files_below(root, "")]:
+            try:
+                status = file.stat()
+            except OSError:
+                continue  # reading it will say why
+            state.append([str(file.absolute()), status.st_size, status.st_mtime_ns])
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()[:32]
+
+
+def _read_cache(entry: Path) -> Corpus | None:
+    """The cached corpus, checked against its fingerprint; None if there is none or it is damaged."""
+    try:
+        about = json.loads((entry / "corpus.json").read_text())
+        train = np.load(entry / "train.npy", mmap_mode="r", allow_pickle=False)
+        held_out = np.load(entry / "held_out.npy", mmap_mode="r", allow_pickle=False)
+        vocabulary, fingerprint = int(about["vocabulary"]), bytes.fromhex(about["fingerprint"])
+        if _fingerprint(train, held_out, vocabulary) != fingerprint:
+            raise ValueError("the fingerprint does not match")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        logger.warning("ignoring the damaged corpus cache %s: %s", entry, error)
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    return Corpus(train, held_out, fingerprint, vocabulary)
+
+
+def _write_cache(entry: Path, corpus: Corpus) -> Corpus:
+    """Put ``corpus`` in the cache in one rename and return it memory-mapped; a full disk only costs the cache."""
+    folder = None
+    try:
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=".corpus-", dir=entry.parent))
+        np.save(folder / "train.npy", corpus.train)
+        np.save(folder / "held_out.npy", corpus.held_out)
+        about = {"fingerprint": corpus.fingerprint.hex(), "vocabulary": corpus.vocabulary}
+        (folder / "corpus.json").write_text(json.dumps(about))
+        folder.rename(entry)
+    except OSError as error:
+        if not entry.is_dir():  # otherwise another process was faster
+            logger.warning("cannot cache the corpus in %s: %s", entry.parent, error)
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return _read_cache(entry) or corpus

@@ -1,0 +1,277 @@
+"""The training loop of a peer that trains the manifest's own model: an ordinary loop around `SwarmOptimizer`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from p2ptrain.errors import CheckpointError, P2PTrainError, ResourceError, TemporaryError
+from p2ptrain.manifest import Manifest
+from p2ptrain.progress import Jobs, untold
+from p2ptrain.training.checkpoints.saving import Saver
+from p2ptrain.training.data.corpus import Corpus
+from p2ptrain.training.data.windows import Sampler
+from p2ptrain.training.evaluate import Evaluation, held_out_loss, language_model_loss
+from p2ptrain.training.metrics import MetricsWriter
+from p2ptrain.training.optimizer import PAUSE_SECONDS, SwarmOptimizer
+from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+
+logger = logging.getLogger(__name__)
+
+EVALUATION_SECONDS = 20.0
+GLANCE_SECONDS = 10.0
+"""Between two short looks at the held-out loss; they take less than a fiftieth of the time, or are further apart."""
+GLANCE_WINDOWS = 16
+
+
+@dataclass
+class Progress:
+    """What the loop did so far; read by other threads, written by the loop alone."""
+
+    loss: float | None = None
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    held_out_loss_before: float | None = None
+    held_out_loss_after: float | None = None
+    note: str = ""
+
+
+class Trainer:
+    """Trains until it is stopped, the manifest's rounds are done, or an error ends it.
+
+    Attributes:
+        progress: What it did so far.
+        optimizer: Shared with the swarm.
+        saver: Writes checkpoints.
+        is_saving: True while one is being written; from any thread.
+        is_saved: True once the last one is written.
+        unsaved: Why the last checkpoint was not written; None if it was.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: SwarmOptimizer,
+        synchronizer: Synchronizer,
+        manifest: Manifest,
+        corpus: Corpus,
+        peer: str,
+        metrics: MetricsWriter,
+        saver: Saver,
+        max_rounds: int = 0,
+        evaluate: bool = True,
+        jobs: Jobs = untold,
+    ) -> None:
+        """
+        Args:
+            module: The live model, on its device.
+            optimizer: Shared with the swarm, around AdamW on ``module``.
+            synchronizer: What ``optimizer`` synchronises with.
+            manifest: Batch sizes and schedule.
+            corpus: The text.
+            peer: This peer's id: decides which samples it reads.
+            metrics: Gets a line per round and every few seconds.
+            saver: Writes checkpoints; it has restored the optimizer.
+            max_rounds: Stop when the swarm has reached this round; 0 for never.
+            evaluate: Whether to measure held-out loss at the beginning and the end.
+            jobs: Told how far that is.
+        """
+        self.progress = Progress()
+        self.optimizer = optimizer
+        self._module = module
+        self._synchronizer = synchronizer
+        self._spec = manifest.training
+        self._context = manifest.model.context
+        self._corpus = corpus
+        self._sampler = Sampler(corpus.train, manifest.model.context, manifest.data.seed)
+        self._peer = peer
+        self._metrics = metrics
+        self.saver = saver
+        self.is_saving = self.is_saved = False
+        self.unsaved: ResourceError | CheckpointError | None = None
+        synchronizer.last_round = max_rounds
+        self._evaluate = evaluate
+        self._jobs = jobs
+        self._device = next(module.parameters()).device
+        self._stop = threading.Event()
+        self._deadline: float | None = None
+        self._round = -1
+        self._index = 0
+        self._next_glance = 0.0
+        self.on_progress: Callable[[], None] = lambda: None
+        optimizer.on_pause = self._on_pause
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Ask the loop to end after its current step; from any thread.
+
+        Args:
+            seconds: The time that is left for that, to contribute, to save and to measure; None for any.
+        """
+        if seconds is not None:
+            self._deadline = time.monotonic() + seconds
+        self._stop.set()
+
+    def run(self) -> Progress:
+        """The loop; runs on the training thread.
+
+        Raises:
+            P2PTrainError: Something that training cannot go on with.
+        """
+        if self._evaluate:
+            self.progress.held_out_loss_before = self._held_out()
+        started, last_report, tokens_before = time.monotonic(), time.monotonic(), 0
+        while not self._stop.is_set() and not self._is_done():
+            try:
+                loss = self._train_step()
+            except TemporaryError as error:
+                if not self._stop.is_set():
+                    raise
+                logger.info("the round in progress is given up: %s", error)
+                break
+            result = self._new_result()
+            if result is not None:
+                self._after_round(result, loss)
+            now = time.monotonic()
+            if now - last_report >= 2.0:
+                rate = (self.optimizer.total_tokens - tokens_before) / (now - last_report)
+                last_report, tokens_before = now, self.optimizer.total_tokens
+                self.progress.loss, self.progress.tokens_per_second = float(loss), rate
+                self.progress.tokens = self.optimizer.total_tokens
+                self._metrics.write("step", loss=float(loss), tokens_per_second=rate, step=self.optimizer.total_steps)
+                self.on_progress()
+        self._finish()
+        elapsed = max(time.monotonic() - started, 1e-9)
+        self.progress.tokens = self.optimizer.total_tokens
+        self.progress.tokens_per_second = self.optimizer.total_tokens / elapsed
+        return self.progress
+
+    def _is_done(self) -> bool:
+        return 0 < self._synchronizer.last_round <= self._synchronizer.head.round
+
+    def _train_step(self) -> torch.Tensor:
+        head = self._synchronizer.head
+        if head.round != self._round:
+            self._round, self._index = head.round, self.optimizer.samples_in_round  # Samples that were carried over.
+        size = self._spec.local_batch
+        batch = self._sampler.batch(head.samples, self._synchronizer.place, self._peer, head.round, self._index, size)
+        self._index += size
+        tokens = torch.from_numpy(batch).to(self._device, non_blocking=True)
+        with torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else contextlib.nullcontext():
+            loss = language_model_loss(self._module, tokens)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def _new_result(self) -> RoundResult | None:
+        result = self.optimizer.last_result
+        self.optimizer.last_result = None
+        return result
+
+    def _after_round(self, result: RoundResult, loss: torch.Tensor) -> None:
+        self.progress.loss = float(loss)
+        self.progress.note = "" if result.committed else result.reason
+        if result.committed:
+            pace = self.progress.tokens_per_second  # 0 before it has been measured
+            logger.info(
+                "round %d: loss %.3f, %d of %d peers contributed, %.1f s%s%s",
+                result.round, float(loss), result.contributors, result.members, result.seconds,
+                f", {pace:.0f} tokens/s" if pace else "", f" ({result.reason})" if result.reason else "",
+            )  # fmt: skip
+        else:
+            logger.warning("round %d was not committed: %s", result.round, result.reason)
+        self._write_round(result)
+        self.on_progress()
+        if result.committed and result.contributed and self.saver.is_due():
+            self._save()
+        if self._evaluate and result.committed and time.monotonic() >= self._next_glance:
+            self._glance()
+
+    def _write_round(self, result: RoundResult) -> None:
+        self._metrics.write(
+            "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
+            matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
+            members=result.members, contributors=result.contributors, loss=self.progress.loss,
+            digest=self._synchronizer.head.digest.hex(), tokens=self.optimizer.total_tokens,
+        )  # fmt: skip
+
+    def _on_pause(self, result: RoundResult) -> bool:
+        self.progress.note = result.reason
+        self.on_progress()
+        return not self._stop.wait(PAUSE_SECONDS)
+
+    def _finish(self) -> None:
+        """Hand in what is not contributed yet, save, and measure the shared state."""
+        try:
+            if self.optimizer.is_under_way:
+                self._write_round(self.optimizer.synchronize())
+            for _ in range(self._spec.fragments):
+                if not self.optimizer.tokens_in_round or self._is_done() or self._is_left_alone():
+                    break
+                result = self.optimizer.synchronize()
+                self._write_round(result)
+                logger.info("last round: %s", "committed" if result.committed else result.reason)
+                if not result.committed:
+                    break
+        except P2PTrainError as error:
+            logger.info("the last local steps were not contributed: %s", error)
+        with self._jobs("saving a checkpoint", ""):
+            self._save()
+        self.is_saved = self.unsaved is None
+        seconds = self._seconds_to_measure()
+        if self._evaluate and seconds > 0:
+            self._synchronizer.state.layout.write(self._synchronizer.state.vector, self._module)
+            self.progress.held_out_loss_after = self._held_out(seconds)
+
+    def _seconds_to_measure(self) -> float:
+        """The seconds for the last held-out loss: at most half of what a drain leaves."""
+        if self._deadline is None:
+            return EVALUATION_SECONDS
+        return min(EVALUATION_SECONDS, (self._deadline - time.monotonic()) / 2)
+
+    def _is_left_alone(self) -> bool:
+        """Whether the others of the last round are gone: a round without them, right before the end, is only a fork."""
+        return len(self._synchronizer.head.members) > 1 and not self._synchronizer.sees_others()
+
+    def _held_out(self, seconds: float = EVALUATION_SECONDS) -> float:
+        with self._jobs("measuring the held-out loss", "windows") as advance:
+            evaluation = held_out_loss(
+                self._module, self._corpus.held_out, self._context, max_seconds=seconds, advance=advance
+            )
+        self._write_held_out(evaluation)
+        return evaluation.loss
+
+    def _glance(self) -> None:
+        """Measure the held-out loss on a few windows, always the same, for people who watch the training."""
+        started = time.monotonic()
+        size = min(GLANCE_WINDOWS, self._spec.local_batch)
+        self._write_held_out(
+            held_out_loss(
+                self._module, self._corpus.held_out, self._context, max_windows=GLANCE_WINDOWS, batch_size=size,
+                max_seconds=1.0,
+            )
+        )  # fmt: skip
+        now = time.monotonic()
+        self._next_glance = now + max(GLANCE_SECONDS, 50 * (now - started))
+
+    def _write_held_out(self, evaluation: Evaluation) -> None:
+        self._metrics.write(
+            "held_out", round=self._synchronizer.head.round, loss=evaluation.loss, windows=evaluation.num_windows
+        )
+
+    def _save(self) -> None:
+        self.is_saving, self.unsaved = True, None
+        try:
+            self.saver.save()
+        except (ResourceError, CheckpointError) as error:
+            # A damaged state is found again, and healed, at the next synchronisation: training goes on.
+            self.progress.note, self.unsaved = str(error), error
+            logger.error("%s", error)
+        finally:
+            self.is_saving = False

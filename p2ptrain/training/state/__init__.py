@@ -1,0 +1,1 @@
+"""The state that the holders of one certificate share, bit for bit."""

@@ -1,0 +1,62 @@
+"""The beginning of a lineage: a model's present parameters, and the shared optimizer that the manifest asks for."""
+
+from __future__ import annotations
+
+import torch
+
+from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.manifest import Manifest
+from p2ptrain.training.learning_rate import LearningRates
+from p2ptrain.training.optimizer_checks import step_rule
+from p2ptrain.training.state.adamw import AdamWStep
+from p2ptrain.training.state.fragments import Fragments
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import AdamStep, AverageStep, GradientStep, NesterovStep, Stepper
+from p2ptrain.training.state.shared_state import SharedState
+
+
+def initial_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    manifest: Manifest,
+    swarm: bytes,
+    clip_norm: float = 0.0,
+    rates: LearningRates | None = None,
+) -> SharedState:
+    """The shared state at the beginning of a lineage, with the stepper that the manifest asks for.
+
+    Args:
+        model: Its current parameters are the beginning.
+        optimizer: With ``every = 1``: what steps on the averaged gradient; its state is shared too. None for the
+            AdamW that the manifest describes, with the same bits on every machine.
+        manifest: Which stepper.
+        swarm: The manifest's digest, 32 bytes.
+        clip_norm: Norm limit of the averaged gradient that ``optimizer`` steps on; 0 for none.
+        rates: Learning rates of ``optimizer`` by round; None for constant ones.
+
+    Raises:
+        ValueError: The model cannot be cut into as many fragments as the manifest asks for.
+    """
+    spec = manifest.training
+    rule = ""  # The manifest's, which all peers have.
+    if spec.every == 1 and optimizer is not None:
+        rule = step_rule(model, optimizer, clip_norm, rates.sample() if rates is not None else [])
+    layout = Layout.from_module(model, rule)
+    stepper: Stepper
+    if spec.every == 1:
+        if optimizer is None:
+            stepper = AdamWStep(layout, spec)
+        else:
+            stepper = GradientStep(optimizer, model, layout, clip_norm, rates)
+    elif spec.outer == "nesterov":
+        stepper = NesterovStep(layout, spec.outer_learning_rate, spec.outer_momentum)
+    elif spec.outer == "adam":
+        stepper = AdamStep(
+            layout, spec.outer_learning_rate, spec.outer_momentum, spec.outer_second_momentum, spec.outer_epsilon,
+            spec.fragments,
+        )  # fmt: skip
+    else:
+        stepper = AverageStep(layout, spec.outer_learning_rate)
+    state = SharedState.from_module(model, layout, stepper, Fragments(layout, spec.fragments))
+    state.head = genesis(swarm, state.tree().root)
+    return state

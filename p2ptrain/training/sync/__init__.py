@@ -1,0 +1,1 @@
+"""Synchronisation with the swarm: contribute, apply, catch up, download."""

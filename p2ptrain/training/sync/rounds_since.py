@@ -1,0 +1,168 @@
+"""The results of the rounds since a download began, kept on disk where there is a folder for it.
+
+The newcomer collects them itself while it downloads, so that nobody else has to keep them: a peer's own history is a
+few rounds long, and a download may take hours. With them every chunk is brought up to date, whichever round it is of.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.protocol.certificate import Certificate
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.buffers import Buffer
+from p2ptrain.errors import IntegrityError, ResourceError
+from p2ptrain.hashing import HASH_BYTES, bulk_hash
+from p2ptrain.signing import Signer
+
+BASE_FILE = "base"
+_LENGTH = struct.Struct(">Q")
+
+
+class RoundsSince:
+    """A chain of certified results from one head on.
+
+    Args:
+        folder: Where they are kept; None for memory.
+
+    Attributes:
+        base: Where the chain begins; None before `start`.
+        certificates: In order.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self.base: Head | None = None
+        self.certificates: list[Certificate] = []
+        self._positions: dict[bytes, int] = {}
+        self._means: list[list[Buffer]] = []
+
+    @classmethod
+    def open(cls, folder: Path | None, swarm: bytes, verifier: Signer) -> RoundsSince:
+        """What an earlier process left in a folder, as far as it is whole."""
+        rounds = cls(folder)
+        if folder is None or not (folder / BASE_FILE).is_file():
+            return rounds
+        try:
+            base = Head.from_dict(msgpack.unpackb((folder / BASE_FILE).read_bytes()))
+            rounds._begin(base)
+            while (path := rounds._path(len(rounds.certificates))).is_file():
+                certificate, means = _read(path)
+                found = Certificate.from_bytes(bytes(certificate), swarm, verifier)
+                if found.body.lineage != rounds.tip:
+                    break
+                rounds._take(found, means)
+        except (OSError, ValueError, IntegrityError, msgpack.UnpackException, struct.error):
+            pass  # A torn result is fetched again.
+        return rounds
+
+    @property
+    def tip(self) -> bytes:
+        """The lineage up to which the results lead, 32 bytes; empty before `start`."""
+        if self.certificates:
+            return self.certificates[-1].body.next_lineage
+        return self.base.lineage if self.base is not None else b""
+
+    def position(self, lineage: bytes) -> int | None:
+        """How many results lead from the base to a lineage; None when it is not on the way."""
+        return self._positions.get(lineage)
+
+    def start(self, base: Head) -> None:
+        """Begin a new chain, and forget the one before.
+
+        Raises:
+            ResourceError: It cannot be written.
+        """
+        self.discard()
+        if self._folder is not None:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _write(self._folder / BASE_FILE, [msgpack.packb(base.to_dict())])
+            except OSError as error:
+                raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
+        self._begin(base)
+
+    def _begin(self, base: Head) -> None:
+        self.base = base
+        self._positions = {base.lineage: 0}
+
+    def append(self, result: Result) -> None:
+        """Keep the result that follows `tip`.
+
+        Raises:
+            ResourceError: It cannot be written.
+        """
+        means: list[Buffer] = list(result.means)
+        if self._folder is not None:
+            path = self._path(len(self.certificates))
+            try:
+                certificate = result.certificate.to_bytes()
+                lengths = [len(part) for part in (certificate, *means)]
+                header = _LENGTH.pack(len(lengths)) + b"".join(map(_LENGTH.pack, lengths))
+                _write(path, [bulk_hash(header, certificate, *means), header, certificate, *means])
+                means = _read(path)[1]
+            except OSError as error:
+                raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
+        self._take(result.certificate, means)
+
+    def _take(self, certificate: Certificate, means: list[Buffer]) -> None:
+        self.certificates.append(certificate)
+        self._means.append(means)
+        self._positions[certificate.body.next_lineage] = len(self.certificates)
+
+    def result(self, position: int) -> Result:
+        """The result that leads from a position to the next."""
+        return Result(self.certificates[position], self._means[position])
+
+    def head_at(self, position: int, digest: bytes) -> Head:
+        """The head at a position, of a state with this digest."""
+        assert self.base is not None
+        if not position:
+            return self.base
+        certificate = self.certificates[position - 1]
+        return certificate.body.next_head(digest, certificate.to_bytes())
+
+    def discard(self) -> None:
+        """Forget all of it, files included."""
+        self.base = None
+        self.certificates, self._means, self._positions = [], [], {}
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _path(self, position: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"round-{position}"
+
+
+def _write(path: Path, parts: list[Any]) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                view = view[file.write(view) :]
+    os.replace(partial, path)
+
+
+def _read(path: Path) -> tuple[memoryview, list[Buffer]]:
+    """Certificate and means of a result, in mapped memory; raises `ValueError` when the file is torn."""
+    with path.open("rb") as file:
+        data = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+    if len(data) < HASH_BYTES + _LENGTH.size or bulk_hash(data[HASH_BYTES:]) != data[:HASH_BYTES]:
+        raise ValueError(f"{path} is torn")
+    (count,) = _LENGTH.unpack_from(data, HASH_BYTES)
+    at = HASH_BYTES + _LENGTH.size * (1 + count)
+    parts: list[memoryview] = []
+    for index in range(count):
+        (length,) = _LENGTH.unpack_from(data, HASH_BYTES + _LENGTH.size * (1 + index))
+        parts.append(data[at : at + length])
+        at += length
+    return parts[0], list(parts[1:])

@@ -1,0 +1,262 @@
+"""Who is waited for, led by, avoided and followed; and who leads in which order."""
+
+from __future__ import annotations
+
+import random
+
+from p2ptrain.averaging.grouping.cells import Cells, Key
+from p2ptrain.averaging.grouping.leaders import MAX_NUDGERS, Leaders
+from p2ptrain.averaging.grouping.membership import (
+    MAX_AVOIDED_PEERS,
+    MAX_KNOWN_PEERS,
+    RECORD_DELAY_SECONDS,
+    Membership,
+)  # fmt: skip
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.runtime import Runtime
+
+
+class Clock:
+    """Wall-clock time that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_membership() -> tuple[Membership, Clock]:
+    clock = Clock()
+    return Membership("me", Runtime(random.Random(1), clock)), clock
+
+
+def record(peer: str, state: str = "training") -> PeerRecord:
+    return PeerRecord(
+        peer=peer, name=peer, version="0", protocol=1, role="trainer", state=state, device="cpu", round=3,
+        lineage=b"l" * 32, digest=b"d" * 32, lineage_tokens=1, round_tokens=0, loss=None, tokens_per_second=0.0,
+        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
+    )  # fmt: skip
+
+
+def see(membership: Membership, *peers: str, sequence: int = 1, expires_at: float = 1e9) -> None:
+    for peer in peers:
+        membership.update(record(peer), sequence, expires_at)
+
+
+def test_a_peer_is_expected_while_its_record_lives_and_says_that_it_trains() -> None:
+    membership, clock = make_membership()
+    see(membership, "a", "me", expires_at=1030.0)
+    membership.update(record("b", "syncing"), 1, 1030.0)
+    membership.update(record("c", "paused"), 1, 1030.0)
+    assert membership.expected() == ["a", "c"]
+    assert membership.why_not_expected("b") == "syncing"
+    clock.now = 1031.0
+    assert membership.expected() == []
+    membership.forget_expired()
+    assert membership.why_not_expected("a") == "no record"
+
+
+def test_a_record_that_has_expired_is_not_among_the_records() -> None:
+    membership, clock = make_membership()
+    see(membership, "a", expires_at=1030.0)
+    see(membership, "b", expires_at=1040.0)
+    clock.now = 1030.0
+    assert [each.peer for each in membership.records()] == ["b"]
+    assert membership.trainers() == membership.present() == ["b"]
+    clock.now = 1040.0
+    assert membership.records() == []
+
+
+def test_older_records_are_ignored() -> None:
+    membership, _ = make_membership()
+    membership.update(record("a"), 5, 2000.0)
+    membership.update(record("a", "draining"), 4, 3000.0)
+    assert membership.expected() == ["a"]
+
+
+def test_a_suspect_comes_back_with_a_newer_record_after_the_back_off_but_not_before() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.suspect("a", "silent")
+    clock.now += 100
+    assert membership.is_suspect("a")  # Still the record from before it fell silent.
+    see(membership, "a", sequence=2)
+    assert not membership.is_suspect("a")
+    membership.suspect("a", "silent")
+    see(membership, "a", sequence=3)
+    assert membership.why_not_expected("a") == "silent"
+
+
+def test_a_suspect_that_failed_often_stays_out_for_its_back_off_whatever_its_records_say() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    for _ in range(4):  # 2, 4, 8, 16 seconds.
+        membership.suspect("a", "silent")
+    clock.now += 15.0
+    see(membership, "a", sequence=2)
+    assert membership.is_suspect("a")
+    clock.now += 1.0
+    assert not membership.is_suspect("a")
+
+
+def test_a_record_that_was_written_before_its_peer_fell_silent_and_seen_after_proves_nothing() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.suspect("a", "silent")
+    clock.now += RECORD_DELAY_SECONDS - 0.1
+    see(membership, "a", sequence=2)
+    clock.now += 100
+    assert membership.is_suspect("a")
+    see(membership, "a", sequence=3)
+    assert not membership.is_suspect("a")
+
+
+def test_a_suspect_that_acts_is_expected_at_once() -> None:
+    membership, _ = make_membership()
+    see(membership, "a")
+    membership.suspect("a", "silent")
+    membership.heard_from("a")
+    assert membership.expected() == ["a"]
+
+
+def test_suspicion_does_not_overflow_after_years() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    for _ in range(3000):
+        membership.broke_with("a", "silent")
+        membership.mistrust("a")
+    clock.now += 300
+    assert not membership.is_mistrusted("a")
+    assert membership.avoided() == []
+
+
+def test_a_peer_that_missed_a_round_leads_but_is_not_waited_for() -> None:
+    membership, _ = make_membership()
+    see(membership, "a")
+    membership.missed_round("a")
+    assert membership.expected() == []
+    assert membership.alive_trainers() == ["a"]
+    membership.heard_from("a")
+    assert membership.expected() == ["a"]
+
+
+def test_only_a_second_break_makes_a_peer_avoided_and_its_word_does_not_end_that() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.broke_with("a", "lost")
+    assert membership.avoided() == []
+    membership.broke_with("a", "lost")
+    membership.heard_from("a")
+    assert membership.avoided() == ["a"]
+    assert membership.expected() == ["a"]
+    clock.now += 16
+    assert membership.avoided() == []
+    membership.broke_with("a", "lost")
+    clock.now += 16
+    assert membership.avoided() == ["a"]  # Longer every time,
+    membership.finished_with("a")
+    assert membership.avoided() == []  # until a round with it works.
+
+
+def test_groups_of_one_leader_do_not_make_a_peer_avoided_however_many_break() -> None:
+    membership, _ = make_membership()
+    see(membership, "a")
+    for _ in range(5):
+        membership.broke_with("a", "is not in that group", leader="bad")
+    assert membership.avoided() == []
+    membership.broke_with("a", "is not in that group", leader="other")
+    assert membership.avoided() == ["a"]
+
+
+def test_what_is_avoided_is_bounded() -> None:
+    membership, _ = make_membership()
+    names = [f"p{index:03}" for index in range(100)]
+    see(membership, *names)
+    for name in names * 2:
+        membership.broke_with(name, "lost")
+    assert len(membership.avoided()) == MAX_AVOIDED_PEERS
+
+
+def test_a_broken_promise_outlasts_a_sign_of_life() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.mistrust("a")
+    membership.heard_from("a")
+    assert membership.is_mistrusted("a")
+    clock.now += 6
+    assert not membership.is_mistrusted("a")
+    membership.mistrust("a")
+    clock.now += 6
+    assert membership.is_mistrusted("a")
+
+
+def test_a_peer_that_let_others_wait_is_doubted_until_somebody_vouches_for_it() -> None:
+    membership, clock = make_membership()
+    see(membership, "a")
+    membership.mistrust("a")
+    assert not membership.is_doubted("a")
+    membership.kept_promise("a")
+    membership.mistrust("a", stalled=True)
+    clock.now += 6
+    assert membership.is_doubted("a")
+    membership.vouch("a")
+    assert not membership.is_doubted("a")
+    membership.mistrust("a")  # To be vouched for is not to have kept a promise: it counts as the second one broken.
+    clock.now += 6
+    assert membership.is_mistrusted("a")
+    membership.kept_promise("a")
+    assert not membership.is_doubted("a")
+    membership.mistrust("a")
+    clock.now += 6
+    assert not membership.is_mistrusted("a")
+
+
+def test_nothing_is_kept_about_strangers() -> None:
+    membership, _ = make_membership()
+    membership.suspect("ghost", "x")
+    membership.mistrust("ghost")
+    membership.broke_with("ghost", "x")
+    assert not membership.is_suspect("ghost")
+    assert membership.records() == []
+
+
+def test_a_flood_of_records_is_bounded() -> None:
+    membership, _ = make_membership()
+    see(membership, *(f"p{index}" for index in range(MAX_KNOWN_PEERS + 10)))
+    assert len(membership.records()) == MAX_KNOWN_PEERS
+
+
+KEY = Key(3, b"l" * 32)
+
+
+def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round() -> None:
+    membership, _ = make_membership()
+    see(membership, "a", "b")
+    leaders = Leaders("me", membership, Cells(8))
+    first, second, third = leaders.candidates(KEY, [])
+    leaders.failed(KEY, first)
+    assert leaders.candidates(KEY, []) == [second, third, first]
+    leaders.failed(KEY, second)
+    leaders.failed(KEY, third)
+    assert leaders.candidates(KEY, []) == [first, second, third]
+    leaders.failed(Key(4, b"m" * 32), "a")
+    assert leaders.candidates(KEY, []) == [first, second, third]
+
+
+def test_a_peer_can_always_lead_itself() -> None:
+    membership, _ = make_membership()
+    see(membership, "a")
+    assert Leaders("me", membership, Cells(8)).candidates(KEY, ["a", "me"]) == ["me"]
+
+
+def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
+    membership, _ = make_membership()
+    leaders = Leaders("me", membership, Cells(8))
+    leaders.nudged_by(KEY, "new")
+    assert set(leaders.candidates(KEY, [])) == {"me", "new"}
+    leaders.lost("new")
+    assert leaders.candidates(KEY, []) == ["me"]
+    for index in range(1000):
+        leaders.nudged_by(KEY, f"p{index}")
+    assert len(leaders.nudgers(KEY)) == MAX_NUDGERS

@@ -1,0 +1,174 @@
+"""What a trainer reports of its local steps, and when it ends a round, whatever it hears of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from p2ptrain.averaging.grouping.matchmaker import Matchmaker
+from p2ptrain.averaging.grouping.membership import Membership, rank
+from p2ptrain.averaging.grouping.pacing import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.timing.local_steps import SILENT_SECONDS, StepReport
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.sim.averagers import record_of
+from tests.support.sim.averaging import HEAD
+from tests.support.sim.peers import SWARM, Member, members
+
+SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
+NEXT = [replace(HEAD, round=1, lineage=bytes([number]) * 32, tokens=10) for number in range(16)]
+"""Heads of the next round, which differ in who leads."""
+EVERY = 8
+
+
+class Peer:
+    """A trainer's side of pacing, without a state and without training."""
+
+    def __init__(self, member: Member, others: list[Member], spec: AveragingSpec) -> None:
+        self.member = member
+        self.membership = Membership(member.rpc.peer_id, member.peer.runtime)
+        for other in others:
+            self.membership.update(record_of(other.peer, HEAD), 1, 1e12)
+        self.matchmaker = Matchmaker(
+            member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec, self.membership, HEAD, Goal(steps=EVERY)
+        )
+
+    @property
+    def pacing(self) -> Pacing:
+        return self.matchmaker.pacing
+
+    def reports(self) -> dict[str, StepReport]:
+        """What this peer, if it leads, knows of the steps in its round."""
+        rally = self.matchmaker._conductor._rallies.get(self.matchmaker._place.key)
+        return {} if rally is None else rally.steps._reports
+
+    def leads(self, head: Head, other: Peer) -> bool:
+        """True if this one of two peers leads the round after a head."""
+        key = self.matchmaker.cells.key_of(head, self.member.rpc.peer_id)
+        return rank(self.member.rpc.peer_id, key) < rank(other.member.rpc.peer_id, key)
+
+
+def run(
+    test: Callable[[SimulatedNetwork, Peer, Peer], Awaitable[None]], spec: AveragingSpec = SPEC, latency: float = 0.03
+) -> None:
+    """Run a test with two trainers: the leader of the round in progress, and its follower."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as started:
+            one, other = (Peer(member, started, spec) for member in started)
+            leader, follower = (one, other) if one.leads(HEAD, other) else (other, one)
+            network.set_latency(one.member.peer, other.member.peer, latency)
+            for peer in (leader, follower):
+                peer.member.peer.spawn(begin(peer))
+            await asyncio.sleep(0.1)
+            try:
+                await test(network, leader, follower)
+            finally:
+                for peer in (leader, follower):
+                    network.resume(peer.member.peer)
+                    await peer.matchmaker.close()
+
+    async def begin(peer: Peer) -> None:
+        peer.matchmaker.participates = True
+
+    simulate(main, seed=1)
+
+
+def test_peers_step_until_the_instant_that_the_leader_foresees() -> None:
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        for steps in (1, 2, 3):
+            for peer in (leader, follower):
+                peer.pacing.note(steps, 1.0)
+            await asyncio.sleep(1.0)
+            assert not follower.pacing.is_due(steps)
+        left = follower.pacing.seconds_left
+        assert left is not None
+        assert left == pytest.approx(EVERY - 4, abs=0.5), "the fourth step is done just now"
+
+    run(test)
+
+
+def test_a_peer_that_hears_of_no_leader_does_its_own_steps() -> None:
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        network.crash(leader.member.peer)
+        follower.pacing.note(EVERY - 1, 1.0)
+        await asyncio.sleep(SILENT_SECONDS)
+        assert not follower.pacing.is_due(EVERY - 1)
+        assert follower.pacing.is_due(EVERY)
+
+    run(test)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_a_peer_that_is_behind_ends_its_old_round_after_the_step_in_progress(is_behind: bool) -> None:
+    """Nobody comes to close that round: with a goal of its own it would go on alone."""
+
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        follower.pacing.note(1, 1.0)
+        leader.pacing.note(1, 1.0)
+        await asyncio.sleep(1.0)
+        assert not follower.pacing.is_due(2)
+        follower.pacing.is_behind = lambda: is_behind
+        await asyncio.sleep(REPORT_SECONDS + 0.5)
+        assert follower.pacing.is_due(2) is is_behind
+
+    run(test)
+
+
+def test_a_peer_that_caught_up_knows_at_once_when_the_round_closes() -> None:
+    """It has handed in what it has, and reports nothing until it knows whether another step fits."""
+
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        for peer in (leader, follower):
+            peer.pacing.note(3, 1.0)
+        await asyncio.sleep(1.0)
+        with follower.pacing.handing_in():
+            head = next(head for head in NEXT if leader.leads(head, follower))
+            for peer in (leader, follower):
+                peer.matchmaker.move(head)
+            leader.pacing.note(0)
+            await asyncio.sleep(REPORT_SECONDS)
+            before = follower.pacing.has_time
+            await follower.pacing.refresh()
+            assert (before, follower.pacing.has_time) == (False, True)
+            report = leader.reports()[follower.member.rpc.peer_id]
+            assert (report.steps, report.is_stepping) == (0, False), "it has done nothing for this round"
+
+    run(test)
+
+
+def test_asking_when_the_round_closes_does_not_wait_for_a_silent_leader() -> None:
+    """The others may be about to close the round without this peer."""
+
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        follower.pacing.note(3, 1.0)
+        await asyncio.sleep(1.0)
+        network.stall(leader.member.peer)
+        began = network.loop.time()
+        await follower.pacing.refresh()
+        assert network.loop.time() - began == pytest.approx(LEAST_WAIT_SECONDS)
+
+    run(test)
+
+
+@pytest.mark.parametrize(("latency", "grace"), [(1.0, 3.0), (2.0, 10.0)], ids=lambda value: f"{value:g}")
+def test_a_peer_over_a_slow_link_is_not_taken_for_silent(latency: float, grace: float) -> None:
+    """A report takes 4 times the latency there: longer than the grace period, or than two of another peer's reports."""
+
+    async def test(network: SimulatedNetwork, leader: Peer, follower: Peer) -> None:
+        for peer in (leader, follower):
+            peer.pacing.note(1, 100.0)
+        await asyncio.sleep(15.0)
+        for _ in range(60):
+            await asyncio.sleep(0.5)
+            report = leader.reports()[follower.member.rpc.peer_id]
+            assert network.loop.time() - report.heard_at < SILENT_SECONDS
+            assert follower.pacing.seconds_left is not None
+            assert not follower.membership.suspects()
+
+    run(test, SPEC.model_copy(update={"grace_seconds": grace}), latency)

@@ -1,0 +1,166 @@
+"""Signs of life: how late they may be, and what is done when they fail to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.timing.deadlines import beat_seconds, quiet_seconds
+from p2ptrain.averaging.timing.keepalive import Stage, answer_after_beats, beat_until, first_result
+from p2ptrain.errors import DeadlineError, TemporaryError
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.sim.peers import Member, members
+
+GRACE = 2.0
+SECONDS = st.floats(0, 600)
+
+Outcome = str | Exception
+Try = Callable[[Callable[[], None]], Any]
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_a_beat_is_due_several_times_before_a_peer_counts_as_quiet(
+    grace: float, allowance: float, round_trip: float, latest: float
+) -> None:
+    patience = quiet_seconds(grace, allowance, round_trip, latest)
+    assert patience >= 2 * beat_seconds(grace)
+    assert patience >= beat_seconds(grace) + max(allowance, round_trip, latest)
+
+
+def way(after: float, outcome: Outcome, quiet_at: float | None = None) -> tuple[Try, list[str]]:
+    """One way to a result, and what becomes of it."""
+    log: list[str] = []
+
+    async def run(on_quiet: Callable[[], None]) -> str:
+        log.append("begun")
+        loop = asyncio.get_running_loop()
+        if quiet_at is not None:
+            loop.call_later(quiet_at, on_quiet)
+        try:
+            await asyncio.sleep(after)
+        except asyncio.CancelledError:
+            log.append("cancelled")
+            raise
+        if isinstance(outcome, Exception):
+            raise outcome
+        log.append("done")
+        return outcome
+
+    return run, log
+
+
+def first_of(*ways: tuple[Try, list[str]]) -> str | None:
+    async def main(network: SimulatedNetwork) -> str | None:
+        return await first_result([each for each, _ in ways], lambda error: isinstance(error, TemporaryError))
+
+    return simulate(main, seed=1)
+
+
+def test_no_other_way_is_tried_while_the_first_goes_on() -> None:
+    second = way(1.0, "second")
+    assert first_of(way(50.0, "first"), second) == "first"
+    assert second[1] == []
+
+
+def test_the_next_way_is_tried_when_one_fails() -> None:
+    assert first_of(way(1.0, TemporaryError("no")), way(1.0, "second")) == "second"
+    assert first_of(way(1.0, TemporaryError("no")), way(1.0, TemporaryError("no"))) is None
+    assert first_of() is None
+
+
+def test_a_quiet_way_goes_on_beside_the_next_and_may_still_be_the_first() -> None:
+    first, second = way(5.0, "first", quiet_at=1.0), way(10.0, "second")
+    assert first_of(first, second) == "first"
+    assert second[1] == ["begun", "cancelled"]
+    first, second = way(50.0, "first", quiet_at=1.0), way(10.0, "second")
+    assert first_of(first, second) == "second"
+    assert first[1] == ["begun", "cancelled"]
+
+
+def test_a_quiet_way_counts_when_all_others_failed() -> None:
+    no = TemporaryError("another delegate speaks for the cell")
+    assert first_of(way(9.0, "first", quiet_at=1.0), way(1.0, no), way(1.0, no)) == "first"
+
+
+def test_an_error_that_is_no_failure_ends_all() -> None:
+    first = way(50.0, "first", quiet_at=1.0)
+    with pytest.raises(RuntimeError):
+        first_of(first, way(1.0, RuntimeError("a bug")))
+    assert first[1] == ["begun", "cancelled"]
+
+
+def listen(
+    fault: Callable[[SimulatedNetwork, Member], object],
+    answer_after: float,
+    quiet: list[float] | None,
+    joins_at: float | None = None,
+) -> tuple[Any, float]:
+    """What comes from a peer that others wait for and that a fault befalls after a second, and when."""
+
+    async def main(network: SimulatedNetwork) -> tuple[Any, float]:
+        stage = Stage()
+        if joins_at is not None:
+            network.loop.call_later(joins_at, stage.set, True)
+        async with members(network, 2) as (asker, asked):
+
+            async def serve(channel: Channel, request: dict[str, Any]) -> None:
+                end = asyncio.create_task(asyncio.sleep(answer_after))
+                try:
+                    await beat_until(channel, end, GRACE, stage)
+                    await channel.send({"kind": "done"})
+                finally:
+                    end.cancel()
+
+            asked.rpc.serve_channel("wait", serve)
+            loop = network.loop
+            loop.call_later(1.0, fault, network, asked, context=network.context)
+            began = loop.time()
+            on_quiet = None if quiet is None else lambda: quiet.append(loop.time() - began)
+            try:
+                async with asker.rpc.open(asked.peer.peer_id, "wait", {}, 5.0) as channel:
+                    return await answer_after_beats(channel, 60.0, GRACE, GRACE, 0.1, 1 << 16, on_quiet), 0.0
+            except DeadlineError as error:
+                return str(error), loop.time() - began
+            finally:
+                network.mend(asked.peer)
+                network.resume(asked.peer)
+
+    return simulate(main, seed=1)
+
+
+def slow_down(network: SimulatedNetwork, who: Member) -> None:
+    """A tenth of the machine's time, ten times a second, for 20 seconds."""
+    for turn in range(200):
+        network.loop.call_later(0.1 * turn, network.stall, who.peer, 0.09, context=network.context)
+
+
+def test_a_peer_at_a_tenth_of_its_speed_is_not_quiet() -> None:
+    quiet: list[float] = []
+    assert listen(slow_down, 15.0, quiet) == ({"kind": "done"}, 0.0)
+    assert not quiet
+
+
+def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_grace_period() -> None:
+    for fault in (lambda network, who: network.cut(who.peer), lambda network, who: network.stall(who.peer)):
+        answer, seconds = listen(fault, 30.0, None)
+        assert "fell silent" in answer
+        assert 1.0 + GRACE < seconds < 1.0 + GRACE + 3 * beat_seconds(GRACE)
+
+
+def test_a_peer_that_was_quiet_may_still_answer() -> None:
+    quiet: list[float] = []
+    assert listen(lambda network, who: network.stall(who.peer, 5.0), 9.0, quiet) == ({"kind": "done"}, 0.0)
+    assert len(quiet) == 1
+
+
+def test_a_peer_that_joined_a_group_is_given_the_time_of_a_transfer() -> None:
+    quiet: list[float] = []
+    fault = lambda network, who: network.stall(who.peer, 5.0)  # noqa: E731
+    assert listen(fault, 9.0, quiet, joins_at=0.999) == ({"kind": "done"}, 0.0)
+    assert not quiet

@@ -1,0 +1,226 @@
+"""Rules of aggregation, against references of a few lines; what a minority can do under each; who is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from p2ptrain.averaging.vector import aggregation as robust
+from p2ptrain.averaging.vector.aggregation import (
+    centered_clip,
+    clip_factors,
+    combine,
+    feedback_scale,
+    median,
+    num_trimmed,
+    out_of_proportion,
+    trimmed,
+    typical,
+    vote_weights,
+)
+from p2ptrain.manifest import AveragingSpec
+
+SPECS = {rule: AveragingSpec.model_validate({"aggregation": rule}) for rule in robust.VOTING_RULES}
+every_rule = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+seeds = st.integers(0, 1 << 30)
+
+
+def draw(num_parts: int, num_values: int = 300, seed: int = 0) -> Tensor:
+    """Parts [num_parts, num_values]; rounded to thirds, so that values repeat."""
+    parts = torch.randn(num_parts, num_values, generator=torch.Generator().manual_seed(seed))
+    return (parts * 3).round() / 3
+
+
+def rows(parts: Tensor) -> list[Tensor]:
+    return [row.clone() for row in parts]
+
+
+@settings(max_examples=40)
+@given(num_parts=st.integers(1, 40), seed=seeds, data=st.data())
+def test_any_rows_of_the_sorted_parts_can_be_selected(num_parts: int, seed: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, num_parts - 1))
+    stop = data.draw(st.integers(first + 1, num_parts))
+    parts = draw(num_parts, 50, seed)
+    selected = robust._select(rows(parts), first, stop)[first:stop]
+    assert torch.equal(torch.stack(selected), parts.sort(0).values[first:stop])
+
+
+@settings(max_examples=30)
+@given(num_parts=st.integers(1, 17), seed=seeds)
+def test_median_is_the_middle_of_each_coordinate(num_parts: int, seed: int) -> None:
+    parts = draw(num_parts, 50, seed)
+    expected = parts.double().quantile(0.5, dim=0).float()
+    torch.testing.assert_close(median(rows(parts)), expected, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=30)
+@given(num_parts=st.integers(1, 17), fraction=st.sampled_from([0.0, 0.1, 0.2, 0.3, 0.49]), seed=seeds)
+def test_trimmed_is_the_mean_of_what_is_between_the_ends(num_parts: int, fraction: float, seed: int) -> None:
+    parts = draw(num_parts, 50, seed)
+    cut = min(math.ceil(round(fraction * num_parts, 6)), (num_parts - 1) // 2)
+    assert num_trimmed(num_parts, fraction) == cut
+    expected = parts.double().sort(0).values[cut : num_parts - cut].mean(0).float()
+    torch.testing.assert_close(trimmed(rows(parts), fraction), expected, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=30)
+@given(num_parts=st.integers(1, 17), ratio=st.sampled_from([0.5, 1.0, 3.0]), iterations=st.integers(0, 4), seed=seeds)
+def test_centered_clip_is_the_papers_iteration(num_parts: int, ratio: float, iterations: int, seed: int) -> None:
+    parts = draw(num_parts, 300, seed)
+    center = parts.double().quantile(0.5, dim=0)
+    for _ in range(iterations):
+        differences = parts.double() - center
+        distances = differences.norm(dim=1)
+        limit = ratio * distances.sort().values[(num_parts - 1) // 2]
+        factors = torch.where(distances > limit, limit / distances, 1.0)
+        center = center + (differences * factors[:, None]).mean(0)
+    found = centered_clip(rows(parts), ratio, iterations)
+    torch.testing.assert_close(found, center.float(), rtol=1e-4, atol=1e-5)
+
+
+@every_rule
+@settings(max_examples=30)
+@given(num_parts=st.integers(1, 17), seed=seeds)
+def test_equal_parts_give_themselves_exactly(spec: AveragingSpec, num_parts: int, seed: int) -> None:
+    part = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 1e-3
+    assert torch.equal(combine(spec, rows(part.expand(num_parts, 300))), part)
+
+
+@every_rule
+@settings(max_examples=30)
+@given(order=st.permutations(range(9)), seed=seeds)
+def test_the_order_of_parts_does_not_matter(spec: AveragingSpec, order: list[int], seed: int) -> None:
+    parts = draw(9, 300, seed)
+    one, other = combine(spec, rows(parts)), combine(spec, rows(parts[order]))
+    if spec.aggregation == "centered_clip":
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # It adds up in the order of the roster.
+    else:
+        assert torch.equal(one, other)
+
+
+@every_rule
+def test_no_result_is_negative_zero(spec: AveragingSpec) -> None:
+    zeros = torch.tensor([0.0, -0.0])
+    for parts in ([zeros, -zeros, zeros], [-zeros, zeros], [torch.full((2,), -0.0)]):
+        assert not bool(torch.signbit(combine(spec, rows(torch.stack(parts)))).any())
+
+
+@settings(max_examples=60)
+@given(
+    num_honest=st.integers(2, 9),
+    data=st.data(),
+    magnitude=st.sampled_from([0.1, 3.0, 1e4, 1e30]),
+    seed=seeds,
+)
+def test_a_hostile_minority_stays_within_the_bound(
+    num_honest: int, data: st.DataObject, magnitude: float, seed: int
+) -> None:
+    num_hostile = data.draw(st.integers(0, num_honest - 1))
+    generator = torch.Generator().manual_seed(seed)
+    honest = torch.randn(num_honest, 64, generator=generator) + 5
+    lies = torch.randn(num_hostile, 64, generator=generator) * magnitude
+    if data.draw(st.booleans()):
+        lies = lies[:1].expand(num_hostile, 64) if num_hostile else lies  # In collusion.
+    parts = torch.cat([honest, lies])[torch.randperm(num_honest + num_hostile, generator=generator)]
+    lowest, highest = honest.amin(0) - 1e-4, honest.amax(0) + 1e-4
+
+    middle = median(rows(parts))
+    assert bool(((middle >= lowest) & (middle <= highest)).all())
+    kept = trimmed(rows(parts), num_hostile / len(parts))
+    assert bool(((kept >= lowest) & (kept <= highest)).all())
+    # The median is among the honest, the limit at most the distance of one of them, and so is every move.
+    box = float((highest - lowest).norm())
+    for ratio, iterations in ((1.0, 1), (2.0, 1), (1.0, 3)):
+        center = centered_clip(rows(parts), ratio, iterations)
+        assert float((center - honest.mean(0)).norm()) <= box * (1 + ratio) ** iterations * (1 + 1e-4)
+
+
+def test_centered_clip_of_agreeing_parts_is_their_mean() -> None:
+    parts = draw(8)
+    torch.testing.assert_close(centered_clip(rows(parts), 1000.0, 1), parts.mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_only_rules_by_votes_combine_stacks() -> None:
+    with pytest.raises(ValueError, match="norm_clip"):
+        combine(AveragingSpec(aggregation="norm_clip"), rows(draw(3)))
+
+
+# --- norms, tokens, weights -----------------------------------------------------------------------------------------
+
+
+def test_typical_is_the_lower_median_of_what_is_not_zero() -> None:
+    assert typical([5, 1, 3]) == 3
+    assert typical([4, 1, 3, 2]) == 2
+    assert typical([0, 0, 0, 7, 8, 9]) == 8
+
+
+@pytest.mark.parametrize("values", [[], [4.0], [1.0, 2.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]])
+def test_too_few_have_no_typical_value(values: list[float]) -> None:
+    assert typical(values) == 0
+
+
+@given(
+    honest=st.lists(st.floats(1.0, 10.0), min_size=3, max_size=9),
+    hostile=st.lists(st.floats(0.0, 1e300), max_size=8),
+)
+def test_a_minority_neither_hides_nor_makes_others_disproportionate(honest: list[float], hostile: list[float]) -> None:
+    hostile = hostile[: len(honest) - 1]
+    refused = out_of_proportion(dict(enumerate([*honest, *hostile])), max_ratio=20.0)
+    assert all(index >= len(honest) for index in refused)
+    loud = {index for index, norm in enumerate([*honest, *hostile]) if norm > 10 * 20}
+    assert loud <= refused.keys()
+
+
+@pytest.mark.parametrize("norms", [[1.0], [1.0, 1e9], [0.0, 1.0, 1e9], [0.0, 0.0, 0.0, 1e9]])
+def test_without_a_majority_nobody_is_out_of_proportion(norms: list[float]) -> None:
+    assert out_of_proportion(dict(enumerate(norms)), max_ratio=2.0) == {}
+    assert clip_factors(AveragingSpec(), norms, [1] * len(norms)) == [1.0] * len(norms)
+
+
+def test_an_infinite_norm_is_out_of_proportion() -> None:
+    assert out_of_proportion({0: 1.0, 1: 1.0, 2: math.inf}, max_ratio=1e9).keys() == {2}
+
+
+@given(
+    norms=st.lists(st.floats(1e-3, 1e6), min_size=3, max_size=12),
+    ratio=st.floats(0.1, 10),
+)
+def test_nobody_is_longer_than_the_clip_allows_and_only_the_long_are_clipped(norms: list[float], ratio: float) -> None:
+    limit = ratio * sorted(norms)[(len(norms) - 1) // 2]
+    factors = clip_factors(AveragingSpec(clip_ratio=ratio), norms, [10] * len(norms))
+    for norm, factor in zip(norms, factors, strict=True):
+        assert factor * norm <= limit * (1 + 1e-9) or factor == 1.0
+        assert (factor < 1.0) == (norm > limit * (1 + 1e-9)) or abs(norm - limit) <= 1e-6 * limit
+
+
+def test_a_peer_that_did_more_may_have_come_further() -> None:
+    spec = AveragingSpec(clip_ratio=1.0, max_weight_ratio=10)
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 50]) == [1.0] * 4
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 25])[3] == pytest.approx(0.5)
+    assert clip_factors(spec, [1.0, 1.0, 1.0, 50.0], [10, 10, 10, 10**9])[3] == pytest.approx(0.2)
+
+
+@given(tokens=st.lists(st.integers(1, 10**9), min_size=1, max_size=12), rule=st.sampled_from(["mean", "norm_clip"]))
+def test_tokens_count_up_to_a_multiple_of_the_median(tokens: list[int], rule: str) -> None:
+    weights = vote_weights(AveragingSpec.model_validate({"aggregation": rule, "max_weight_ratio": 4}), tokens)
+    assert sum(weights) == pytest.approx(1)
+    most = 4 * sorted(tokens)[(len(tokens) - 1) // 2] if len(tokens) >= 3 else math.inf
+    counted = [min(count, most) for count in tokens]
+    assert weights == pytest.approx([count / sum(counted) for count in counted])
+
+
+@every_rule
+def test_under_a_rule_by_votes_claimed_tokens_count_for_nothing(spec: AveragingSpec) -> None:
+    assert vote_weights(spec, [1, 10**9, 5, 5]) == [0.25] * 4
+
+
+def test_what_encoding_dropped_comes_back_once_where_the_rule_lets_it() -> None:
+    tokens = [10, 30, 60]
+    assert feedback_scale(AveragingSpec(aggregation="mean"), tokens, 1) == pytest.approx(100 / 30)
+    assert feedback_scale(SPECS["centered_clip"], tokens, 1) == pytest.approx(3)
+    assert feedback_scale(SPECS["median"], tokens, 1) == feedback_scale(SPECS["trimmed"], tokens, 1) == 0

@@ -1,0 +1,144 @@
+"""Shares cover the vector, follow bandwidth, and are as fast as a linear program's."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.vector.partition import share_weights, split_shares
+
+bandwidth_lists = st.lists(
+    st.one_of(st.just(0.0), st.floats(1e-3, 1e9), st.sampled_from([1.0, 10.0, 100.0])), min_size=1, max_size=12
+).filter(any)
+
+
+def slowest(weights: list[float], bandwidths: list[float]) -> float:
+    n = len(weights)
+    return max((1 + (n - 2) * w) / b for w, b in zip(weights, bandwidths, strict=True) if b > 0)
+
+
+@given(st.integers(0, 100_000), bandwidth_lists, st.sampled_from([1, 7, 256, 4096]))
+def test_shares_cover_the_vector_once_in_order_at_block_boundaries(
+    num_values: int, bandwidths: list[float], block_size: int
+) -> None:
+    shares = split_shares(num_values, share_weights(bandwidths), block_size)
+    assert len(shares) == len(bandwidths)
+    assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])]
+    assert shares[-1][1] == num_values
+    assert all(start <= stop for start, stop in shares)
+    assert all(start % block_size == 0 for start, stop in shares if stop > start)
+
+
+@given(st.integers(0, 100_000), bandwidth_lists, st.sampled_from([1, 256]))
+def test_a_larger_weight_never_means_fewer_blocks(num_values: int, bandwidths: list[float], block_size: int) -> None:
+    weights = share_weights(bandwidths)
+    shares = split_shares(num_values, weights, block_size)
+    blocks = [-(-(stop - start) // block_size) for start, stop in shares]
+    ranked = sorted(zip(weights, blocks, strict=True))
+    for (light, fewer), (heavy, more) in pairwise(ranked):
+        assert light == heavy or fewer <= more
+
+
+@given(bandwidth_lists, st.integers(0, 11), st.floats(1.0, 100.0))
+def test_more_bandwidth_never_means_less_work(bandwidths: list[float], index: int, factor: float) -> None:
+    index %= len(bandwidths)
+    raised = [b * factor if i == index else b for i, b in enumerate(bandwidths)]
+    assert share_weights(raised)[index] >= share_weights(bandwidths)[index]
+
+
+@given(st.integers(1, 100_000), bandwidth_lists)
+def test_members_without_bandwidth_own_nothing(num_values: int, bandwidths: list[float]) -> None:
+    for (start, stop), bandwidth in zip(
+        split_shares(num_values, share_weights(bandwidths), 16), bandwidths, strict=True
+    ):
+        assert bandwidth > 0 or start == stop
+
+
+@settings(max_examples=60)
+@given(st.lists(st.one_of(st.just(0.0), st.floats(0.5, 100.0)), min_size=3, max_size=10).filter(any))
+def test_no_split_is_faster_than_the_linear_programs(bandwidths: list[float]) -> None:
+    n = len(bandwidths)
+    # Variables w_1..w_n, T. Minimise T subject to (n-2) w_i - b_i T <= -1 for owners, sum w = 1, w_i = 0 if b_i = 0.
+    rows = [i for i, b in enumerate(bandwidths) if b > 0]
+    upper = np.zeros((len(rows), n + 1))
+    for row, i in enumerate(rows):
+        upper[row, i], upper[row, n] = n - 2, -bandwidths[i]
+    solution = importlib.import_module("scipy.optimize").linprog(
+        [0.0] * n + [1.0],
+        A_ub=upper,
+        b_ub=-np.ones(len(rows)),
+        A_eq=[[1.0] * n + [0.0]],
+        b_eq=[1.0],
+        bounds=[(0, None if b > 0 else 0) for b in bandwidths] + [(0, None)],
+    )
+    assert solution.success
+    ours = slowest([float(w) for w in share_weights(bandwidths)], bandwidths)
+    assert ours == pytest.approx(solution.fun, rel=1e-6)
+
+
+@given(bandwidth_lists, st.integers(1, 1_000_000))
+def test_whole_blocks_stay_within_one_of_the_exact_fraction(bandwidths: list[float], num_blocks: int) -> None:
+    weights = share_weights(bandwidths)
+    for (start, stop), weight in zip(split_shares(num_blocks, weights, 1), weights, strict=True):
+        assert abs(stop - start - weight * num_blocks) < 1
+
+
+@given(st.integers(1, 64), st.floats(1e-3, 1e12))
+def test_equal_bandwidths_give_equal_shares(n: int, bandwidth: float) -> None:
+    assert share_weights([bandwidth] * n) == [Fraction(1, n)] * n
+
+
+@given(bandwidth_lists, st.integers(-30, 30))
+def test_the_unit_of_bandwidth_does_not_matter(bandwidths: list[float], exponent: int) -> None:
+    scaled = [math.ldexp(b, exponent) for b in bandwidths]
+    assume(all((s > 0) == (b > 0) for s, b in zip(scaled, bandwidths, strict=True)))
+    assert share_weights(scaled) == share_weights(bandwidths)
+
+
+def test_a_lone_member_owns_everything() -> None:
+    assert split_shares(1000, share_weights([3.0]), 256) == [(0, 1000)]
+
+
+def test_of_two_members_a_client_only_one_owns_nothing() -> None:
+    assert split_shares(1000, share_weights([0.0, 5.0]), 256) == [(0, 0), (0, 1000)]
+
+
+def test_a_member_too_slow_for_its_own_contribution_owns_nothing() -> None:
+    # Level T = (1 + 2) / 200 with two owners; 1 / b = 1 for the slow one is already beyond it.
+    assert share_weights([100.0, 1.0, 100.0]) == [Fraction(1, 2), Fraction(0), Fraction(1, 2)]
+
+
+def test_a_worked_example_splits_as_by_hand() -> None:
+    # n = 4, b = 4 3 3 2: T = (2 + 4) / 12 = 1/2, w = (T b - 1) / 2 = 1/2 1/4 1/4 0.
+    assert share_weights([4.0, 3.0, 3.0, 2.0]) == [Fraction(1, 2), Fraction(1, 4), Fraction(1, 4), Fraction(0)]
+    assert split_shares(1024, share_weights([4.0, 3.0, 3.0, 2.0]), 256) == [
+        (0, 512),
+        (512, 768),
+        (768, 1024),
+        (1024, 1024),
+    ]
+
+
+@pytest.mark.parametrize("bandwidths", [[], [0.0, 0.0], [1.0, -1.0], [1.0, math.nan], [math.inf, 1.0]])
+def test_bandwidths_that_make_no_sense_are_refused(bandwidths: list[float]) -> None:
+    with pytest.raises(ValueError, match="bandwidth"):
+        share_weights(bandwidths)
+
+
+@pytest.mark.parametrize(("num_values", "block_size"), [(-1, 1), (10, 0)])
+def test_sizes_out_of_range_are_refused(num_values: int, block_size: int) -> None:
+    with pytest.raises(ValueError, match="cannot cut"):
+        split_shares(num_values, share_weights([1.0]), block_size)
+
+
+@pytest.mark.parametrize("weights", [[Fraction(1, 2)], [Fraction(3, 2), Fraction(-1, 2)]])
+def test_weights_that_are_no_split_are_refused(weights: list[Fraction]) -> None:
+    with pytest.raises(ValueError, match="sum to exactly 1"):
+        split_shares(100, weights, 10)

@@ -1,0 +1,236 @@
+"""Spot checks of a share: an honest owner passes every one, a false chunk convicts its owner before anybody."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.averaging.protocol.certificate import Roster
+from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, OwnShare
+from p2ptrain.averaging.verification.audit import FalseMeanError
+from p2ptrain.averaging.verification.commitments import Slice
+from p2ptrain.averaging.verification.opening import Rules, verify_evidence
+from p2ptrain.codecs import codec_names, get_codec
+from p2ptrain.codecs.mixed import by_size
+from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import AveragingSpec
+from tests.support.sim.shares import SWARM, VERIFIER, Group, run_check, vectors
+
+RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
+SIZE = 3 * (2 * CHUNK_VALUES + 4096)
+"""A share of three has two whole chunks and one that is shorter."""
+
+
+def make_group(rule: str = "norm_clip", codec: str = "int8", count: int = 3, size: int = SIZE) -> Group:
+    each = vectors(count, size)
+    each[-1] *= 5  # So that norm_clip clips.
+    spec = AveragingSpec.model_validate({"aggregation": rule} | ({"clip_ratio": 1.0} if rule == "norm_clip" else {}))
+    return Group(spec, get_codec(codec), each, tokens=list(range(10, 10 + count)))
+
+
+def nothing(share: OwnShare, mean: bytearray) -> None:
+    """Be honest."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "codec"),
+    [(rule, "int8") for rule in RULES]
+    + [("norm_clip", name) for name in codec_names() if name not in ("powersgd", "topk")],
+)
+def test_an_honest_owner_passes_every_check(rule: str, codec: str) -> None:
+    run_check(make_group(rule, codec), 1, nothing, [0, 1, 2])
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_so_does_one_with_parts_in_other_codecs(count: int) -> None:
+    group = make_group(count=count)
+    group.part_codecs = {0: get_codec("topk"), count - 1: get_codec("int4")}
+    run_check(group, 0, nothing, [0])
+    run_check(group, count - 1, nothing, [0])
+
+
+def test_so_does_one_of_low_rank_and_one_whose_codec_depends_on_the_place() -> None:
+    each = vectors(2, 2 * 65536 * 2 + 5000)
+    spec = AveragingSpec(codec="powersgd")
+    run_check(Group(spec, get_codec("powersgd"), each), 0, nothing, [0, 1])
+    mixed = by_size(get_codec("int8"), get_codec("fp16"), [100, 60_000, 1000, len(each[0]) - 61_100], 4096)
+    run_check(Group(spec, mixed, each), 1, nothing, [0, 3, 8])
+
+
+def flip(share: OwnShare, mean: bytearray) -> None:
+    """Change a value in the middle of the first chunk."""
+    mean[1000] ^= 1
+
+
+def swap_weights(share: OwnShare, mean: bytearray) -> None:
+    """Count the members by other weights than their own."""
+    encode_again(share, mean, [0, 1, 2], [12, 11, 10])
+
+
+def leave_out(share: OwnShare, mean: bytearray) -> None:
+    """Count two and say three."""
+    encode_again(share, mean, [0, 1], [10, 11])
+
+
+def encode_again(share: OwnShare, mean: bytearray, contributors: list[int], tokens: list[int]) -> None:
+    size = len(share._own)
+    weights = share.weights(contributors, tokens)
+    share.reduce_piece(0, size, contributors, weights, torch.empty(size), mean)
+
+
+LIES = [flip, swap_weights, leave_out]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("rule", ["mean", "norm_clip"])
+def test_a_false_mean_is_evidence_that_anybody_can_verify(lie: Callable[..., None], rule: str) -> None:
+    group = make_group(rule)
+    with pytest.raises(FalseMeanError) as found:
+        run_check(group, 1, lie, [2, 0])
+    accused, fault = verify_evidence(found.value.evidence, SWARM, lambda share: group.rules, VERIFIER)
+    assert accused == "member1"
+    assert fault == str(found.value) == "its mean is not that of the parts"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_can_be_computed_again(rule: str) -> None:
+    with pytest.raises(FalseMeanError):
+        run_check(make_group(rule), 2, flip, [0])
+
+
+def test_a_false_chunk_is_found_only_where_it_is_looked_for() -> None:
+    run_check(make_group(), 1, flip, [1, 2])
+
+
+def test_an_owner_of_low_rank_cannot_say_anything() -> None:
+    def negate(share: OwnShare, mean: bytearray) -> None:
+        exact = torch.randn(len(share._own), generator=torch.Generator().manual_seed(7))
+        share._codec.encode_into(exact, mean)
+
+    group = Group(AveragingSpec(codec="powersgd"), get_codec("powersgd"), vectors(2, 4 * 65536))
+    with pytest.raises(FalseMeanError, match="too far"):
+        run_check(group, 0, negate, [1])
+
+
+def test_an_owner_s_own_part_is_bound_to_the_norm_that_it_counts_with() -> None:
+    """Else it would claim a short one, and have a long one count in full."""
+
+    def exaggerate(share: OwnShare, mean: bytearray) -> None:
+        tokens = [10, 11, 12]
+        weights = share.weights([0, 1, 2], tokens)
+        share._own.mul_(100)
+        size = len(share._own)
+        share.reduce_piece(0, size, [0, 1, 2], weights, torch.empty(size), mean)
+
+    with pytest.raises(FalseMeanError, match="norm of its own part"):
+        run_check(make_group(), 1, exaggerate, [0])
+
+
+def test_parts_that_were_not_committed_to_prove_nothing_and_pass_nothing() -> None:
+    def forge(share: OwnShare, mean: bytearray) -> None:
+        part = share.parts[0][1]
+        assert isinstance(part, bytearray)
+        part[1000] ^= 1
+
+    with pytest.raises(IntegrityError, match="did not commit") as refused:
+        run_check(make_group(), 1, forge, [0])
+    assert not isinstance(refused.value, FalseMeanError)
+
+
+def evidence_of_a_flip() -> tuple[bytes, Rules]:
+    group = Group(AveragingSpec(), get_codec("int4"), vectors(3, 3 * 512))
+    with pytest.raises(FalseMeanError) as found:
+        run_check(group, 1, lambda share, mean: mean.__setitem__(100, mean[100] ^ 1), [0])
+    return found.value.evidence, group.rules
+
+
+EVIDENCE, EVIDENCE_RULES = evidence_of_a_flip()
+
+
+@settings(max_examples=300)
+@given(st.integers(0, 8 * len(EVIDENCE) - 1))
+def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
+    changed = bytearray(EVIDENCE)
+    changed[bit // 8] ^= 1 << bit % 8
+    try:
+        # A chunk of the mean is bound to the statement, parts to their senders, the rest to the owner: whatever still
+        # verifies says the same.
+        assert verify_evidence(bytes(changed), SWARM, lambda share: EVIDENCE_RULES, VERIFIER)[0] == "member1"
+    except IntegrityError:
+        return
+    assert msgpack.unpackb(bytes(changed)) == msgpack.unpackb(EVIDENCE)
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200))
+def test_garbage_convicts_nobody(data: bytes) -> None:
+    with pytest.raises(IntegrityError):
+        verify_evidence(data, SWARM, lambda share: EVIDENCE_RULES, VERIFIER)
+
+
+def test_an_honest_owner_s_opening_is_no_evidence() -> None:
+    group = make_group()
+
+    def verify(evidence: bytes) -> None:
+        verify_evidence(evidence, SWARM, lambda share: group.rules, VERIFIER)
+
+    async def main() -> None:
+        audit, _, mean = await group.reduced(1)
+        tree = group.tree(1, mean)
+        await audit.state(range(3), tree)
+        statement, wire, keys, proof, openings = msgpack.unpackb(await audit.answer([1]))
+        codec = group.codec
+        low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
+        said = [statement, wire, keys, proof, 1, openings[0]]
+        with pytest.raises(IntegrityError, match="is right"):
+            verify(msgpack.packb([*said, bytes(mean[low:high]), tree.proof(1)]))
+        other = bytes([mean[low] ^ 1]) + bytes(mean[low + 1 : high])
+        with pytest.raises(IntegrityError, match="another mean"):
+            verify(msgpack.packb([*said, other, tree.proof(1)]))
+
+    asyncio.run(main())
+
+
+def test_evidence_is_of_one_swarm() -> None:
+    other = Rules(bytes(32), EVIDENCE_RULES.spec, EVIDENCE_RULES.codec, EVIDENCE_RULES.num_values)
+    assert EVIDENCE_RULES.swarm == SWARM
+    with pytest.raises(IntegrityError):
+        verify_evidence(EVIDENCE, other.swarm, lambda share: other, VERIFIER)
+
+
+@pytest.mark.parametrize(("round_", "level"), [(3, 0), (3, 1)])
+def test_evidence_is_judged_by_the_rules_of_its_round_and_level(round_: int, level: int) -> None:
+    group = make_group()
+    group.roster = Roster(tuple(replace(ticket, round=round_, level=level) for ticket in group.roster.tickets))
+    with pytest.raises(FalseMeanError) as found:
+        run_check(group, 1, flip, [0])
+    asked = []
+
+    def rules_of(share: Slice) -> Rules:
+        asked.append((share.round, share.level))
+        return group.rules
+
+    assert verify_evidence(found.value.evidence, SWARM, rules_of, VERIFIER)[0] == "member1"
+    assert asked == [(round_, level)]
+    with pytest.raises(IntegrityError, match="another vector"):  # A shorter fragment's.
+        verify_evidence(found.value.evidence, SWARM, lambda share: replace(group.rules, num_values=64), VERIFIER)
+
+
+def test_a_member_draws_its_part_of_the_checks_and_each_chunk_at_most_once() -> None:
+    group = Group(AveragingSpec(spot_checks=6), get_codec("int8"), vectors(5, 5 * 8 * CHUNK_VALUES))
+
+    async def draw(seed: int) -> list[int]:
+        group.seed = seed
+        return group.audit(0)[0].draw(1, 4)
+
+    drawn = [asyncio.run(draw(seed)) for seed in range(200)]
+    assert all(len(set(chunks)) == len(chunks) and len(chunks) in (1, 2) for chunks in drawn)
+    assert {chunk for chunks in drawn for chunk in chunks} == set(range(8))
+    assert sum(map(len, drawn)) / 200 == pytest.approx(6 / 4, abs=0.15)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import argparse
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from p2ptrain.cli.commands.join import (
+    add_arguments,
+    check_compatible,
+    check_machine,
+    describe,
+    describe_lending,
+    in_pipeline,
+)
+from p2ptrain.cli.running import confirm
+from p2ptrain.config import PeerConfig
+from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, ResourceError, UsageError
+from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
+
+
+def config(tmp_path: Path) -> PeerConfig:
+    overrides = {"role": "trainer", "link": "p2ptrain://x", "run_dir": tmp_path / "run", "resources.up": "8Mbit"}
+    return PeerConfig.load(None, overrides)
+
+
+def test_what_is_shown_says_what_is_downloaded_run_sent_exposed_and_written(tmp_path: Path) -> None:
+    text = describe(SignedManifest(Manifest(name="swarm x"), "QmOrganizer", b""), config(tmp_path))
+    for words in ("swarm x", "QmOrganizer", "stdlib", "int8", "1.0 MB/s", "0.0.0.0", str(tmp_path / "run")):
+        assert words in text
+    assert [line.split()[0] for line in text.splitlines()] == [
+        "swarm", "downloads", "runs", "sends", "exposes", "writes",
+    ]  # fmt: skip
+
+
+def test_a_swarm_of_another_protocol_or_codec_is_refused() -> None:
+    check_compatible(Manifest())
+    with pytest.raises(IncompatibleError, match="protocol 2"):
+        check_compatible(Manifest(protocol=2))
+    with pytest.raises(IncompatibleError, match="zip"):
+        check_compatible(Manifest(averaging=AveragingSpec(codec="zip")))
+    with pytest.raises(IncompatibleError):
+        check_compatible(Manifest(model=ModelSpec(family="unheard-of")))
+    with pytest.raises(UsageError):
+        check_compatible(Manifest(model=ModelSpec(family="custom")))
+
+
+def test_a_model_that_is_too_large_for_this_machine_is_refused(tmp_path: Path) -> None:
+    huge = ModelSpec(layers=1024, hidden=65536, heads=1024, kv_heads=1024, intermediate=1 << 20)
+    with pytest.raises(ResourceError, match="memory"):
+        check_machine(Manifest(model=huge), config(tmp_path))
+    check_machine(Manifest(), config(tmp_path))
+
+
+def test_text_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="/no/such"):
+        check_machine(Manifest(data=DataSpec(source="path:/no/such")), config(tmp_path))
+
+
+STAGES = {"training": {"every": 1}, "pipeline": {"stages": 2}}
+
+
+def joining(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["p2ptrain://x", *words])
+
+
+def test_who_has_room_for_a_stage_hosts_one_and_who_has_none_sends_text(capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = parse_manifest(STAGES, "run.toml")
+    assert in_pipeline(joining(), manifest)["role"] == "both"
+    assert not capsys.readouterr().out
+    assert in_pipeline(joining("--max-memory", "100MB"), manifest)["role"] == "trainer"
+    assert "no stage fits into 100" in capsys.readouterr().out
+    for words in (["--role", "stage"], ["--role", "both"]):
+        assert in_pipeline(joining("--max-memory", "100MB", *words), manifest)["role"] == words[1]
+    assert in_pipeline(joining("--max-memory", "100MB", "--stage", "1"), manifest)["role"] == "both"
+    with pytest.raises(ConfigError, match="--max-memory"):
+        in_pipeline(joining("--max-memory", "a lot"), manifest)
+
+
+def test_what_a_host_of_a_stage_downloads_is_what_is_trained(tmp_path: Path) -> None:
+    host = config(tmp_path).model_copy(update={"role": "stage"})
+
+    def shown(**sections: object) -> str:
+        return describe(SignedManifest(parse_manifest({**STAGES, **sections}, "run.toml"), "Qm", b""), host)
+
+    digests = ["0" * 64] * 6
+    weights = {"weights": "hub:owner/name", "weight_digests": digests}
+    everything, adapters = shown(), shown(lora={"targets": ["q_proj"], "rank": 1}, model=weights)
+    assert "begins     with the blocks of that stage in hub:owner/name" in adapters
+    assert "trains     adapters of q_proj alone" in adapters
+    sizes = [re.search(r"stages, about (\S+) (\S+)", text) for text in (everything, adapters)]
+    assert [size[2].rstrip(",") for size in sizes if size] == ["MB", "kB"]
+
+
+def test_each_role_is_asked_for_what_it_needs_alone(tmp_path: Path) -> None:
+    gone, model = f"path:{tmp_path / 'gone'}", "local:model"
+    sections = {
+        "model": {"weights": model, "weight_digests": ["0" * 64] * 6},
+        "data": {"tokenizer": model, "source": f"path:{tmp_path}"},
+    }
+    manifest = parse_manifest({**STAGES, **sections}, "run.toml")
+    own = config(tmp_path)
+    for role, missing in (("stage", r"model\.weights .*--weights"), ("trainer", r"data\.tokenizer")):
+        with pytest.raises(ConfigError, match=missing):
+            check_machine(manifest, own.model_copy(update={"role": role}))
+        check_machine(manifest, own.model_copy(update={"role": role, "weights": tmp_path}))
+    elsewhere = parse_manifest({**STAGES, **sections, "data": {"source": gone}}, "run.toml")
+    check_machine(elsewhere, own.model_copy(update={"role": "stage", "weights": tmp_path}))  # It reads no text.
+
+
+def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(UsageError, match="--yes"):
+        confirm("Take part?", assume_yes=False)
+    assert confirm("Take part?", assume_yes=True)
+
+
+def test_who_lends_bandwidth_needs_no_model_but_a_swarm_that_takes_auxiliaries(tmp_path: Path) -> None:
+    manifest = Manifest(model=ModelSpec(family="custom"), averaging=AveragingSpec(auxiliaries=1))
+    check_compatible(manifest, lends=True)
+    with pytest.raises(ManifestError, match="takes no auxiliaries"):
+        check_compatible(Manifest(), lends=True)
+    text = describe_lending(SignedManifest(manifest, "QmOrganizer", b""), config(tmp_path))
+    assert "no model" in text
+    assert "QmOrganizer" in text

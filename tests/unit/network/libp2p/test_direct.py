@@ -1,0 +1,357 @@
+"""Direct connections lead to who they were agreed on with, and to the daemon where there is no way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from p2ptrain.errors import ResourceError
+from p2ptrain.network.libp2p import direct, direct_tls
+from p2ptrain.network.libp2p.direct import OFFERS
+from p2ptrain.network.libp2p.direct_listener import TOKEN_BYTES, DirectLimits
+from p2ptrain.network.libp2p.direct_tls import Certificate, TlsSocket
+from p2ptrain.network.libp2p.socket_stream import SocketStream
+from p2ptrain.network.rpc.frames import Kind, frame, pack
+from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
+
+Main = Callable[[], Awaitable[None]]
+
+pytestmark = pytest.mark.usefixtures("nothing_leaks")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_bytes_go_both_ways_between_the_peers_that_agreed(run: Callable[[Main], None], host: str) -> None:
+    data = os.urandom(3_000_000)
+
+    async def main() -> None:
+        async with direct_peers(host=host) as (a, b):
+            near, far = await opened(a, b)
+            received = memoryview(bytearray(len(data)))
+            await asyncio.gather(
+                near.write(data[:5], data[5:]), far.write(data), far.read_into(received), near.read(len(data))
+            )
+            assert received == data
+            await asyncio.gather(near.close(), far.close())
+
+    run(main)
+
+
+def test_what_was_written_before_a_close_arrives(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            data = memoryview(bytearray(2_000_000))
+
+            async def write() -> None:
+                await near.write(b"x" * len(data))
+                await near.close()
+
+            writing = asyncio.create_task(write())
+            await far.read_into(data)
+            assert data == b"x" * len(data)
+            with pytest.raises(EOFError):
+                await far.read(1)
+            await writing
+
+    run(main)
+
+
+def test_a_reader_that_does_not_read_holds_the_writer_back(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            sent = 0
+
+            async def send_for_ever() -> None:
+                nonlocal sent
+                while True:
+                    await near.write(bytes(1 << 18))
+                    sent += 1 << 18
+
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(send_for_ever(), timeout=1)
+            assert 0 < sent < 32 << 20
+            near.abort()
+            far.abort()
+
+    run(main)
+
+
+def test_an_abort_is_the_end_of_the_stream_at_the_other_end(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            near.abort()
+            with pytest.raises((EOFError, OSError)):
+                await far.read(1)
+            await until(lambda: b.direct._listener is not None and b.direct._listener.num_connections <= 1)
+
+    run(main)
+
+
+def test_a_connection_carries_one_stream_after_the_other(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            asked = a.control.num_asked
+            for number in range(5):
+                await near.write(bytes([number]))
+                assert await far.read(1) == bytes([number])
+                # Whichever end is through first, the next stream waits for the other.
+                for end in (near, far) if number % 2 else (far, near):
+                    assert end.rest()
+                again, far = await opened(a, b)
+                assert again is near
+            assert a.control.num_asked == asked
+            assert a.direct.num_dialled == 1
+            near.abort()
+
+    run(main)
+
+
+def test_streams_at_a_time_have_a_connection_each_and_one_is_kept(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            ends = [await opened(a, b), await opened(a, b)]
+            assert ends[0][0] is not ends[1][0]
+            assert [near.rest() and far.rest() for near, far in ends] == [True, False]
+            ends[1][0].abort()
+            await until(lambda: a.direct.num_spares == 1)
+
+    run(main)
+
+
+@pytest.mark.parametrize("word", [b"", b"?"], ids=["silent", "wrong"])
+def test_a_listener_that_is_not_ready_again_is_dialled_anew(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, word: bytes
+) -> None:
+    monkeypatch.setattr(direct, "DIAL_SECONDS", 1.0)
+
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            assert near.rest()
+            if word:
+                await far.write(word)
+            await until(lambda: near.is_closing)
+            assert a.direct.num_spares == 0
+            again, _ = await opened(a, b)
+            assert again is not near
+            again.abort()
+
+    run(main)
+
+
+def test_what_is_on_its_way_is_no_rest(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            await far.write(b"more")
+            await until(lambda: near.num_unread == 4)
+            assert not near.rest()
+            near.abort()
+
+    run(main)
+
+
+def test_no_stream_begins_on_an_old_connection(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near, far = await opened(a, b)
+            monkeypatch.setattr(direct_tls, "MAX_AGE_SECONDS", 0.0)
+            assert not near.rest()
+            assert not far.rest()
+            near.abort()
+
+    run(main)
+
+
+async def spare(a: DirectPeer, b: DirectPeer) -> TlsSocket:
+    """A connection from ``a`` to ``b`` that waits for a stream."""
+    near, far = await opened(a, b)
+    assert near.rest()
+    assert far.rest()
+    await until(lambda: a.direct.num_spares == 1)
+    return near
+
+
+def test_a_spare_connection_whose_other_end_is_gone_is_not_used(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            near = await spare(a, b)
+            await b.direct.close()
+            await until(lambda: near.is_closing)
+            assert await a.direct.open("b", BULK, 5) is None
+
+    run(main)
+
+
+def test_spare_connections_end_after_a_while(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
+            await spare(a, b)
+            await until(lambda: a.direct.num_spares == 0)
+            await until(lambda: b.direct._listener is not None and b.direct._listener.num_connections == 0)
+
+    run(main)
+
+
+# Where there is no way
+
+
+def test_a_closed_port_is_left_alone_for_a_while(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            assert b.direct._listener is not None
+            await b.direct._listener.close()
+            assert await a.direct.open("b", BULK, 5) is None
+            assert a.control.num_asked == 1
+            assert await a.direct.open("b", BULK, 5) is None
+            assert a.control.num_asked == 1
+
+    run(main)
+
+
+def test_rests_grow_and_end(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "FIRST_REST_SECONDS", 0.1)
+
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            b.direct._served = ()
+            assert await a.direct.open("b", BULK, 5) is None
+            await asyncio.sleep(0.12)
+            assert await a.direct.open("b", BULK, 5) is None
+            assert a.direct._rests["b"].seconds == pytest.approx(0.2)
+            b.direct._served = (BULK,)
+            await asyncio.sleep(0.22)
+            near, _ = await opened(a, b)
+            assert not a.direct._rests
+            near.abort()
+
+    run(main)
+
+
+def test_a_port_that_does_not_answer_is_given_up_soon(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "TCP_SECONDS", 0.2)
+
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            with socket.socket() as full:
+                full.bind(("127.0.0.1", 0))
+                full.listen(0)
+                fillers = [socket.socket() for _ in range(4)]
+                for filler in fillers:
+                    filler.setblocking(False)
+                    filler.connect_ex(full.getsockname())
+                assert b.direct._listener is not None
+                b.direct._listener.port = full.getsockname()[1]
+                started = asyncio.get_running_loop().time()
+                assert await a.direct.open("b", BULK, 5) is None
+                assert asyncio.get_running_loop().time() - started < 2
+                for filler in fillers:
+                    filler.close()
+
+    run(main)
+
+
+def test_only_addresses_of_the_daemons_connections_are_dialled(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, _):
+            a.control.ways = [("b", f"{HERE}/p2p/QmRelay/p2p-circuit"), ("c", HERE)]
+            assert await a.direct.open("b", BULK, 5) is None
+            assert a.control.num_asked == 0
+            assert not a.direct._rests  # a hole may be punched at any time
+            a.control.ways = [("b", HERE)]
+            assert await a.direct.open("b", BULK, 5) is not None
+
+    run(main)
+
+
+def test_a_listener_with_another_certificate_than_named_gets_nothing(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers("abm") as (a, b, m):
+            # Whoever sits on the path sends the connection to itself.
+            assert b.direct._listener is not None
+            assert m.direct._listener is not None
+            b.direct._listener.port = m.direct.port
+            m.direct._listener._offers = b.direct._listener._offers
+            assert await a.direct.open("b", BULK, 5) is None
+            assert m.streams.empty()
+            assert b.streams.empty()
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"port": 0},
+        {"port": 65536},
+        {"port": "1"},
+        {"port": True},
+        {"token": b"short"},
+        {"token": None},
+        {"certificate": b""},
+        {"certificate": b"x" * 500},
+        {"certificate": None},
+        {"certificate": b"x" * 5000},
+        {"reason": {"a": 1}},
+    ],
+)
+def test_a_malformed_offer_leads_nowhere(change: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            answer = {"port": b.direct.port, "token": bytes(TOKEN_BYTES), "certificate": Certificate().der, **change}
+
+            async def lie(peer: str, stream: SocketStream) -> None:
+                await stream.read(1)
+                await stream.write(frame(Kind.MESSAGE, pack(answer)))
+
+            await b.control.serve_stream(OFFERS, lie)
+            assert await a.direct.open("b", BULK, 5) is None
+            assert "b" in a.direct._rests
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [{}, {"protocol": 5}, {"protocol": "/other"}, {"protocol": BULK}, {"protocol": BULK, "certificate": b"garbage"}],
+)
+def test_a_malformed_request_is_offered_nothing(request_: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (_, b):
+            assert set(b.direct._offer("a", request_)) == {"reason"}
+
+    asyncio.run(main())
+
+
+def test_who_listens_nowhere_can_dial_all_the_same(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            assert a.direct._listener is not None
+            await a.direct._listener.close()
+            a.direct._listener = None
+            near, _ = await opened(a, b)
+            assert await b.direct.open("a", BULK, 5) is None
+            near.abort()
+
+    run(main)
+
+
+def test_a_taken_port_is_named() -> None:
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            async with direct_peers() as (a, _):
+                with pytest.raises(ResourceError, match=str(port)):
+                    await a.direct.start(("127.0.0.1",), port)
+
+    asyncio.run(main())

@@ -1,0 +1,28 @@
+"""What a daemon is told to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2ptrain.errors import LinkError
+from p2ptrain.network.libp2p.settings import Libp2pSettings
+
+
+def test_settings_refuse_what_is_not_an_address() -> None:
+    with pytest.raises(LinkError, match="not a multiaddr"):
+        Libp2pSettings(listen=("127.0.0.1:4001",))
+    with pytest.raises(LinkError, match="does not end in /p2p"):
+        Libp2pSettings(bootstrap=("/ip4/127.0.0.1/tcp/4001",))
+
+
+def test_direct_connections_are_taken_where_the_daemon_listens_and_others_can_dial() -> None:
+    listen = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1", "/ip6/::1/tcp/0", "/dns4/example.org/tcp/1")
+    assert Libp2pSettings(listen=listen).direct_hosts == ("0.0.0.0", "::1")
+    assert Libp2pSettings(listen=listen, direct="off").direct_hosts == ()
+    assert Libp2pSettings(listen=listen, force_reachability="private").direct_hosts == ()
+
+
+def test_nothing_speaks_to_the_gateway_unless_asked() -> None:
+    arguments = Libp2pSettings().daemon_arguments()
+    assert {"-natPortMap=0", "-autonat=0", "-relayService=0", "-autoRelay=0", "-relayDiscovery=0"} <= set(arguments)
+    assert not any(argument.startswith(("-b", "-bootstrapPeers")) for argument in arguments)

@@ -1,0 +1,172 @@
+"""Reports of what was served: percentiles from counts, sums over peers, and what strangers may claim."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from bisect import bisect_left
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.network.records.record import MAX_RECORD_BYTES, PeerRecord, seal_record
+from p2ptrain.network.records.serving import BOUNDS, MAX_TOTAL, Latencies, ServingReport, ServingTotals
+from tests.support.signers import NamedSigner
+from tests.support.web.served import served
+from tests.support.web.watched import trainer
+
+SAMPLES = st.lists(st.floats(0, 5000), min_size=1, max_size=60)
+SHARES = (0.0, 0.01, 0.5, 0.9, 0.95, 0.99, 1.0)
+
+
+def nearest_rank(samples: list[float], share: float) -> float:
+    """The percentile of raw samples by its definition: so many of them are no larger."""
+    return sorted(samples)[max(0, math.ceil(share * len(samples)) - 1)]
+
+
+def bucket(seconds: float) -> tuple[float, float]:
+    """The bounds between which it lies."""
+    index = bisect_left(BOUNDS, seconds)
+    return (BOUNDS[index - 1] if index else 0.0, BOUNDS[index] if index < len(BOUNDS) else math.inf)
+
+
+def test_bounds_are_logarithmic_ascend_and_cover_what_a_request_may_take() -> None:
+    assert (BOUNDS[0], BOUNDS[-1], len(BOUNDS)) == (0.001, 1000.0, 49)
+    assert all(1.3 < high / low < 1.36 for low, high in itertools.pairwise(BOUNDS))
+
+
+@given(SAMPLES)
+def test_a_percentile_lies_between_the_same_bounds_as_that_of_the_raw_samples(samples: list[float]) -> None:
+    latencies = Latencies.of(samples)
+    for share in SHARES:
+        low, high = bucket(nearest_rank(samples, share))
+        found = latencies.quantile(share)
+        assert found is not None
+        assert low * (1 - 1e-9) <= found <= min(high, BOUNDS[-1]) * (1 + 1e-9)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=5))
+def test_percentiles_of_the_sum_are_those_of_all_samples_together(peers: list[list[float]]) -> None:
+    together = sum(map(Latencies.of, peers), Latencies())
+    everything = Latencies.of(sample for samples in peers for sample in samples)
+    assert together.counts == everything.counts
+    assert together.seconds == pytest.approx(everything.seconds)
+    assert [together.quantile(share) for share in SHARES] == [everything.quantile(share) for share in SHARES]
+
+
+def test_averages_of_percentiles_would_be_wrong() -> None:
+    fast, slow = Latencies.of([0.01] * 99), Latencies.of([10.0])
+    median = (fast + slow).quantile(0.5)
+    assert median is not None
+    assert median <= 0.0101
+    assert ((fast.quantile(0.5) or 0) + (slow.quantile(0.5) or 0)) / 2 > 1.0
+
+
+@given(SAMPLES, SAMPLES)
+def test_the_difference_of_two_moments_is_what_came_between(before: list[float], more: list[float]) -> None:
+    early, late = Latencies.of(before), Latencies.of(before) + Latencies.of(more)
+    grown = late.since(early)
+    assert grown is not None
+    assert grown.counts == Latencies.of(more).counts
+    assert grown.seconds == pytest.approx(sum(more), abs=1e-6 * (1 + sum(before)))
+    assert early.since(late) is None, "what became less is no continuation"
+
+
+def test_nothing_has_no_percentile_and_negative_times_are_none() -> None:
+    assert Latencies().quantile(0.5) is None
+    assert Latencies.of([-1.0]) == Latencies.of([0.0])
+    assert Latencies.of([1e9]).quantile(0.5) == BOUNDS[-1]
+
+
+@given(SAMPLES, st.lists(st.floats(0, 1), max_size=60), st.integers(0, 10**6))
+def test_a_report_survives_the_wire(first: list[float], further: list[float], sessions: int) -> None:
+    totals = ServingTotals(len(first) + 3, 2, len(further) + 1, 9, Latencies.of(first), Latencies.of(further))
+    record = trainer("a", serving=ServingReport(sessions, totals))
+    assert PeerRecord.from_payload("a", record.to_payload()) == record
+
+
+def test_a_record_without_it_is_as_earlier_versions_send_it() -> None:
+    assert "serving" not in trainer("a").to_payload()
+    assert PeerRecord.from_payload("a", trainer("a").to_payload()).serving is None
+
+
+def test_the_largest_report_leaves_room_for_the_rest() -> None:
+    most = Latencies((MAX_TOTAL // 64,) * (len(BOUNDS) + 1), MAX_TOTAL / 64 * sum(BOUNDS))
+    totals = ServingTotals(MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, most, most)
+    largest = trainer("a", serving=ServingReport(10**6, totals))
+
+    def size(record: PeerRecord) -> int:
+        return len(seal_record("peer", b"s" * 32, record.to_payload(), 1, 1.0, NamedSigner("a")))
+
+    assert size(largest) - size(trainer("a")) < MAX_RECORD_BYTES // 16
+    assert PeerRecord.from_payload("a", largest.to_payload()) == largest
+
+
+GOOD = served(1000.0).to_payload()
+SESSIONS, REQUESTS, FAILED, GENERATED, PROMPT, FIRST_SECONDS, FIRST, TOKEN_SECONDS, TOKEN = range(9)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (SESSIONS, 10**6 + 1, "more than there can be"),
+        (SESSIONS, -1, "not a count"),
+        (SESSIONS, True, "not a count"),
+        (REQUESTS, MAX_TOTAL + 1, "more than there can be"),
+        (GENERATED, 2**63 - 1, "more than there can be"),
+        (PROMPT, 1.0, "not a count"),
+        (FAILED, GOOD[REQUESTS] + 1, "contradicts itself"),
+        (REQUESTS, 10, "contradicts itself"),
+        (GENERATED, 1, "contradicts itself"),
+        (FIRST_SECONDS, float("nan"), "not an amount"),
+        (FIRST_SECONDS, float("inf"), "not an amount"),
+        (FIRST_SECONDS, -1.0, "not an amount"),
+        (FIRST_SECONDS, 0.0, "its counts rule out"),
+        (TOKEN_SECONDS, 1e17, "its counts rule out"),
+        (TOKEN_SECONDS, "1", "not an amount"),
+        (FIRST, [1], "something else"),
+        (FIRST, [0, *[1] * 51], "more counts than there are bounds"),
+        (FIRST, [50, 1], "more counts than there are bounds"),
+        (FIRST, [2**62, 1], "more counts than there are bounds"),
+        (FIRST, [0, -1], "not a count"),
+        (FIRST, [0, 1.0], "not a count"),
+        (TOKEN, [49, MAX_TOTAL + 1], "more than there can be"),
+        (TOKEN, {}, "something else"),
+        (TOKEN, None, "something else"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(place: int, value: Any, words: str) -> None:
+    payload = trainer("a").to_payload() | {"serving": [*GOOD[:place], value, *GOOD[place + 1 :]]}
+    with pytest.raises(IntegrityError, match=f"serving .*{words}"):
+        PeerRecord.from_payload("a", payload)
+
+
+@pytest.mark.parametrize("value", [None, 1, "x", {}, [], GOOD[:8], [*GOOD, 0], [[]] * 9])
+def test_what_is_no_report_is_refused(value: Any) -> None:
+    with pytest.raises(IntegrityError, match="serving"):
+        PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": value})
+
+
+NONSENSE = st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner))
+
+
+@given(st.lists(NONSENSE, min_size=9, max_size=9))
+def test_nonsense_raises_integrity_errors_only(value: list[Any]) -> None:
+    with pytest.raises(IntegrityError):
+        PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": ["no count", *value[1:]]})
+    mixed = [each if isinstance(good, list) else good for each, good in zip(value, GOOD, strict=True)]
+    with contextlib.suppress(IntegrityError):
+        PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": mixed})
+
+
+def test_totals_that_go_down_in_one_place_are_no_continuation() -> None:
+    late = served(1000.0).totals
+    early = served(500.0).totals
+    assert late.since(early) is not None
+    for field in ("requests", "failed_requests", "generated_tokens", "prompt_tokens"):
+        assert replace(late, **{field: getattr(early, field) - 1}).since(early) is None

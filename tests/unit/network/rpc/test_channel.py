@@ -1,0 +1,342 @@
+"""Channels: messages and bulk data, deadlines, ends, refusals and cancellation, over a network and within a process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
+from p2ptrain.network import simulated
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.frames import FRAME, error_frame
+from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.transport import Stream
+from tests.support.sim.channels import conversation, talkers
+from tests.support.sim.local import in_memory
+from tests.support.sim.peers import members, until
+
+Simulate = Callable[[Callable[[SimulatedNetwork], Awaitable[None]], int], None]
+
+NEVER_THERE_BYTES = 64 << 20
+"""More than the simulated network carries in five seconds, and than an unread channel holds."""
+
+
+@pytest.fixture(params=["over a network", "in memory"])
+def simulate(request: pytest.FixtureRequest) -> Simulate:
+    """Runs a scenario in virtual time."""
+
+    def run(main: Callable[[SimulatedNetwork], Awaitable[None]], seed: int) -> None:
+        def run_in_memory(network: SimulatedNetwork) -> Awaitable[None]:
+            return main(in_memory(network))
+
+        simulated.simulate(main if request.param == "over a network" else run_in_memory, seed)
+
+    return run
+
+
+def test_messages_and_bulk_buffers_arrive_whole_and_in_order(simulate: Simulate) -> None:
+    sizes = (0, 1, 65536, 65537, 262144, 262145, 1_000_003)
+    data = random.Random(5).randbytes(max(sizes))
+
+    async def server(channel: Channel) -> None:
+        for size in sizes:
+            assert await channel.receive(5) == {"size": size}
+            got = await channel.receive_bytes(size, 30)
+            await channel.send_bytes(got)
+        await channel.send({"done": True})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            for size in sizes:
+                await channel.send({"size": size})
+                await channel.send_bytes(memoryview(data)[:size])
+            for size in sizes:
+                into = bytearray(size)
+                assert await channel.receive_bytes(size, 30, memoryview(into)) is not None
+                assert into == data[:size]
+            assert await channel.receive(5) == {"done": True}
+
+    simulate(main, 1)
+
+
+def test_a_server_tells_and_counts_what_a_peer_did_wrong(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.receive(5, max_bytes=100)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, caller, other):
+            await channel.send({"data": bytes(1000)})
+            with pytest.raises(PeerRefusedError, match="100 are allowed"):
+                await channel.receive(5)
+            assert other.rpc.refusals == {(caller.rpc.peer_id, "ProtocolError"): 1}
+
+    simulate(main, 1)
+
+
+def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send({"number": 1})
+        await channel.send({"number": 2})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            await asyncio.sleep(2)
+            assert await channel.receive(5) == {"number": 1}
+            assert await channel.receive(5) == {"number": 2}
+            with pytest.raises(PeerLostError, match="ended the channel early"):
+                await channel.receive(5)
+
+    simulate(main, 1)
+
+
+def test_bulk_data_right_before_the_end_is_not_lost(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send_bytes(b"x" * 700_000)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            assert bytes(await channel.receive_bytes(700_000, 30)) == b"x" * 700_000
+
+    simulate(main, 1)
+
+
+def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish(simulate: Simulate) -> None:
+    received: list[bytes] = []
+
+    async def server(channel: Channel) -> None:
+        received.append(bytes(await channel.receive_bytes(1_000_000, 30)))
+        await asyncio.sleep(100)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with talkers(network, server) as (caller, other):
+            async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                await channel.send_bytes(bytes(1_000_000))
+            assert received == [bytes(1_000_000)]
+            assert network.loop.time() < 2
+
+    simulate(main, 1)
+
+
+def test_a_deadline_in_receive_leaves_the_channel_usable(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(2)
+        await channel.send({"late": True})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            with pytest.raises(DeadlineError):
+                await channel.receive(0.5)
+            assert await channel.receive(5) == {"late": True}
+
+    simulate(main, 1)
+
+
+def test_a_deadline_in_receive_bytes_ends_the_channel(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send_bytes(bytes(1_000_000), more=True)
+        await asyncio.sleep(5)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            with pytest.raises(DeadlineError):
+                await channel.receive_bytes(1_000_001, 3)
+            with pytest.raises(DeadlineError):
+                await channel.receive(5)
+
+    simulate(main, 1)
+
+
+def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(400)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            with pytest.raises(DeadlineError, match="took nothing"):
+                await channel.send_bytes(bytes(64 << 20))
+            assert network.loop.time() < 70
+
+    simulate(main, 1)
+
+
+@pytest.mark.parametrize("operation", ["receive", "receive_bytes", "send_bytes"])
+def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operation: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 2) as (caller, other):
+            seen: list[BaseException] = []
+
+            async def serve(channel: Channel, request: dict[str, Any]) -> None:
+                await asyncio.sleep(2)
+                try:
+                    await channel.receive_bytes(NEVER_THERE_BYTES, 3600)
+                except PeerLostError as error:
+                    seen.append(error)
+                    raise
+
+            other.rpc.serve_channel("talk", serve)
+
+            async def talk() -> None:
+                async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
+                    if operation == "receive":
+                        await channel.receive(600)
+                    elif operation == "receive_bytes":
+                        await channel.receive_bytes(1000, 600)
+                    else:
+                        await channel.send_bytes(bytes(NEVER_THERE_BYTES))
+
+            talking = asyncio.create_task(talk())
+            await asyncio.sleep(1)
+            before = len(network.loop.pending_tasks())
+            assert before >= 5
+            talking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await talking
+            await until(lambda: other.rpc.num_inbound == 0, 2)
+            assert len(seen) == 1
+            assert len(network.loop.pending_tasks()) == 1
+            assert caller.peer.transport.num_streams == other.peer.transport.num_streams == 0
+
+    simulate(main, 1)
+
+
+def test_a_cancelled_receive_kills_the_channel(simulate: Simulate) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
+            receiving = asyncio.create_task(channel.receive(600))
+            await asyncio.sleep(0)
+            receiving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await receiving
+            with pytest.raises(PeerLostError, match="aborted at this end"):
+                await channel.send({})
+
+    simulate(main, 1)
+
+
+def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await asyncio.sleep(1)
+        raise ResourceError("no memory for this")
+
+    async def receives(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            with pytest.raises(PeerRefusedError, match="no memory for this"):
+                await channel.receive(5)
+
+    async def sends(network: SimulatedNetwork) -> None:
+        with pytest.raises(PeerRefusedError, match="no memory for this"):
+            async with conversation(network, server) as (channel, _, _):
+                await channel.send_bytes(bytes(64 << 20))
+
+    simulate(receives, 1)
+    simulate(sends, 1)
+
+
+def test_a_reason_is_cut_to_a_bounded_length(simulate: Simulate) -> None:
+    assert len(error_frame("é" * 5000)) == FRAME.size + 1024
+
+    async def server(channel: Channel) -> None:
+        raise ResourceError("x" * 5000)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            with pytest.raises(PeerRefusedError) as refusal:
+                await channel.receive(5)
+            assert refusal.value.reason == "x" * 1024
+
+    simulate(main, 1)
+
+
+def test_several_tasks_may_send_and_frames_stay_whole(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        numbers = [(await channel.receive(30))["number"] for _ in range(200)]
+        await channel.send({"sorted": sorted(numbers) == list(range(200))})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
+            assert await channel.receive(30) == {"sorted": True}
+
+    simulate(main, 1)
+
+
+@pytest.mark.parametrize("ending", ["in order", "at once", "refused", "aborted"])
+def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    rested: list[str] = []
+
+    async def rest(stream: Stream) -> None:
+        rested.append(stream.remote)
+        await stream.close()
+
+    monkeypatch.setattr(Stream, "rest", rest)
+
+    async def server(channel: Channel) -> None:
+        if ending == "refused":
+            raise ResourceError("no")
+        if ending == "at once":  # Both ends are on their way before either has arrived.
+            return
+        await channel.lost
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, caller, other):
+            if ending == "aborted":
+                channel.abort()
+            elif ending == "refused":
+                with pytest.raises(PeerRefusedError):
+                    await channel.receive(5)
+            elif ending == "at once":
+                await until(lambda: other.rpc.num_inbound == 1, 60)
+        assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
+
+    simulated.simulate(main, 1)
+
+
+def test_nothing_follows_the_last_word(simulate: Simulate) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.lost
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+
+            async def send_for_ever() -> None:
+                while True:
+                    await channel.send({"more": True})
+
+            closing = asyncio.create_task(channel.close())
+            with pytest.raises(PeerLostError):
+                await send_for_ever()
+            await closing
+
+    simulate(main, 1)
+
+
+def test_a_defect_in_a_channels_own_task_ends_the_channel(
+    simulate: Simulate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.receive(60)
+        await channel.send({"answer": True})
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+
+            async def end() -> None:
+                raise ZeroDivisionError("a defect")
+
+            monkeypatch.setattr(channel, "_on_end", end)
+            await channel.send({"question": True})
+            assert await channel.receive(60) == {"answer": True}
+            began = network.loop.time()
+            with pytest.raises(PeerLostError, match="this end of the channel failed"):
+                await channel.receive(60)
+            assert network.loop.time() - began < 30
+            network.loop.errors.clear()
+
+    simulate(main, 31)
+    assert "ZeroDivisionError: a defect" in caplog.text

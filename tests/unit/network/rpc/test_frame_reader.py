@@ -1,0 +1,102 @@
+"""Frames that are malformed, too long, out of place or cut off end the channel with the right error."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from p2ptrain.errors import PeerLostError, ProtocolError
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.network.transport import Stream
+from tests.support.sim.channels import against, conversation
+
+
+@pytest.mark.parametrize("sent", [0, 999, 1001, 300_000])
+@pytest.mark.parametrize("wait_seconds", [0, 2])
+def test_a_buffer_of_another_length_is_a_protocol_error(sent: int, wait_seconds: float) -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send_bytes(bytes(sent))
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            await asyncio.sleep(wait_seconds)
+            with pytest.raises(ProtocolError, match="not 1000 bytes long"):
+                await channel.receive_bytes(1000, 5)
+            with pytest.raises(ProtocolError):
+                await channel.send({})
+
+    simulate(main, 1)
+
+
+def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> None:
+    async def server(channel: Channel) -> None:
+        await channel.send({"bulk": False})
+        await asyncio.sleep(30)
+
+    async def bulk(channel: Channel) -> None:
+        await channel.send_bytes(b"bulk")
+        await asyncio.sleep(30)
+
+    async def expects_bulk(network: SimulatedNetwork, wait: float) -> None:
+        async with conversation(network, server) as (channel, _, _):
+            await asyncio.sleep(wait)
+            with pytest.raises(ProtocolError, match="bulk data was due"):
+                await channel.receive_bytes(4, 5)
+
+    async def expects_message(network: SimulatedNetwork) -> None:
+        async with conversation(network, bulk) as (channel, _, _):
+            with pytest.raises(ProtocolError, match="a message was due"):
+                await channel.receive(5)
+
+    simulate(lambda network: expects_bulk(network, 0), 1)
+    simulate(lambda network: expects_bulk(network, 1), 1)
+    simulate(expects_message, 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (FRAME.pack(MAX_MESSAGE_BYTES + 1, Kind.MESSAGE), "are allowed"),
+        (FRAME.pack(70_000, Kind.MESSAGE), "are allowed"),
+        (FRAME.pack(MAX_FRAME_BYTES + 1, Kind.BULK), "are allowed"),
+        (FRAME.pack(0, Kind.BULK), "empty piece"),
+        (FRAME.pack(5, Kind.PING), "kind 4 with 5 bytes"),
+        (FRAME.pack(0, 99), "unknown kind 99"),
+        (FRAME.pack(5000, Kind.ERROR), "kind 7 with 5000 bytes"),
+        (frame(Kind.ACK), "acknowledged"),
+        (frame(Kind.MESSAGE, b"\xc1"), "not a message"),
+        (frame(Kind.MESSAGE, b"\x91" * 3000), "not a message"),
+        (frame(Kind.MESSAGE, b"\x81\x01\x02"), "not a m"),
+    ],
+)
+def test_malformed_frames_are_protocol_errors(data: bytes, what: str) -> None:
+    async def server(stream: Stream) -> None:
+        await stream.write(data)
+        await asyncio.sleep(30)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with against(network, server) as channel:
+            with pytest.raises(ProtocolError, match=what):
+                await channel.receive(5)
+
+    simulate(main, 1)
+
+
+@pytest.mark.parametrize("cut_after", [0, 3, 5, 50])
+def test_an_end_of_stream_without_an_end_mark_is_a_lost_peer(cut_after: int) -> None:
+    data = frame(Kind.BULK_END, bytes(100))
+
+    async def server(stream: Stream) -> None:
+        await stream.write(data[:cut_after])
+        await stream.close()
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with against(network, server) as channel:
+            with pytest.raises(PeerLostError):
+                await channel.receive_bytes(100, 5)
+            assert network.loop.time() < 5
+
+    simulate(main, 1)

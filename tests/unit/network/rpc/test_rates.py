@@ -1,0 +1,125 @@
+"""Bandwidth caps, measured in virtual time on simulated links that are much faster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc, RpcLimits
+from p2ptrain.network.rpc.rates import RateLimit
+from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
+from tests.support.sim.peers import start_member
+
+FAST = LinkModel(up_bytes_per_second=None, down_bytes_per_second=None)
+NUM_BYTES = 4_000_000
+
+
+@asynccontextmanager
+async def pair(network: SimulatedNetwork, sender: RpcLimits, receiver: RpcLimits) -> AsyncIterator[tuple[Rpc, Rpc]]:
+    """Two peers; the second one takes what it is sent, and answers pings."""
+
+    async def take(channel: Channel, request: dict[str, Any]) -> None:
+        await channel.receive_bytes(request["size"], 3600)
+        await channel.send({"done": True})
+
+    async def echo(peer: str, request: dict[str, Any]) -> dict[str, Any]:
+        return request
+
+    started = [
+        await start_member(network, network.add_peer(name), limits=limits)
+        for name, limits in (("sender", sender), ("receiver", receiver))
+    ]
+    left, right = (member.rpc for member in started)
+    right.serve_channel("take", take)
+    right.serve("echo", echo)
+    yield left, right
+    for member in started:
+        await member.rpc.close()
+        await member.peer.close()
+
+
+async def seconds_to_send(sender: Rpc, receiver: Rpc, num_channels: int, num_bytes: int) -> float:
+    """How long it takes to send ``num_bytes`` in all, over so many channels, up to the last receipt."""
+    share = num_bytes // num_channels
+
+    async def give() -> None:
+        async with sender.open(receiver.peer_id, "take", {"size": share}, 10) as channel:
+            await channel.send_bytes(bytes(share))
+            assert await channel.receive(3600) == {"done": True}
+
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_channels):
+            group.create_task(give())
+    return loop.time() - started
+
+
+def capped(direction: str, rate: int) -> tuple[RpcLimits, RpcLimits]:
+    """The limits of a sender and a receiver, one of them capped."""
+    if direction == "up":
+        return RpcLimits(up_bytes_per_second=rate), RpcLimits()
+    return RpcLimits(), RpcLimits(down_bytes_per_second=rate)
+
+
+@pytest.mark.parametrize("num_channels", [1, 5])
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_all_channels_together_stay_within_a_tenth_of_the_cap(direction: str, num_channels: int) -> None:
+    rate = 400_000
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with pair(network, *capped(direction, rate)) as (left, right):
+            seconds = await seconds_to_send(left, right, num_channels, NUM_BYTES)
+        assert 0.9 * rate <= NUM_BYTES / seconds <= 1.1 * rate
+
+    simulate(main, 1, model=FAST)
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_frame_that_takes_longer_than_a_live_peer_may_be_silent_arrives(direction: str) -> None:
+    rate, num_bytes = 10_000, 1_500_000  # one frame of 256 KiB takes 26 seconds
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with pair(network, *capped(direction, rate)) as (left, right):
+            seconds = await seconds_to_send(left, right, 2, num_bytes)
+        assert 0.9 * rate <= num_bytes / seconds <= 1.1 * rate
+
+    simulate(main, 1, model=FAST)
+
+
+def test_without_a_cap_nothing_waits() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with pair(network, RpcLimits(), RpcLimits()) as (left, right):
+            assert await seconds_to_send(left, right, 1, NUM_BYTES) < 2
+        before = network.loop.time()
+        await RateLimit().take(1 << 40)
+        assert network.loop.time() == before
+
+    simulate(main, 1, model=FAST)
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_small_call_waits_for_one_piece_of_a_long_transfer_and_not_for_its_end(direction: str) -> None:
+    rate = 400_000
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with pair(network, *capped(direction, rate)) as (left, right):
+            transfer = asyncio.create_task(seconds_to_send(left, right, 1, NUM_BYTES))
+            await asyncio.sleep(1)
+            started = network.loop.time()
+            await left.call(right.peer_id, "echo", {"fill": bytes(1000)}, 10)
+            assert network.loop.time() - started < 2
+            assert not transfer.done()
+            await transfer
+
+    simulate(main, 1, model=FAST)
+
+
+def test_a_negative_rate_is_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="expected 0"):
+        RateLimit(-1)

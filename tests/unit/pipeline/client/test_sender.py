@@ -1,0 +1,79 @@
+"""A trainer's microbatches while the round takes no more: they wait for the next one, and are no failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import torch
+
+from p2ptrain.errors import TemporaryError
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.pipeline.client import sender as feeder_module
+from p2ptrain.pipeline.client.outputs import Outputs
+from p2ptrain.pipeline.client.sender import Feeder
+from p2ptrain.pipeline.routing.hop import Caller
+from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
+
+AVERAGING_SECONDS = 120.0
+
+
+@asynccontextmanager
+async def _feeder(swarm: Hosts) -> AsyncIterator[Feeder]:
+    trainer = swarm.trainers[0]
+    router = swarm.router(trainer)
+    caller = Caller(trainer.rpc, router, trainer.peer.runtime.random, {}, HOP_LIMITS)
+    feeder = Feeder(trainer.rpc, router, caller, trainer.peer.runtime.random, 0, Outputs(trainer.rpc))
+    await feeder.start()
+    try:
+        yield feeder
+    finally:
+        await feeder.close()
+
+
+async def _send(swarm: Hosts, feeder: Feeder, is_own_loss: bool) -> int:
+    """The round in which one microbatch was accepted."""
+    hop = swarm.hop(swarm.trainers[0], 1)
+    if not is_own_loss:
+        return (await feeder.send(hop.inputs, hop.targets, hop.samples, hop.tokens)).id.round
+    shape = (*hop.targets.shape, swarm.plan.num_classes)
+    opened = await feeder.open(hop.inputs, hop.samples, hop.tokens, shape, learns=True)
+    return (await opened.backward(torch.ones(shape))).id.round
+
+
+async def _refuse(samples: int) -> bool:
+    return False
+
+
+@pytest.mark.parametrize("is_own_loss", [False, True])
+def test_a_microbatch_waits_while_the_stages_average(is_own_loss: bool) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network) as swarm, _feeder(swarm) as feeder:
+            first = swarm.hosts[0].host
+            first.admit = _refuse  # As while its round is averaged.
+            sending = asyncio.create_task(_send(swarm, feeder, is_own_loss))
+            await asyncio.sleep(AVERAGING_SECONDS)
+            assert not sending.done()
+            first.admit = None
+            for each in swarm.hosts:
+                await each.host.close_round(0.0)
+                each.host.begin_round(1)
+            assert await sending == 1
+            assert feeder.tally.resent == 0
+
+    simulate(main, seed=1)
+
+
+@pytest.mark.parametrize("is_own_loss", [False, True])
+def test_a_round_that_never_ends_is_an_error_that_names_it(is_own_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeder_module, "STUCK_SECONDS", 30.0)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network) as swarm, _feeder(swarm) as feeder:
+            swarm.hosts[0].host.admit = _refuse
+            with pytest.raises(TemporaryError, match="round 0 takes no more samples, and has not ended for 30 s"):
+                await _send(swarm, feeder, is_own_loss)
+
+    simulate(main, seed=1)

@@ -1,0 +1,300 @@
+"""What no honest peer sends to a stage host: it is refused and counted, and leaves the sum as it was."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.pipeline.messages import IDS, Hop, Payload, pack
+from p2ptrain.pipeline.stage.ledger import Limits
+from tests.support.sim.stage_hosts import (
+    bits,
+    check_untouched,
+    heads,
+    hosts,
+    send_and_settle,
+    send_raw,
+)
+
+# What a hop may be
+
+
+@dataclass(frozen=True)
+class Case:
+    """A bad hop.
+
+    Attributes:
+        change: Makes it of a good one: request and payloads.
+        reason: What the refusal says.
+        cause: What it is counted as.
+        stage: Where it goes to.
+    """
+
+    change: Callable[[Hop], tuple[dict[str, Any], list[Any]]]
+    reason: str
+    cause: str = "ProtocolError"
+    stage: int = 0
+
+
+def with_field(name: str, value: object) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
+    return lambda hop: ({**hop.to_wire(), name: value}, [hop.inputs.data, hop.targets.data])
+
+
+def with_values(tensor: str, values: torch.Tensor) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
+    """Other values of the right shape."""
+
+    def change(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+        old: Payload = getattr(hop, tensor)
+        return heads(with_tensor(hop, tensor, torch.broadcast_to(values, old.shape).contiguous()))
+
+    return change
+
+
+def with_tensor(hop: Hop, name: str, values: torch.Tensor) -> Hop:
+    """Inputs or targets replaced."""
+    if name == "inputs":
+        return replace(hop, inputs=pack_raw(values, hop.inputs))
+    return replace(hop, targets=pack_raw(values, hop.targets))
+
+
+def pack_raw(values: torch.Tensor, like: Payload) -> Payload:
+    """Without the checks that a codec makes."""
+    if like.codec == IDS:
+        return pack(values, IDS)
+    return Payload(like.codec, tuple(values.shape), values.float().numpy().tobytes())
+
+
+def of_shape(tensor: str, *shape: int) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
+    """Zeros of another shape."""
+
+    def change(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+        old: Payload = getattr(hop, tensor)
+        zeros = torch.zeros(shape, dtype=torch.int64 if old.codec == IDS else torch.float32)
+        return heads(with_tensor(hop, tensor, zeros))
+
+    return change
+
+
+def in_codec(codec: str) -> Callable[[Hop], tuple[dict[str, Any], list[Any]]]:
+    def change(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+        zeros = torch.zeros(hop.inputs.shape, dtype=torch.int64 if codec == IDS else torch.float32)
+        return heads(replace(hop, inputs=pack(zeros, codec)))
+
+    return change
+
+
+def truncated(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
+    return hop.to_wire(), [hop.inputs.data[:-4], hop.targets.data]
+
+
+BAD = "BadMicrobatchError"
+CASES = {
+    "no id": Case(with_field("id", None), "a malformed microbatch"),
+    "an id of words": Case(with_field("id", ["a", "b", "c"]), "a malformed microbatch"),
+    "an id of truth values": Case(with_field("id", ["a", True, 0]), "a malformed microbatch"),
+    "a negative round": Case(with_field("id", ["a", -1, 0]), "a malformed microbatch"),
+    "an endless number": Case(with_field("id", ["a", 0, 1 << 63]), "a malformed microbatch"),
+    "an endless name": Case(with_field("id", ["a" * 129, 0, 0]), "a malformed microbatch"),
+    "a name of lines": Case(with_field("id", ["a\nb", 0, 0]), "a malformed microbatch", stage=1),
+    "another's name": Case(with_field("id", ["somebody else", 0, 0]), "in another's name"),
+    "no samples": Case(with_field("samples", 0), "impossible size"),
+    "samples of words": Case(with_field("samples", "two"), "impossible size"),
+    "fewer tokens than samples": Case(with_field("tokens", 1), "impossible size"),
+    "endless tokens": Case(with_field("tokens", 1 << 40), "impossible size"),
+    "more tokens than there are": Case(with_field("tokens", 17), "17 tokens", BAD),
+    "more samples than there are": Case(with_field("samples", 3), "3 samples", BAD),
+    "no route": Case(with_field("route", None), "a malformed route"),
+    "a route of numbers": Case(with_field("route", [1]), "a malformed route"),
+    "an endless route": Case(with_field("route", ["a"] * 256), "a malformed route"),
+    "a route through more stages than there are": Case(with_field("route", ["a", "b"]), "route", BAD),
+    "a route beyond the last stage": Case(with_field("route", ["a"]), "route", BAD, 1),
+    "no purpose": Case(with_field("learns", 1), "says not what it is for"),
+    "no inputs": Case(with_field("inputs", None), "a malformed tensor"),
+    "inputs without a shape": Case(with_field("inputs", [IDS]), "a malformed tensor"),
+    "inputs of a shape of words": Case(with_field("inputs", [IDS, ["a"]]), "impossible shape"),
+    "inputs of no dimensions": Case(with_field("inputs", [IDS, []]), "impossible shape"),
+    "inputs of nine dimensions": Case(with_field("inputs", [IDS, [1] * 9]), "impossible shape"),
+    "inputs of nothing": Case(with_field("inputs", [IDS, [0, 8]]), "impossible shape"),
+    "inputs of a negative size": Case(with_field("inputs", [IDS, [-2, -8]]), "impossible shape"),
+    "oversized inputs": Case(with_field("inputs", [IDS, [1 << 20, 1 << 20]]), "too large"),
+    "inputs in an unknown codec": Case(with_field("inputs", ["zip9", [2, 8]]), "a codec that is not known"),
+    "targets as floats": Case(with_field("targets", ["fp32", [2, 8]]), "no class indices"),
+    "oversized targets": Case(with_field("targets", [IDS, [1 << 31, 1 << 31]]), "too large"),
+    "inputs of another length": Case(of_shape("inputs", 2, 7), "takes an input of shape", BAD),
+    "targets of another length": Case(of_shape("targets", 2, 7), "targets of shape", BAD),
+    "longer than the context": Case(with_field("inputs", [IDS, [2, 9]]), "takes an input of shape", BAD),
+    "floats for ids": Case(in_codec("fp32"), "does not take fp32", BAD),
+    "ids for floats": Case(in_codec(IDS), "does not take ids", BAD, 1),
+    "a codec that is not the manifest's": Case(in_codec("fp16"), "does not take fp16", BAD, 1),
+    "a sparse codec": Case(in_codec("topk"), "does not take topk", BAD, 1),
+    "another width": Case(of_shape("inputs", 2, 8, 15), "takes an input of shape", BAD, 1),
+    "hidden states as they come to another stage": Case(of_shape("inputs", 2, 8), "takes an input of shape", BAD, 1),
+    "truncated inputs": Case(truncated, "bytes"),
+    "an unknown token": Case(with_values("inputs", torch.tensor(20)), "token ids that the model does not know", BAD),
+    "a negative token": Case(with_values("inputs", torch.tensor(-1)), "token ids that the model does not know", BAD),
+    "an unknown target": Case(with_values("targets", torch.tensor(20)), "targets that the model does not know", BAD, 1),
+    "a negative target": Case(with_values("targets", torch.tensor(-9)), "targets that the model does not know", BAD, 1),
+    "not a number": Case(with_values("inputs", torch.tensor(math.nan)), "finite", BAD, 1),
+    "infinite": Case(with_values("inputs", torch.tensor(math.inf)), "finite", BAD, 1),
+    "finite, with infinite gradients": Case(with_values("inputs", torch.tensor(-3e38)), "finite", BAD, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_bad_hop_is_refused_and_counted_and_leaves_the_sum_as_it_was(case: Case) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network, (0, 1), Limits(max_bytes=1 << 20)) as swarm:
+            trainer, host = swarm.trainers[0], swarm.hosts[case.stage]
+            await send_and_settle(swarm, trainer, 0, swarm.hosts)
+            before = bits(host)
+            hop = swarm.hop(trainer, 1, swarm.hosts[1]) if case.stage == 0 else swarm.hidden(trainer, 1)
+            request, data = case.change(hop)
+            with pytest.raises(PeerRefusedError, match=case.reason) as caught:
+                await send_raw(trainer.rpc, host, request, *data)
+            assert "\n" not in caught.value.reason
+            assert host.rpc.refusals == {(trainer.rpc.peer_id, case.cause): 1}
+            assert bits(host) == before
+            check_untouched(swarm, 0)
+            await send_and_settle(swarm, trainer, 1, swarm.hosts)
+            check_untouched(swarm, 0, 1)
+
+    simulate(main, seed=2)
+
+
+def test_what_is_refused_for_its_shape_is_refused_before_it_is_sent() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network) as swarm:
+            trainer, host = swarm.trainers[0], swarm.hosts[0]
+            request = {**swarm.hop(trainer, 0).to_wire(), "inputs": [IDS, [1 << 10, 1 << 14]]}
+            with pytest.raises(PeerRefusedError, match="takes an input of shape"):
+                await send_raw(trainer.rpc, host, request)  # And no tensors.
+
+    simulate(main, seed=3)
+
+
+# Questions about microbatches
+
+
+@pytest.mark.parametrize(
+    ("question", "request_", "words"),
+    [
+        ("settle", {}, "malformed list of microbatches"),
+        ("settle", {"settled": [], "abandoned": None}, "malformed list of microbatches"),
+        ("settle", {"settled": [[0]], "abandoned": []}, "malformed list of microbatches"),
+        ("settle", {"settled": [[0, "1"]], "abandoned": []}, "malformed list of microbatches"),
+        ("settle", {"settled": [[0, True]], "abandoned": []}, "malformed list of microbatches"),
+        ("settle", {"settled": [[0, 1, 2]], "abandoned": []}, "malformed list of microbatches"),
+        ("settle", {"settled": [], "abandoned": {"0": 1}}, "malformed list of microbatches"),
+        ("settle", {"settled": [[0, 0]] * 4097, "abandoned": []}, "malformed list of microbatches"),
+        ("round", {}, "asked for no round"),
+        ("round", {"after": "0", "seconds": 1.0}, "asked for no round"),
+        ("round", {"after": 0, "seconds": 1}, "asked for no round"),
+        ("round", {"after": 0, "seconds": math.nan}, "asked for no round"),
+        ("round", {"after": 0, "seconds": 1e9}, "asked for no round"),
+        ("round", {"after": 0, "seconds": -1.0}, "asked for no round"),
+        ("done", {}, "malformed list of microbatches"),
+        ("done", {"ids": "all"}, "malformed list of microbatches"),
+        ("done", {"ids": [[0.0, 1]]}, "malformed list of microbatches"),
+    ],
+)
+def test_a_malformed_question_is_refused_and_counted(question: str, request_: dict[str, Any], words: str) -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network) as swarm:
+            trainer, host = swarm.trainers[0], swarm.hosts[0]
+            await send_and_settle(swarm, trainer, 0, swarm.hosts)
+            with pytest.raises(PeerRefusedError, match=words):
+                await trainer.rpc.call(host.id, f"{host.service}.{question}", request_, 5.0)
+            assert host.rpc.refusals == {(trainer.rpc.peer_id, "ProtocolError"): 1}
+            check_untouched(swarm, 0)
+
+    simulate(main, seed=8)
+
+
+# Floods
+
+
+def test_a_trainer_that_floods_is_told_that_it_is_full_and_another_still_gets_in() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        limits = Limits(max_bytes=1 << 20, max_running=8, max_share=0.5)
+        async with hosts(network, (0, 1), limits, num_trainers=2) as swarm:
+            (flooder, other), (first, last) = swarm.trainers, swarm.hosts
+            network.stall(last.peer, 2.0)
+            hops = [swarm.hop(flooder, number, last) for number in range(20)]
+            flood = [flooder.peer.spawn(send_raw(flooder.rpc, first, *_flat(hop))) for hop in hops]
+            await asyncio.sleep(0.5)
+            assert first.host.ledger.num_running == 4
+            full = [task for task in flood if task.done()]
+            assert len(full) == 16
+            for task in full:
+                with pytest.raises(PeerRefusedError, match="full: 4 microbatches of this trainer are under way"):
+                    task.result()
+            assert first.rpc.refusals == {(flooder.rpc.peer_id, "FullError"): 16}
+            await send_and_settle(swarm, other, 50, swarm.hosts)
+            await asyncio.gather(*flood, return_exceptions=True)
+            for each in swarm.hosts:
+                await each.host.close_round(0.1)
+            check_untouched(swarm, 50)
+
+    simulate(main, seed=11)
+
+
+def _flat(hop: Hop) -> tuple[Any, ...]:
+    request, data = heads(hop)
+    return (request, *data)
+
+
+@pytest.mark.parametrize("round", [0, 1])
+def test_what_is_still_coming_or_comes_early_takes_no_more_memory_than_there_is(round: int) -> None:
+    """A flood of streams, each of which announces as much as a host takes, and sends all but the end of it."""
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network, (0, 1), Limits(max_bytes=5000, max_running=64), num_trainers=2) as swarm:
+            (flooder, other), last = swarm.trainers, swarm.hosts[1]
+
+            async def flood(number: int) -> None:
+                hop = swarm.hidden(flooder, number)
+                hop = replace(hop, id=hop.id._replace(round=round))
+                async with flooder.rpc.open(last.id, last.service, hop.to_wire(), 5.0) as channel:
+                    await channel.send_bytes(hop.inputs.data)
+                    if round:
+                        await channel.send_bytes(hop.targets.data)
+                    while True:
+                        await channel.receive(5.0)
+
+            flooding = [flooder.peer.spawn(flood(number)) for number in range(12)]
+            await asyncio.sleep(2.0)
+            told = [task.exception() for task in flooding if task.done()]
+            assert len(told) == 10, "two of 1088 bytes are its share"
+            assert all("full: too much of this peer's" in str(error) for error in told), told
+            await send_and_settle(swarm, other, 50, swarm.hosts)
+            for task in flooding:
+                task.cancel()
+            await asyncio.gather(*flooding, return_exceptions=True)
+            check_untouched(swarm, 50)
+
+    simulate(main, seed=12)
+
+
+def test_a_full_host_says_so_before_tensors_are_sent() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with hosts(network, (0, 1), Limits(max_bytes=1 << 20, max_running=2, max_share=0.5)) as swarm:
+            trainer, (first, last) = swarm.trainers[0], swarm.hosts
+            network.stall(last.peer, 2.0)
+            running = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 0, last), first))
+            await asyncio.sleep(0.5)
+            with pytest.raises(PeerRefusedError, match="full: "):
+                await send_raw(trainer.rpc, first, swarm.hop(trainer, 1, last).to_wire())
+            first.host.ledger.is_closed = True
+            with pytest.raises(PeerRefusedError, match="late: "):
+                await send_raw(trainer.rpc, first, swarm.hop(trainer, 1, last).to_wire())
+            await running
+
+    simulate(main, seed=13)

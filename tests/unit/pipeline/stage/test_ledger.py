@@ -1,0 +1,203 @@
+"""A host's accounts: at most once for each microbatch, bounded, and nothing counts that is not settled."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.pipeline.stage.ledger import FullError, Ledger, Limits, MicrobatchId, State, WrongRoundError
+
+LIMITS = Limits(max_bytes=100, max_running=4, max_share=0.5)
+TRAINERS, NUMBERS = st.sampled_from("abc"), st.integers(0, 5)
+TOKENS = 10
+
+
+class Accounts(RuleBasedStateMachine):
+    """A sum of gradients beside the ledger that says what is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger: Ledger[MicrobatchId] = Ledger(LIMITS, 0)
+        self.sum: Counter[MicrobatchId] = Counter()
+        self.settled: set[MicrobatchId] = set()
+        self.sizes: dict[MicrobatchId, tuple[int, int]] = {}
+        self.counted_at: dict[MicrobatchId, float] = {}
+        self.now = 0.0
+
+    @rule(trainer=TRAINERS, number=NUMBERS, samples=st.integers(1, 3), size=st.integers(1, 40), off=st.integers(-1, 1))
+    def arrive(self, trainer: str, number: int, samples: int, size: int, off: int) -> None:
+        id = MicrobatchId(trainer, self.ledger.round + off, number)
+        if self.ledger.find(id) is not None:
+            return
+        before = len(self.ledger), self.ledger.num_bytes, self.ledger.num_running
+        refusal: P2PTrainError | None = None
+        try:
+            self.ledger.admit(id, samples, TOKENS * samples, size)
+        except (WrongRoundError, FullError) as error:
+            refusal = error
+        if refusal is None:
+            assert not off
+            assert not self.ledger.is_closed
+            self.sizes[id] = samples, size
+            return
+        assert (len(self.ledger), self.ledger.num_bytes, self.ledger.num_running) == before
+        if isinstance(refusal, WrongRoundError):
+            assert off or self.ledger.is_closed
+            assert refusal.is_late == (off <= 0)
+        else:
+            assert self.ledger.num_running >= 2 or self.ledger.num_bytes + size > 50
+
+    @rule(trainer=TRAINERS, number=NUMBERS, seconds=st.floats(0.1, 5.0))
+    def count(self, trainer: str, number: int, seconds: float) -> None:
+        id = MicrobatchId(trainer, self.ledger.round, number)
+        entry = self.ledger.find(id)
+        if entry is not None and entry.state is State.RUNNING:
+            self.now += seconds
+            self.sum[id] += 1
+            self.counted_at[id] = self.now
+            self.ledger.counted(id, id, self.now)
+
+    @rule(trainer=TRAINERS, number=NUMBERS)
+    def settle(self, trainer: str, number: int) -> None:
+        id = MicrobatchId(trainer, self.ledger.round, number)
+        assert self.ledger.settle(id) == (self.sum[id] == 1)
+        if self.sum[id]:
+            self.settled.add(id)
+
+    @rule(trainer=TRAINERS, number=NUMBERS)
+    def abandon(self, trainer: str, number: int) -> None:
+        id = MicrobatchId(trainer, self.ledger.round, number)
+        taken = self.ledger.abandon(id)
+        assert (taken is not None) == (self.sum[id] == 1 and id not in self.settled)
+        if taken is not None:
+            self.sum[taken] -= 1
+        if id not in self.settled:
+            self.sizes.pop(id, None)
+
+    @rule()
+    def stop_admitting(self) -> None:
+        self.ledger.is_closed = True
+
+    @rule(steps=st.integers(1, 3))
+    def close(self, steps: int) -> None:
+        for taken in self.ledger.close():
+            self.sum[taken] -= 1
+        assert self.ledger.is_closed
+        assert {id for id, times in self.sum.items() if times} == self.settled == set(self.ledger.settled())
+        assert (self.ledger.num_running, self.ledger.num_bytes, self.ledger.num_unsettled) == (0, 0, 0)
+        assert self.ledger.close() == []
+        self.ledger.begin(self.ledger.round + steps)
+        assert (len(self.ledger), self.ledger.is_closed) == (0, False)
+        self.sum.clear()
+        self.settled.clear()
+        self.sizes.clear()
+
+    @invariant()
+    def nothing_counts_twice_and_the_accounts_are_right(self) -> None:
+        assert set(self.sum.values()) <= {0, 1}
+        assert self.settled <= {id for id, times in self.sum.items() if times}
+        assert self.ledger.settled_samples == sum(self.sizes[id][0] for id in self.settled)
+        assert self.ledger.settled_tokens == TOKENS * self.ledger.settled_samples
+        assert self.ledger.num_unsettled == len(self.sizes) - len(self.settled)
+        assert self.ledger.num_bytes == sum(size for id, (_, size) in self.sizes.items() if id not in self.settled)
+        assert self.ledger.num_running == sum(not self.sum[id] for id in self.sizes)
+
+    @invariant()
+    def what_nobody_settles_stops_to_keep_others_out(self) -> None:
+        since = self.now - 6.0
+        stale = {id for id in self.sizes if self.sum[id] and id not in self.settled and self.counted_at[id] <= since}
+        assert self.ledger.samples(since) == sum(n for id, (n, _) in self.sizes.items() if id not in stale)
+
+    @invariant()
+    def it_is_bounded(self) -> None:
+        assert self.ledger.num_running <= LIMITS.max_running
+        assert self.ledger.num_bytes <= LIMITS.max_bytes
+
+
+TestAccounts = Accounts.TestCase
+TestAccounts.settings = settings(max_examples=150, stateful_step_count=40)
+
+
+def test_one_trainer_cannot_fill_a_host() -> None:
+    ledger: Ledger[None] = Ledger(LIMITS, 3)
+    for number in range(2):
+        ledger.admit(MicrobatchId("a", 3, number), 1, 1, 5)
+    with pytest.raises(FullError, match="2 microbatches of this trainer"):
+        ledger.admit(MicrobatchId("a", 3, 2), 1, 1, 5)
+    for number in range(2):
+        ledger.admit(MicrobatchId("b", 3, number), 1, 1, 5)
+    with pytest.raises(FullError, match="4 microbatches are under way"):
+        ledger.admit(MicrobatchId("c", 3, 0), 1, 1, 5)
+
+
+def test_what_a_trainer_never_settles_is_its_share_of_the_bytes_and_no_more() -> None:
+    ledger: Ledger[str] = Ledger(Limits(max_bytes=100, max_running=100, max_share=0.5), 3)
+    for number in range(5):
+        id = MicrobatchId("a", 3, number)
+        ledger.admit(id, 1, 1, 10)
+        ledger.counted(id, "kept", 0.0)
+    with pytest.raises(FullError):
+        ledger.admit(MicrobatchId("a", 3, 5), 1, 1, 10)
+    ledger.admit(MicrobatchId("b", 3, 0), 1, 1, 10)
+    ledger.settle(MicrobatchId("a", 3, 0))
+    ledger.admit(MicrobatchId("a", 3, 5), 1, 1, 10)
+
+
+def test_the_first_microbatch_of_a_trainer_fits_where_there_is_room_at_all() -> None:
+    ledger: Ledger[None] = Ledger(LIMITS, 3)
+    ledger.admit(MicrobatchId("a", 3, 0), 1, 1, 90)
+    with pytest.raises(FullError):
+        ledger.admit(MicrobatchId("a", 3, 1), 1, 1, 1)
+
+
+def test_what_comes_for_another_round_is_told_which_way() -> None:
+    ledger: Ledger[None] = Ledger(LIMITS, 3)
+    for round, way in ((2, "late"), (4, "early")):
+        with pytest.raises(WrongRoundError, match=f"came too {way}: this host is in round 3") as caught:
+            ledger.admit(MicrobatchId("a", round, 0), 1, 1, 1)
+        assert caught.value.is_late == (way == "late")
+
+
+def test_a_round_that_closes_lets_nothing_in_and_what_runs_finish() -> None:
+    ledger: Ledger[str] = Ledger(LIMITS, 3)
+    first, second = MicrobatchId("a", 3, 0), MicrobatchId("a", 3, 1)
+    ledger.admit(first, 2, 8, 5)
+    ledger.is_closed = True
+    with pytest.raises(WrongRoundError) as caught:
+        ledger.admit(second, 2, 8, 5)
+    assert caught.value.is_late
+    ledger.counted(first, "kept", 1.0)
+    assert ledger.settle(first)
+    assert ledger.close() == []
+    assert ledger.settled() == [first]
+
+
+def test_what_was_given_up_may_come_again_and_counts_once() -> None:
+    ledger: Ledger[str] = Ledger(LIMITS, 3)
+    id = MicrobatchId("a", 3, 0)
+    for now in (1.0, 2.0):
+        ledger.admit(id, 2, 8, 5)
+        ledger.counted(id, f"kept at {now}", now)
+        assert ledger.abandon(id) == f"kept at {now}"
+        assert ledger.abandon(id) is None
+    ledger.admit(id, 2, 8, 5)
+    ledger.counted(id, "kept", 3.0)
+    assert ledger.settle(id)
+    assert ledger.settle(id), "a trainer may say it twice"
+    assert ledger.abandon(id) is None, "what is settled stays"
+    assert (ledger.settled_samples, ledger.settled_tokens) == (2, 8)
+
+
+def test_what_runs_is_not_settled_whatever_its_trainer_says() -> None:
+    ledger: Ledger[str] = Ledger(LIMITS, 3)
+    id = MicrobatchId("a", 3, 0)
+    assert not ledger.settle(id)
+    ledger.admit(id, 2, 8, 5)
+    assert not ledger.settle(id)
+    ledger.counted(id, "kept", 1.0)
+    assert ledger.settle(id)

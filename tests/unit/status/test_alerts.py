@@ -1,0 +1,178 @@
+"""Each rule begins and ends when it should, says whom it is about and what to do, and none is told twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from p2ptrain.monitor.alert_book import CLEAR_SECONDS, HOLD_SECONDS, MAX_STANDING, AlertBook
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, RULES, Facts
+from p2ptrain.status.rounds import RoundBook
+from p2ptrain.status.views import Alert, RoundView
+from tests.support.web.watched import START, aborted, report, snapshot_of, trainer
+
+ADA, BOB, EVE = trainer("a", name="Ada"), trainer("b", name="Bob"), trainer("e", name="Eve")
+FACTS = Facts(since=START - 3600.0, stall_seconds=600.0, last_commit=START - 5.0, bootstraps=())
+
+
+def rounds_with(*digests: bytes) -> list[RoundView]:
+    book = RoundBook(4)
+    for index, digest in enumerate(digests):
+        record = trainer(f"p{index}", last_rounds=(report(7, digest=digest),))
+        book.learn(record, START, 8)
+    return book.views()
+
+
+def alerts_of(*records: PeerRecord, rounds: list[RoundView] | None = None, **facts: Any) -> list[Alert]:
+    return list(snapshot_of(records, rounds or (), facts=replace(FACTS, **facts)).alerts)
+
+
+SAME, OTHER = b"d" * 32, b"x" * 32
+
+
+def told(peer: PeerRecord, *failed: bool) -> PeerRecord:
+    """``peer`` with reports of its last rounds, oldest first."""
+    return replace(peer, last_rounds=tuple(aborted(7, "no quorum") if fails else report(7) for fails in failed))
+
+
+Case = tuple[str, str, str, tuple[str, ...], dict[str, Any], dict[str, Any]]
+CASES: list[Case] = [
+    # The rule, its severity, whom it is about, what its text has, what makes it hold, what is almost the same.
+    ("directory", "critical", "", ("directory", "bootstrap peers"), {"directory_answers": False}, {}),
+    ("stage", "critical", "0", ("stands still", "start a peer"), {"peers": [replace(ADA, state="draining")]},
+     {"peers": [replace(ADA, state="syncing")]}),
+    ("stage", "critical", "0", ("stands still", "start a peer"),
+     {"peers": [replace(ADA, state="draining"), replace(BOB, state="lending")]}, {"peers": []}),
+    ("replica", "warning", "0", ("only Ada", "join"), {"peers": [ADA]}, {"peers": [ADA, BOB]}),
+    ("digest", "critical", "e", ("Eve", "round 8", "restart"), {"peers": [ADA, BOB, replace(EVE, digest=OTHER)]},
+     {"peers": [ADA, BOB, replace(EVE, digest=OTHER, round=9)]}),
+    ("digest", "critical", "", ("round 8", "2 different", "compare"), {"rounds": rounds_with(SAME, OTHER, SAME)},
+     {"rounds": rounds_with(SAME, SAME)}),
+    ("fork", "critical", "", ("split", "2 min", "restart"), {"forked_since": START - 2 * FORK_SECONDS},
+     {"forked_since": START - FORK_SECONDS + 1.0}),
+    ("loss", "critical", "e", ("Eve", "restart"), {"peers": [ADA, BOB, replace(EVE, loss=None, diverged=True)]},
+     {"peers": [ADA, BOB, replace(EVE, loss=None)]}),
+    ("rising", "warning", "", ("3.000", "2.500", "learning rate"), {"losses": (2.5, 3.0)}, {"losses": (2.5, 2.6)}),
+    ("no-round", "critical", "", ("11 min", "reasons"), {"last_commit": START - 660.0}, {"last_commit": START - 540.0}),
+    ("no-round", "critical", "", ("11 min",), {"last_commit": None, "since": START - 660.0},
+     {"last_commit": None, "since": START - 540.0}),
+    ("rounds", "warning", "", ("3 of the last 5", "no quorum", "reach each other"),
+     {"peers": [told(ADA, False, True, True, False, True), told(BOB, True, True), told(EVE, False, False)]},
+     {"peers": [told(ADA, True, True, True, False, False, True, False, False), told(BOB, False, True), EVE]}),
+    ("rounds", "warning", "e", ("Eve's rounds fail", "4 of the last 5", "no quorum"),
+     {"peers": [told(ADA, False), told(BOB, False), told(EVE, True, True, True, False, True)]},
+     {"peers": [told(ADA, False), told(BOB, False), replace(told(EVE, True, True), state="draining")]}),
+    ("bootstrap", "warning", "QmBoot12345678", ("12345678", "cannot join", "start it"),
+     {"bootstraps": ("QmBoot12345678",)}, {"bootstraps": ("a", "b")}),
+    ("bootstrap", "warning", "gone", ("gone", "have 1 other:", "start it"), {"bootstraps": ("gone", "a")},
+     {"bootstraps": ("a",)}),
+    ("clock", "warning", "e", ("Eve", "6 s ahead", "NTP"),
+     {"peers": [ADA, replace(EVE, clock_skew_seconds=MAX_SKEW_SECONDS + 1.0)]},
+     {"peers": [ADA, replace(EVE, clock_skew_seconds=MAX_SKEW_SECONDS)]}),
+    ("clock", "warning", "e", ("Eve", "7 s behind", "NTP"), {"peers": [ADA, replace(EVE, clock_skew_seconds=-7.0)]},
+     {"peers": [ADA, replace(EVE, clock_skew_seconds=-1.0)]}),
+    ("protocol", "warning", "", ("1 of protocol 1", "1 of protocol 2", "update"),
+     {"peers": [ADA, replace(BOB, protocol=2)]}, {"peers": [replace(ADA, protocol=2), replace(BOB, protocol=2)]}),
+]  # fmt: skip
+
+
+def case(facts: dict[str, Any]) -> list[Alert]:
+    values = dict(facts)
+    return alerts_of(*values.pop("peers", [ADA, BOB]), **values)
+
+
+@pytest.mark.parametrize(
+    ("rule", "severity", "subject", "words", "wrong", "right"), CASES, ids=[f"{each[0]}-{each[2]}" for each in CASES]
+)
+def test_a_rule_holds_exactly_when_it_should_and_says_what_to_do(
+    rule: str, severity: str, subject: str, words: tuple[str, ...], wrong: dict[str, Any], right: dict[str, Any]
+) -> None:
+    [alert] = [each for each in case(wrong) if each.rule == rule and each.subject == subject]
+    assert alert.severity == severity
+    assert all(word in alert.text for word in words), alert.text
+    assert [each for each in case(right) if (each.rule, each.subject) == (rule, subject)] == []
+
+
+def test_every_rule_is_tried_above() -> None:
+    rules = {each[0] for each in CASES}
+    assert rules == {
+        "directory", "stage", "replica", "digest", "fork", "loss", "rising", "no-round", "bootstrap", "clock",
+        "protocol", "rounds",
+    }  # fmt: skip
+    assert len(RULES) == 10, "of which two know two kinds"
+
+
+def test_a_healthy_swarm_has_no_alerts() -> None:
+    assert alerts_of(ADA, BOB, EVE, rounds=rounds_with(SAME, SAME, SAME), bootstraps=("a",), losses=(2.6, 2.5)) == []
+
+
+def test_a_swarm_in_which_nobody_trains_yet_has_no_alerts() -> None:
+    bootstrap = trainer("boot", role="bootstrap", state="serving", digest=bytes(32))
+    assert alerts_of(bootstrap, last_commit=None, bootstraps=("boot",)) == []
+    starting = [trainer(peer, state="starting", round=0, loss=None) for peer in "ab"]
+    assert alerts_of(bootstrap, *starting, last_commit=None, bootstraps=("boot",)) == []
+
+
+def test_no_rule_hides_another_however_many_it_finds() -> None:
+    crowd = [trainer(f"e{number:03}", name=f"!{number}", digest=OTHER) for number in range(200)]
+    honest = [trainer(f"h{number:03}") for number in range(201)]
+    rules = [alert.rule for alert in alerts_of(*crowd, *honest, bootstraps=("gone",))]
+    assert rules.count("digest") == MAX_PER_RULE
+    assert "bootstrap" in rules
+
+
+ALERT = Alert("clock", "warning", "e", "Eve's clock is 6 s ahead")
+
+
+def kinds(book: AlertBook, now: float, *alerts: Alert) -> list[tuple[str, str]]:
+    return [(event.kind, event.peer) for event in book.update(alerts, START + now)]
+
+
+def test_what_holds_is_told_once_and_its_end_once() -> None:
+    book, told = AlertBook(), []
+    for second in range(0, 30, 2):
+        told += kinds(book, second, ALERT)
+    assert told == [("alert", "e")]
+    for second in range(30, 90, 2):
+        told += kinds(book, second)
+    assert told == [("alert", "e"), ("cleared", "e")]
+    assert kinds(book, 90, ALERT) == []
+    assert kinds(book, 90 + HOLD_SECONDS, ALERT) == [("alert", "e")], "it is told again when it comes again"
+
+
+def test_what_flickers_is_never_told() -> None:
+    book = AlertBook()
+    for second in range(0, 600, 2):
+        holds = second % 6 < 4
+        assert kinds(book, second, *([ALERT] if holds else [])) == []
+
+
+def test_a_short_pause_does_not_end_what_was_told() -> None:
+    book = AlertBook()
+    kinds(book, 0, ALERT)
+    assert kinds(book, HOLD_SECONDS, ALERT) == [("alert", "e")]
+    assert kinds(book, HOLD_SECONDS + CLEAR_SECONDS - 1.0) == []
+    assert kinds(book, HOLD_SECONDS + CLEAR_SECONDS, ALERT) == []
+    assert kinds(book, HOLD_SECONDS + 2 * CLEAR_SECONDS) == [("cleared", "e")]
+
+
+def test_the_newest_text_is_told() -> None:
+    book = AlertBook()
+    book.update([ALERT], START)
+    [began] = book.update([replace(ALERT, text="7 s ahead")], START + HOLD_SECONDS)
+    assert began.text == "7 s ahead"
+    [ended] = book.update([], START + HOLD_SECONDS + CLEAR_SECONDS)
+    assert ended.text == "over: 7 s ahead"
+
+
+def test_what_stands_is_bounded_and_room_comes_back() -> None:
+    book = AlertBook()
+    crowd = [replace(ALERT, subject=f"p{number}") for number in range(3 * MAX_STANDING)]
+    kinds(book, 0, *crowd)
+    assert len(kinds(book, HOLD_SECONDS, *crowd)) == MAX_STANDING
+    assert len(kinds(book, HOLD_SECONDS + CLEAR_SECONDS)) == MAX_STANDING
+    kinds(book, 100, ALERT)
+    assert kinds(book, 100 + HOLD_SECONDS, ALERT) == [("alert", "e")]

@@ -1,0 +1,89 @@
+"""The made-up swarm says what a real one could, and the page escapes it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx
+import pytest
+
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.watch import Watch
+from p2ptrain.monitor.web import make_app
+from p2ptrain.network.records.record import PeerRecord
+from tests.support.web.made_up_swarm import HOSTILE_NAMES, MadeUpSwarm
+
+START = 1_800_000_000.0
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.time = START
+
+    def __call__(self) -> float:
+        return self.time
+
+
+async def _pages(swarm: MadeUpSwarm, clock: _Clock, *paths: str) -> list[httpx.Response]:
+    """What a browser gets after a minute in which the swarm was watched."""
+    store = await Store.open(None, swarm.swarm.digest, clock())
+    try:
+        watch = Watch(swarm, swarm.swarm, store)
+        for _ in range(20):
+            await watch.look()
+            await asyncio.sleep(0)  # Lets the certificates be fetched.
+            clock.time += 3
+        transport = httpx.ASGITransport(make_app(watch, store, swarm.now))
+        async with httpx.AsyncClient(transport=transport, base_url="http://page") as client:
+            return [await client.get(path) for path in paths]
+    finally:
+        await store.close()
+
+
+def test_its_records_are_those_that_peers_may_publish() -> None:
+    clock = _Clock()
+    seen = asyncio.run(MadeUpSwarm(60, clock=clock, hostile=True).look())
+    assert seen is not None
+    for record, at in seen:
+        payload = {**record.to_payload(), "last_rounds": [vars(report) for report in record.last_rounds]}
+        assert PeerRecord.from_payload(record.peer, payload) == record
+        assert at <= clock()
+
+
+def test_the_same_seed_and_clock_make_the_same_swarm() -> None:
+    first, second = (asyncio.run(MadeUpSwarm(40, 7, _Clock()).look()) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("num_peers", [0, 1, 3, 60])
+def test_the_page_of_a_swarm_of_any_size_is_whole(num_peers: int) -> None:
+    clock = _Clock()
+    swarm = MadeUpSwarm(num_peers, clock=clock)
+    (page,) = asyncio.run(_pages(swarm, clock, "/"))
+    assert page.status_code == 200
+    for part in ("headline", "coverage", "charts", "rounds", "groups", "peers", "leaders", "events", "join"):
+        assert f'<section id="{part}"' in page.text
+    assert page.text.count("<h1") == 1
+
+
+def test_nothing_that_peers_say_becomes_markup() -> None:
+    clock = _Clock()
+    swarm = MadeUpSwarm(60, clock=clock, hostile=True)
+    seen = asyncio.run(swarm.look())
+    assert seen is not None
+    liar = next(record.peer for record, _ in seen if record.name == HOSTILE_NAMES[1])
+    for page in asyncio.run(_pages(swarm, clock, "/", f"/peers/{liar}", "/?search=<script>alert(1)</script>")):
+        assert page.status_code == 200
+        assert "&lt;script&gt;alert(1)" in page.text or "&gt;&lt;img" in page.text
+        assert "<script>" not in page.text
+        assert "<img" not in page.text
+        assert not re.search(r"\son\w+=", re.sub(r'"[^"]*"|>[^<]*<', "", page.text))
+        assert not re.search(r"\sstyle=", page.text)
+
+
+def test_the_page_may_be_asked_for_again_before_the_next_look() -> None:
+    clock = _Clock()
+    first, second = asyncio.run(_pages(MadeUpSwarm(60, clock=clock), clock, "/", "/"))
+    assert first.headers["content-encoding"] == "gzip"
+    assert first.text == second.text

@@ -1,0 +1,186 @@
+"""Records in, a snapshot out: who agrees with whom, who hosts what, and JSON whatever peers say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.monitor.web import to_json
+from p2ptrain.network.records.record import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
+from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
+from p2ptrain.status.coverage import coverage
+from p2ptrain.status.snapshot import Rates, Sighting, peer_views, usual_digests
+from p2ptrain.status.stages import stage_views
+from tests.support.web.watched import CUT, START, snapshot_of, trainer, views_of
+
+A, B = b"a" * 32, b"b" * 32
+OTHER_LINEAGE = b"o" * 32
+
+
+def agreement(*digests: bytes) -> list[bool | None]:
+    return [view.agrees for view in views_of(*(trainer(f"p{i}", digest=digest) for i, digest in enumerate(digests)))]
+
+
+def test_who_holds_what_most_hold_agrees_and_the_others_do_not() -> None:
+    assert agreement(A, B, A) == [True, False, True]
+
+
+def test_of_as_many_the_smaller_digest_is_the_usual_one_whoever_looks() -> None:
+    assert agreement(A, B) == [True, False]
+    assert agreement(B, A) == [False, True]
+
+
+def test_who_is_alone_in_its_round_or_lineage_has_nobody_to_agree_with() -> None:
+    assert agreement(A) == [None]
+    views = views_of(trainer("a"), trainer("b", round=9), trainer("c", lineage=OTHER_LINEAGE), trainer("d"))
+    assert [view.agrees for view in views] == [True, None, None, True]
+
+
+def test_peers_without_state_are_not_compared_and_show_none() -> None:
+    bootstrap = trainer("z", role="bootstrap", state="serving", digest=bytes(32), lineage=bytes(32))
+    views = views_of(trainer("a", digest=A), bootstrap, trainer("y", role="bootstrap", digest=bytes(32)))
+    assert [view.agrees for view in views] == [None, None, None]
+    assert (views[2].digest, views[2].lineage, views[2].blocks) == ("", "", (0, 0))
+    assert usual_digests([bootstrap, bootstrap]) == {}
+
+
+def test_peers_are_ordered_by_name_without_regard_to_case_then_by_id() -> None:
+    views = views_of(trainer("3", name="beta"), trainer("2", name="Alpha"), trainer("1", name="alpha"))
+    assert [view.peer for view in views] == ["1", "2", "3"]
+
+
+def test_a_peer_without_a_name_goes_by_the_end_of_its_id() -> None:
+    assert views_of(trainer("Qm" + "x" * 30 + "12345678", name=""))[0].name == "12345678"
+
+
+def test_a_view_says_what_the_record_says_and_never_its_addresses() -> None:
+    last = RoundReport(7, True, "late: this peer's work waits for the next round", 1.0, 3, 2)
+    record = trainer("a", addresses=("/ip4/10.1.2.3/tcp/1",), last_rounds=(last,), clock_skew_seconds=-2.0)
+    [view] = peer_views([Sighting(record, START + 5.0)], {"a": Rates(7.0, 8.0)}, [(0, 4)], START)
+    assert (view.sent_per_second, view.received_per_second) == (7.0, 8.0)
+    assert view.hours == pytest.approx(1.0)
+    assert view.last_seen == START, "nobody was seen in the future"
+    assert view.last_reason == last.reason
+    assert view.clock_skew_seconds == -2.0
+    assert "10.1.2.3" not in json.dumps(asdict(view))
+
+
+@pytest.mark.parametrize(
+    ("state", "hosts"),
+    [("training", 1), ("paused", 1), ("serving", 1), ("starting", 0), ("syncing", 0), ("draining", 0), ("lending", 0)],
+)
+def test_who_takes_part_in_rounds_hosts_the_model(state: str, hosts: int) -> None:
+    [stage] = snapshot_of([trainer("a", state=state)]).stages
+    assert len(stage.hosts) == hosts
+    assert (stage.syncing == ("a",)) == (state in ("starting", "syncing"))
+
+
+def test_a_stage_says_what_the_loss_of_one_more_host_breaks() -> None:
+    peers = [trainer("a", name="Ada"), trainer("b")]
+    assert snapshot_of(peers).stages[0].risk == ""
+    assert "only Ada holds the model" in snapshot_of(peers[:1]).stages[0].risk
+    assert "stands still" in snapshot_of([]).stages[0].risk
+
+
+def test_of_several_stages_the_slowest_is_the_bottleneck_and_each_names_its_risk() -> None:
+    views = views_of(trainer("a", name="Ada"), trainer("b"))
+    stages = stage_views([(0, 2), (2, 4), (4, 6)], views)
+    assert [len(stage.hosts) for stage in stages] == [2, 2, 0]
+    assert [stage.is_bottleneck for stage in stages] == [False, False, True]
+    assert [stage.risk for stage in stages] == ["", "", "stage 2 has no host: training waits"]
+    assert [stage.tokens_per_second for stage in stages] == [200.0, 200.0, 0.0]
+    alone = stage_views([(0, 2), (2, 4)], views[:1])
+    assert alone[1].risk == "stage 1 has one host, Ada: losing it stops training"
+    assert not stage_views([(0, 4)], views)[0].is_bottleneck, "the only stage is no bottleneck"
+
+
+def test_a_swarm_of_two_thousand_is_shown_whole() -> None:
+    records = [trainer(f"peer-{i:04}", name="", digest=A if i % 10 else B) for i in range(2000)]
+    snapshot = snapshot_of(records)
+    assert len(snapshot.peers) == len({view.peer for view in snapshot.peers}) == 2000
+    assert sum(view.agrees is False for view in snapshot.peers) == 200
+    assert len(snapshot.stages[0].hosts) == 2000
+    assert len(snapshot.alerts) < 100, "many like peers are not as many alerts"
+
+
+COUNTS = st.integers(0, 2**63 - 1)
+AMOUNTS = st.floats(0, 1e18)
+NUMBERS = st.floats(-1e12, 1e12)
+HASHES = st.sampled_from([bytes(32), A, B])
+TEXT = st.text(max_size=20).map(lambda text: "".join(each if each.isprintable() else "?" for each in text))
+REPORTS = st.builds(
+    RoundReport, round=COUNTS, committed=st.booleans(), reason=TEXT, seconds=AMOUNTS, members=COUNTS,
+    contributors=COUNTS, contributed=st.booleans(), digest=HASHES, compute_seconds=AMOUNTS,
+    matchmaking_seconds=AMOUNTS, transfer_seconds=AMOUNTS,
+)  # fmt: skip
+STAGES = st.builds(
+    StageReport, unit=COUNTS | st.integers(0, 4), round=COUNTS, lineage=HASHES, digest=HASHES, lineage_tokens=COUNTS,
+    tokens_per_second=AMOUNTS, waiting=COUNTS, samples=COUNTS,
+)  # fmt: skip
+LATENCIES = st.builds(Latencies.of, st.lists(st.floats(0, 5000), max_size=8))
+FEW = st.integers(0, 2**40)
+SERVING = st.builds(
+    lambda sessions, ok, failed, further, prompt, first, token: ServingReport(
+        sessions,
+        ServingTotals(ok + failed + first.total, failed, further + token.total, prompt, first, token),
+    ),
+    st.integers(0, 10**6), FEW, FEW, FEW, FEW, LATENCIES, LATENCIES,
+)  # fmt: skip
+KINDS: dict[str, st.SearchStrategy[Any]] = {
+    "ServingReport | None": st.none() | SERVING,
+    "str": TEXT, "int": COUNTS, "float": AMOUNTS, "float | None": st.none() | NUMBERS, "bytes": HASHES,
+    "int | None": st.none() | COUNTS | st.integers(0, 4),
+    "bool": st.booleans(), "tuple[str, ...]": st.just(()),
+    "tuple[RoundReport, ...]": st.lists(REPORTS, max_size=8).map(tuple),
+    "tuple[StageReport, ...]": st.lists(STAGES, max_size=4, unique_by=lambda stage: stage.unit).map(tuple),
+}  # fmt: skip
+OF_FIELDS: dict[str, st.SearchStrategy[Any]] = {
+    "role": st.sampled_from(ROLES), "state": st.sampled_from(STATES), "reachability": st.sampled_from(REACHABILITIES),
+    "clock_skew_seconds": NUMBERS,
+}  # fmt: skip
+RECORDS = st.builds(
+    PeerRecord,
+    **{
+        field.name: OF_FIELDS[field.name] if field.name in OF_FIELDS else KINDS[str(field.type)]
+        for field in fields(PeerRecord)
+    },
+)
+
+
+@settings(max_examples=40)
+@given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
+def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(records: list[PeerRecord], now: float) -> None:
+    received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
+    snapshot = snapshot_of(received, now=now)
+    text = to_json(asdict(snapshot)).decode()
+    assert "<" not in text
+    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert len(values["peers"]) == len(records)
+
+
+@settings(max_examples=40)
+@given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
+def test_nor_can_hosts_of_stages_break_it(records: list[PeerRecord], now: float) -> None:
+    received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
+    snapshot = snapshot_of(received, now=now, swarm=CUT)
+    values = json.loads(to_json([asdict(snapshot), asdict(coverage(snapshot))]).decode())
+    assert len(values[0]["stages"]) == len(CUT.spans)
+
+
+def test_a_name_that_cannot_be_encoded_never_gets_here() -> None:
+    payload = trainer("a").to_payload() | {"name": "\ud800"}
+    with pytest.raises(IntegrityError, match="name"):
+        PeerRecord.from_payload("a", payload)
+
+
+def test_json_cannot_end_a_script_or_a_line() -> None:
+    value = {"name": "</script><!--\u2028\u2029"}
+    text = to_json(value).decode()
+    assert not set("<\u2028\u2029") & set(text)
+    assert json.loads(text) == value

@@ -1,0 +1,112 @@
+"""Samples are a pure function, and members never read the same window twice within a pass."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2ptrain.errors import ConfigError
+from p2ptrain.training.data.windows import Sampler, advance, permute, place_among
+
+
+def sampler(num_windows: int, context: int = 3, seed: int = 1) -> Sampler:
+    return Sampler(np.arange(num_windows * context + 1, dtype=np.uint32), context, seed)
+
+
+@settings(max_examples=60)
+@given(size=st.integers(1, 700), seed=st.integers(0, 1 << 62), data_pass=st.integers(0, 5))
+def test_each_pass_reads_every_window_once(size: int, seed: int, data_pass: int) -> None:
+    source = sampler(size, seed=seed)
+    windows = [source.shares.at(data_pass * size + slot) for slot in range(size)]
+    assert sorted(windows) == list(range(size))
+
+
+def test_permutation_of_a_huge_range_stays_inside_and_scatters() -> None:
+    size = (1 << 40) + 7
+    images = [permute(slot, size, (1, 2, 3, 4, 5, 6)) for slot in range(2000)]
+    assert len(set(images)) == 2000
+    assert all(0 <= image < size for image in images)
+    assert abs(sum(images) / 2000 / size - 0.5) < 0.05
+
+
+def test_passes_and_seeds_differ_in_order() -> None:
+    first, other = sampler(500), sampler(500, seed=2)
+    orders = [[first.shares.at(p) for p in range(500)], [first.shares.at(p) for p in range(500, 1000)]]
+    orders.append([other.shares.at(p) for p in range(500)])
+    matches = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in pairwise(orders)]
+    assert all(count < 10 for count in matches)
+
+
+@settings(max_examples=40)
+@given(num_members=st.integers(1, 7), seed=st.integers(0, 1 << 30))
+def test_members_read_nothing_twice_within_a_pass_whatever_their_speed(num_members: int, seed: int) -> None:
+    chance = random.Random(seed)
+    source = sampler(997, seed=seed)
+    members = sorted(f"peer{index}" for index in range(num_members))
+    read: set[tuple[int, int]] = set()
+    cursor = 0
+    for round in range(12):
+        counts = [chance.randrange(0, 20) for _ in members]
+        for peer, count in zip(members, counts, strict=True):
+            for index in range(count):
+                position = cursor + members.index(peer) + len(members) * index
+                window = source.shares.index(cursor, place_among(members, peer), peer, round, index)
+                assert window == source.shares.at(position)
+                key = (position // source.num_windows, window)
+                assert key not in read
+                read.add(key)
+        cursor = advance(cursor, counts)
+
+
+def test_with_equal_speed_a_pass_is_read_completely_before_the_next_begins() -> None:
+    source, members, cursor, read = sampler(120), ["a", "b", "c"], 0, []
+    for round in range(10):
+        read += [
+            source.shares.index(cursor, place_among(members, peer), peer, round, index)
+            for peer in members
+            for index in range(4)
+        ]
+        cursor = advance(cursor, [4, 4, 4])
+    assert sorted(read) == list(range(120))
+
+
+def test_a_batch_resumes_anywhere_with_the_same_samples() -> None:
+    source, members = sampler(300), ["a", "b"]
+    whole = source.batch(40, place_among(members, "b"), "b", 3, 0, 12)
+    pieces = [sampler(300).batch(40, place_among(members, "b"), "b", 3, first, 4) for first in (0, 4, 8)]
+    assert np.array_equal(whole, np.concatenate(pieces))
+
+
+def test_rows_are_windows_with_the_next_token_as_last_target() -> None:
+    source = sampler(50, context=5)
+    batch = source.batch(0, (0, 1), "a", 0, 0, 8)
+    assert batch.shape == (8, 6)
+    assert batch.dtype == np.int64
+    starts = [source.shares.at(position) * 5 for position in range(8)]
+    assert np.array_equal(batch, np.array([range(start, start + 6) for start in starts]))
+
+
+def test_newcomers_differ_by_peer_round_and_index_and_stay_pure() -> None:
+    source = sampler(100_003)
+    arguments = [("new", 1, 0), ("new", 1, 1), ("new", 2, 0), ("other", 1, 0)]
+    windows = [source.shares.index(10, None, *argument) for argument in arguments]
+    assert len(set(windows)) == 4
+    assert all(0 <= window < source.num_windows for window in windows)
+    assert windows == [sampler(100_003).shares.index(99, None, *argument) for argument in arguments]
+
+
+def test_too_few_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="too few for a context of 8"):
+        Sampler(np.arange(8, dtype=np.uint8), 8, 1)
+    assert Sampler(np.arange(9, dtype=np.uint8), 8, 1).num_windows == 1
+
+
+def test_a_round_in_which_nobody_read_does_not_move_the_cursor() -> None:
+    assert advance(7, [0, 0]) == 7
+    assert advance(7, []) == 7
+    assert advance(7, [1, 5, 2]) == 22

@@ -1,0 +1,169 @@
+"""A layout loses nothing on the way from a module to a vector and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from p2ptrain.training.state.layout import MAX_EXACT_INTEGER, Layout
+
+
+class Everything(nn.Module):
+    """Tied, frozen and half-precision parameters; persistent, integer, boolean and transient buffers."""
+
+    mask: torch.Tensor
+    cache: torch.Tensor
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(3, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(2, 2)
+        self.frozen.requires_grad_(False)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.low = nn.Parameter(torch.randn(5).bfloat16())
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("cache", torch.randn(9), persistent=False)
+
+    @property
+    def count(self) -> torch.Tensor:
+        """The integer buffer."""
+        return dict(self.named_buffers())["norm.num_batches_tracked"]
+
+
+def test_order_is_parameters_once_then_persistent_buffers() -> None:
+    layout = Layout.from_module(Everything())
+    names = [entry.name for entry in layout.entries]
+    assert names == [
+        "scalar",
+        "low",
+        "first.weight",
+        "first.bias",
+        "norm.weight",
+        "norm.bias",
+        "mask",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+    assert [entry.kind for entry in layout.entries] == ["param"] * 6 + ["buffer"] * 4
+    assert layout.num_parameters == 1 + 5 + 12 + 4 + 4 + 4
+    assert layout.num_values == layout.num_parameters + 3 + 4 + 4 + 1
+
+
+def test_write_then_read_is_identity() -> None:
+    source, target = Everything(1), Everything(2)
+    source.count.fill_(MAX_EXACT_INTEGER)
+    source.mask.logical_not_()
+    layout = Layout.from_module(source)
+    vector, again = layout.new_vector(), layout.new_vector()
+    layout.read(source, vector)
+    layout.write(vector, target)
+    layout.read(target, again)
+    assert torch.equal(vector, again)
+    for name, tensor in source.state_dict().items():
+        if not name.startswith("frozen"):
+            assert torch.equal(tensor, target.state_dict()[name]), name
+    assert target.second.weight is target.first.weight
+
+
+def test_write_is_in_place_and_leaves_frozen_and_transient_tensors_alone() -> None:
+    module = Everything()
+    layout = Layout.from_module(module)
+    before = module.first.weight.data_ptr(), module.frozen.weight.clone(), module.cache.clone()
+    layout.write(torch.full((layout.num_values,), 7.0), module)
+    assert module.first.weight.data_ptr() == before[0]
+    assert torch.equal(module.frozen.weight, before[1])
+    assert torch.equal(module.cache, before[2])
+
+
+@given(st.floats(width=32))
+def test_any_float_makes_a_valid_integer(value: float) -> None:
+    module = Everything()
+    layout = Layout.from_module(module)
+    layout.write(torch.full((layout.num_values,), value), module, kind="buffer")
+    count = int(module.count)
+    assert abs(count) <= 1 << 53
+    if abs(value) < MAX_EXACT_INTEGER:
+        assert count == round(value)
+
+
+def test_fingerprint_depends_on_names_shapes_dtypes_and_not_on_values() -> None:
+    assert Layout.from_module(Everything(1)).fingerprint == Layout.from_module(Everything(2)).fingerprint
+    prints = {
+        Layout.from_module(module).fingerprint
+        for module in (
+            nn.Linear(2, 3),
+            nn.Linear(3, 2),
+            nn.Linear(2, 3, bias=False),
+            nn.Linear(2, 3).bfloat16(),
+            nn.Sequential(nn.Linear(2, 3)),
+        )
+    }
+    assert len(prints) == 5
+
+
+def test_a_compiled_module_has_the_layout_of_the_plain_one() -> None:
+    plain = nn.Sequential(nn.Linear(2, 3))
+    wrapper = nn.Module()
+    wrapper.add_module("_orig_mod", plain)
+    assert Layout.from_module(wrapper).fingerprint == Layout.from_module(plain).fingerprint
+
+
+def test_missing_gradients_count_as_zero_and_buffers_stay() -> None:
+    module = Everything()
+    layout = Layout.from_module(module)
+    module.scalar.grad = torch.tensor(3.0)
+    out = torch.full((layout.num_values,), 9.0)
+    layout.read_gradients(module, out)
+    assert out[0] == 3.0
+    assert not out[1 : layout.num_parameters].any()
+    assert torch.equal(out[layout.num_parameters :], torch.full((12,), 9.0))
+
+
+def test_difference_is_vector_minus_live() -> None:
+    module = Everything()
+    layout = Layout.from_module(module)
+    vector, live = torch.randn(layout.num_values), layout.new_vector()
+    layout.read(module, live)
+    out = layout.new_vector()
+    layout.read_difference(vector, module, out)
+    assert torch.equal(out, vector - live)
+    out.fill_(5.0)
+    layout.read_difference(vector, module, out, buffers_only=True)
+    assert torch.equal(out[: layout.num_parameters], torch.full((layout.num_parameters,), 5.0))
+    assert torch.equal(out[layout.num_parameters :], (vector - live)[layout.num_parameters :])
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("ids", torch.tensor([MAX_EXACT_INTEGER + 1]))
+    with pytest.raises(ValueError, match=r"ids.*persistent=False"):
+        Layout.from_module(module)
+    with pytest.raises(ValueError, match="requires_grad"):
+        Layout.from_module(nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(ValueError, match="complex"):
+        Layout.from_module(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(3), torch.zeros(6, dtype=torch.float64), torch.zeros(12)[::2], torch.zeros(2, 3)]
+)
+def test_a_vector_that_does_not_fit_is_refused(bad: torch.Tensor) -> None:
+    module = nn.Linear(2, 2)
+    layout = Layout.from_module(module)
+    assert layout.num_values == 6
+    with pytest.raises(ValueError, match="6 values"):
+        layout.read(module, bad)
+
+
+def test_a_module_that_changed_is_refused() -> None:
+    layout = Layout.from_module(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="weight has shape"):
+        layout.write(layout.new_vector(), nn.Linear(2, 3))

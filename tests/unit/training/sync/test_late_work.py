@@ -1,0 +1,72 @@
+"""Work that missed a round: what of it waits for the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.pipeline.stage.gradients import Part, StageWork, unit_state
+from p2ptrain.training.local_update import LocalWork
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.outer_optimizers import AverageStep
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.sync.contribution import Work
+from tests.support.sim.stage_hosts import plan_of, stage_of
+
+TOKENS = 40
+
+
+def _gradients() -> tuple[Work, SharedState]:
+    module = nn.Linear(3, 3)
+    layout = Layout.from_module(module)
+    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
+    work = LocalWork(module, state, accumulate=True)
+    module(torch.ones(2, 3)).pow(2).sum().backward()
+    work.add_gradients(TOKENS)
+    work.add_step(4, TOKENS)
+    return work, state
+
+
+def _pseudo_gradient() -> tuple[Work, SharedState]:
+    module = nn.Linear(3, 3)
+    layout = Layout.from_module(module)
+    state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
+    work = LocalWork(module, state, accumulate=False)
+    with torch.no_grad():
+        module.weight.add_(torch.arange(9.0).reshape(3, 3))
+    work.add_step(4, TOKENS)
+    return work, state
+
+
+def _stage() -> tuple[Work, SharedState]:
+    plan = plan_of(2)
+    stage, unit = stage_of(plan, 1), plan.units(1)[0]
+    compute = StageCompute(stage)
+    part = Part(stage, plan.local_names(1, unit))
+    state = unit_state(part, plan.manifest.training, bytes(32))
+    work = StageWork(part, state, compute, unit.scale)
+    compute.sum.copy_(torch.arange(float(len(compute.sum))))
+    work.add(4, TOKENS)
+    return work, state
+
+
+@pytest.mark.parametrize("make", [_gradients, _pseudo_gradient, _stage])
+def test_work_that_missed_a_round_is_carried_on_as_much_as_is_kept(
+    make: Callable[[], tuple[Work, SharedState]],
+) -> None:
+    work, state = make()
+    fragment = state.fragments.whole
+    before = torch.empty(fragment.num_values)
+    work.collect(before, fragment)
+    assert before.abs().max() > 0
+
+    work.adopt(False, before * 0.5, fragment)
+
+    after = torch.empty(fragment.num_values)
+    work.collect(after, fragment)
+    torch.testing.assert_close(after, before * 0.5)
+    assert work.tokens_of(fragment) == TOKENS

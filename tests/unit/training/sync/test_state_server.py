@@ -1,0 +1,203 @@
+"""A peer serves its state while it trains, to no more newcomers and no faster than it wants."""
+
+from __future__ import annotations
+
+import asyncio
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
+from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
+from p2ptrain.training.sync.download import download_state, fetch_head
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import MAX_RANGE_CHUNKS, ServeLimits, StateServer
+from tests.support.sim.downloads import (
+    FAST,
+    NUM_CHUNKS,
+    NUM_VALUES,
+    OneState,
+    Sources,
+    advance,
+    shared_state,
+    until_started,
+    with_sources,
+)
+from tests.support.sim.peers import Member, members
+
+
+def test_too_many_downloads_wait_their_turn() -> None:
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 5) as everyone:
+            *newcomers, source = everyone
+            state = shared_state()
+            StateServer(source.rpc, state, source.peer.runtime, ServeLimits(downloads=2))
+            seen: list[int] = []
+
+            async def one(member: Member) -> str:
+                try:
+                    await download_state(
+                        member.rpc,
+                        member.peer.runtime,
+                        lambda: [source.rpc.peer_id],
+                        state.layout.fingerprint,
+                        PartialDownload(),
+                        OneState(state.head),
+                    )
+                except PeerRefusedError as error:
+                    return str(error)
+                seen.append(1)
+                return ""
+
+            results = await asyncio.gather(*(member.peer.spawn(one(member)) for member in newcomers))
+            assert len(seen) >= 2
+            assert all("busy" in result for result in results if result)
+
+    simulate(main, seed=1, model=FAST)
+
+
+def test_upload_keeps_to_its_rate() -> None:
+    async def check(swarm: Sources) -> None:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        await swarm.download()
+        assert loop.time() - started >= 0.9 * NUM_VALUES * 8 / 1e6
+
+    with_sources(1, check, limits=ServeLimits(bytes_per_second=1e6))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"first": -1, "count": 1},
+        {"first": 0, "count": 0},
+        {"first": 0, "count": 17},
+        {"first": 12, "count": 1},
+        {"first": 0, "count": 1 << 62},
+        {"first": True, "count": 1},
+        {"first": "0", "count": 1},
+        {},
+    ],
+)
+def test_a_greedy_or_broken_newcomer_is_refused(request_: dict[str, Any]) -> None:
+    async def check(swarm: Sources) -> None:
+        hello = {"describe": True}
+        async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", hello, 5.0) as channel:
+            await channel.receive(5.0, 1 << 20)
+            await channel.send(request_)
+            with pytest.raises(PeerRefusedError, match="chunks that there are not"):
+                await channel.receive(5.0)
+
+    with_sources(1, check)
+
+
+def test_a_newcomer_cannot_download_for_ever() -> None:
+    async def check(swarm: Sources) -> None:
+        described = swarm.states[0].describe()
+        assert described is not None
+        cut = cut_of(described[1])
+        async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", {"describe": False}, 5.0) as channel:
+            await channel.receive(5.0)
+            for _ in range(4 * NUM_CHUNKS + MAX_RANGE_CHUNKS):
+                await channel.send({"first": 3, "count": 1})
+                await channel.receive_bytes(stamped_bytes(cut.chunk_bytes(3), cut.depth), 30.0)
+            await channel.send({"first": 0, "count": 1})
+            with pytest.raises(PeerRefusedError, match="too often"):
+                await channel.receive(5.0)
+
+    with_sources(1, check)
+
+
+def test_cancelling_frees_the_slot() -> None:
+    async def check(swarm: Sources) -> None:
+        for _ in range(4):
+            partial = PartialDownload()
+            task = swarm.start(resume=partial)
+            await until_started(swarm, partial)
+            task.cancel()
+            await asyncio.wait([task])
+            assert task.cancelled()
+            await asyncio.sleep(1.0)
+        assert swarm.sources[0].rpc.num_inbound == 0
+        await swarm.download()
+        assert swarm.is_right()
+
+    with_sources(1, check)
+
+
+def test_a_source_that_moves_on_in_the_middle_sends_what_it_holds_and_says_of_which_round() -> None:
+    async def check(swarm: Sources) -> None:
+        state, source = swarm.states[0], swarm.ids[0]
+        cut = cut_of(state.describe()[1])  # type: ignore[index]
+        async with swarm.newcomer.rpc.open(source, "state.chunks", {"describe": False}, 5.0) as channel:
+            await channel.receive(5.0)
+            for round_ in range(3):
+                assert (await fetch_head(swarm.newcomer.rpc, source)).round == round_
+                await channel.send({"first": 2, "count": 1})
+                size = cut.chunk_bytes(2)
+                received = memoryview(await channel.receive_bytes(stamped_bytes(size, cut.depth), 30.0))
+                assert Stamp.from_bytes(received[size : size + Stamp.NUM_BYTES]) == Stamp.of(state.head)
+                advance(state)
+
+    with_sources(1, check)
+
+
+def test_no_copy_of_the_state_is_made_however_many_download_while_rounds_go_on() -> None:
+    """Eight newcomers hold eight buffers of a chunk at the source, and nothing else."""
+    copies = 0
+    clone = torch.Tensor.clone
+
+    def counted(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        nonlocal copies
+        copies += tensor.numel() >= NUM_VALUES // 2
+        return clone(tensor, **options)
+
+    async def main(network: SimulatedNetwork) -> None:
+        async with members(network, 9) as everyone:
+            *newcomers, source = everyone
+            state, num_bytes = shared_state(), 8 * NUM_VALUES
+            StateServer(source.rpc, state, source.peer.runtime)
+            partials = [PartialDownload() for _ in newcomers]
+            tasks = [
+                member.peer.spawn(
+                    download_state(
+                        member.rpc, member.peer.runtime, lambda: [source.rpc.peer_id], state.layout.fingerprint,
+                        partial, AnyState(),
+                    )
+                )
+                for member, partial in zip(newcomers, partials, strict=True)
+            ]  # fmt: skip
+            tracemalloc.start()
+            try:
+                while not all(task.done() for task in tasks):
+                    advance(state)
+                    held = sum(one.num_bytes for one in partials)
+                    assert tracemalloc.get_traced_memory()[0] < 0.5 * num_bytes + 8 * 6 * CHUNK_BYTES
+                    await asyncio.sleep(2.0)
+            finally:
+                tracemalloc.stop()
+            assert held == 8 * num_bytes
+            assert all(partial.is_complete for partial in partials)
+            assert len({stamp.round for _, stamp in partials[0].chunks()}) > 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "clone", counted)
+        simulate(main, seed=1, model=FAST)
+    assert not copies
+
+
+class AnyState:
+    """Admits all chunks; implements `p2ptrain.training.sync.download.Admission`."""
+
+    def check_size(self, num_bytes: int) -> None:
+        pass
+
+    async def admit(self, source: str, stamp: Stamp) -> None:
+        pass
+
+    async def wait_for_turn(self) -> None:
+        pass
