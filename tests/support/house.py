@@ -1,0 +1,166 @@
+"""Figures of the package's structure, so that growth shows: ``python -m tests.support.house``.
+
+`tests/unit/test_house.py` holds three of them. Each is counted from the source but for the files of a round, which a
+profiler sees while three simulated trainers average.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "p2ptrain"
+TESTS = ROOT / "tests"
+ROUNDS = 3
+"""Of the profiled swarm; the first one brings imports and downloads."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure, with its goal and where the most is.
+
+    Attributes:
+        name: Its name.
+        value: Its value.
+        goal: The most that it should be.
+        where: Which file, class or folder has the most; empty for sums.
+    """
+
+    name: str
+    value: float
+    goal: float
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name:34} {self.value:8,.0f} of {self.goal:8,.0f}  {self.where}"
+
+
+def modules(root: Path = PACKAGE) -> dict[Path, ast.Module]:
+    """Return the parsed modules below a folder."""
+    return {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
+
+
+def count_lines(root: Path) -> int:
+    """Return the lines of all modules below a folder, blank ones included."""
+    return sum(path.read_text().count("\n") for path in root.rglob("*.py"))
+
+
+def largest_folder(root: Path = PACKAGE) -> tuple[int, str]:
+    """Return how many modules the fullest folder has, and which it is."""
+    folders = Counter(path.parent for path in root.rglob("*.py"))
+    folder, number = folders.most_common(1)[0]
+    return number, str(folder.relative_to(ROOT))
+
+
+def largest_imports(trees: dict[Path, ast.Module]) -> tuple[int, str]:
+    """Return how many of the package's own modules one module imports at most, and which module does."""
+
+    def imported(tree: ast.Module) -> set[str]:
+        names = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        return {name for name in names if name.split(".")[0] == PACKAGE.name}
+
+    number, path = max((len(imported(tree)), path) for path, tree in trees.items())
+    return number, str(path.relative_to(ROOT))
+
+
+def constructor_parameters(trees: dict[Path, ast.Module]) -> list[int]:
+    """Return how many parameters each ``__init__`` has without ``self``, ascending."""
+    inits = [node for node in _functions(trees) if node.name == "__init__"]
+    return sorted(len(each.args.posonlyargs + each.args.args + each.args.kwonlyargs) - 1 for each in inits)
+
+
+def forwarders(trees: dict[Path, ast.Module]) -> int:
+    """Return how many members only hand a call or a value on to an attribute's own."""
+    return sum(_forwards(node) for node in _functions(trees))
+
+
+def assigned_callbacks(trees: dict[Path, ast.Module]) -> int:
+    """Return how many callables are attributes that somebody else sets after construction: a ``lambda`` by default."""
+    return sum(
+        isinstance(node.value, ast.Lambda) and isinstance(node.target, ast.Attribute)
+        for tree in trees.values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+    )
+
+
+def files_of_a_round() -> tuple[int, int]:
+    """Return how many files and functions of the package three simulated trainers enter in one healthy round."""
+    from p2ptrain.network.simulated import SimulatedNetwork, simulate
+    from tests.support.sim.trainers import SimulatedSwarm, make_manifest
+
+    entered: set[tuple[str, str, int]] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)):
+            entered.add((code.co_filename, code.co_qualname, code.co_firstlineno))
+
+    async def main(network: SimulatedNetwork) -> None:
+        swarm = SimulatedSwarm(network, make_manifest(min_peers=3), 0)
+        for name in "abc":
+            swarm.start(name)
+        await swarm.until(lambda: swarm.in_agreement(ROUNDS), 600.0, "rounds begin")
+        sys.setprofile(note)
+        await swarm.until(lambda: swarm.in_agreement(ROUNDS + 1), 600.0, "a round is committed")
+        sys.setprofile(None)
+        await swarm.end()
+
+    simulate(main, 0)
+    own = {each for each in entered if "/simulated/" not in each[0]}
+    return len({file for file, _, _ in own}), len(own)
+
+
+def figures() -> Iterator[Figure]:
+    """Yield all figures, the quick ones first."""
+    trees = modules()
+    parameters = constructor_parameters(trees)
+    tenth = statistics.quantiles(parameters, n=10)[-1]
+    yield Figure("lines of the package", count_lines(PACKAGE), 38_000)
+    yield Figure("lines of tests", count_lines(TESTS), 36_000)
+    yield Figure("files in a folder, at most", *_with_goal(largest_folder(), 13))
+    yield Figure("internal imports, at most", *_with_goal(largest_imports(trees), 12))
+    yield Figure("constructor parameters, p90", tenth, 6, f"at most {parameters[-1]}")
+    yield Figure("members that only forward", forwarders(trees), 40)
+    yield Figure("callbacks set after construction", assigned_callbacks(trees), 0)
+    files, functions = files_of_a_round()
+    yield Figure("files that a round enters", files, 45, f"{functions} functions")
+
+
+def _with_goal(most: tuple[int, str], goal: float) -> tuple[int, float, str]:
+    return most[0], goal, most[1]
+
+
+def _functions(trees: dict[Path, ast.Module]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for tree in trees.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield from (each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def _forwards(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    body = [each for each in function.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    if len(body) != 1 or function.name.startswith("__"):
+        return False
+    value = body[0].value if isinstance(body[0], ast.Return | ast.Expr) else None
+    value = value.value if isinstance(value, ast.Await) else value
+    handed_on: list[ast.expr] = []
+    if isinstance(value, ast.Call):
+        handed_on, value = [*value.args, *(each.value for each in value.keywords)], value.func
+    depth = 0
+    while isinstance(value, ast.Attribute):
+        depth, value = depth + 1, value.value
+    of_self = isinstance(value, ast.Name) and value.id == "self" and depth >= 2
+    return of_self and all(isinstance(each, ast.Name) for each in handed_on)
+
+
+if __name__ == "__main__":
+    for figure in figures():
+        print(figure)
