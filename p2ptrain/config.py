@@ -169,10 +169,9 @@ class PipelineSection(Section):
 class PeerConfig(Section):
     """Everything that one peer is told by its owner. Paths in a role file are relative to that file's folder."""
 
-    role: Literal["bootstrap", "trainer", "auxiliary", "stage", "both"]
-    """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too; ``auxiliary`` has no model, and
-    lends its bandwidth to the trainers' averaging. Where the model is cut into stages, ``stage`` hosts one, ``trainer``
-    sends microbatches through all of them, and ``both`` does both."""
+    role: Literal["bootstrap", "trainer", "stage", "both"]
+    """``bootstrap`` serves the manifest and the directory; ``trainer`` trains, too. Where the model is cut into
+    stages, ``stage`` hosts one, ``trainer`` sends microbatches through all of them, and ``both`` does both."""
     name: str = Field("", max_length=64, pattern=r"^[A-Za-z0-9 ._-]*$")
     """A name for people, shown in the status; the end of the peer's id if empty."""
     run_dir: Path = Path("runs/peer")

@@ -21,11 +21,6 @@ from p2ptrain.signing import Signer
 PROTOCOL_VERSION = 1
 """Raised whenever peers of the old version could no longer take part; a joiner with another version is refused."""
 
-NO_AUXILIARIES = (
-    "this swarm takes no auxiliaries: train with it, or ask its organizer for one with averaging.auxiliaries"
-)
-"""What is said to those that would be one."""
-
 MAX_PIPELINE_STAGES = 256
 MAX_MANIFEST_BYTES = 256 * 1024
 SIGNED_FILE = "manifest.bin"
@@ -272,9 +267,6 @@ class AveragingSpec(Section):
     """Peers that average together at most."""
     min_peers: int = Field(1, ge=1, le=256)
     """Fewer peers than this do not commit a round."""
-    auxiliaries: int = Field(0, ge=0, le=64)
-    """Peers without a model that may lend their bandwidth to each group of at least three (``p2ptrain join LINK
-    --auxiliary``): they own shares and contribute nothing. Worth it where trainers' uplinks are thin. 0: none."""
     below_min: Literal["pause", "continue"] = "pause"
     """What a trainer does below ``min_peers``: wait, or go on with inner steps without synchronising."""
     quorum: float = Field(0.5, gt=0, le=1)
@@ -317,21 +309,6 @@ class AveragingSpec(Section):
         if isinstance(values, dict) and values.get("codec") == "topk":
             return {"feedback_decay": SPARSE_FEEDBACK_DECAY, **values}
         return values
-
-    @model_validator(mode="after")
-    def _auxiliaries_fit_codec(self) -> AveragingSpec:
-        if self.auxiliaries and self.codec in ("topk", "powersgd"):
-            raise ValueError(
-                f"averaging.auxiliaries = {self.auxiliaries} does not go with codec = {self.codec!r}, of whose means"
-                " most waits for later rounds: it would be lost with an auxiliary that leaves; use int8 or int4"
-            )
-        if self.auxiliaries and self.spot_checks and self.codec in ("int4", "int4a"):
-            raise ValueError(
-                f"averaging.auxiliaries = {self.auxiliaries} with spot_checks does not go with codec = {self.codec!r}:"
-                " auxiliaries may then not make up for what encoding a mean loses, and small values never get through;"
-                " use int8, or spot_checks = 0"
-            )
-        return self
 
     @model_validator(mode="after")
     def _rule_fits_codec(self) -> AveragingSpec:

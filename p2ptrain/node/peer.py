@@ -25,7 +25,7 @@ from p2ptrain.errors import (
     PeerRefusedError,
     WrongPeerError,
 )
-from p2ptrain.manifest import MAX_MANIFEST_BYTES, NO_AUXILIARIES, PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
@@ -42,7 +42,6 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
-    from p2ptrain.averaging.lending.auxiliary import Lender
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -61,7 +60,7 @@ class PeerOptions:
     """How a peer appears and listens.
 
     Attributes:
-        role: ``bootstrap``, ``trainer``, ``stage``, ``auxiliary``, or ``client`` (looks only).
+        role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (looks only).
         name: For people.
         device: What it computes on, for its record.
         run_dir: Where it keeps the addresses of peers that it has met; None keeps none.
@@ -109,7 +108,6 @@ class Peer:
         status: What its record says; `presence.changed` publishes it.
         jobs: What it does that takes long.
         synchronizer: When it trains.
-        lender: When it lends its bandwidth.
         hosted: The stages that it hosts; ``intended``: what its record says before it does;
             ``next_stage``: where its record says that it goes.
     """
@@ -121,7 +119,6 @@ class Peer:
         self.status = Status(started_at=runtime.now())
         self.jobs = JobBook(asyncio.get_running_loop())
         self.synchronizer: Synchronizer | None = None
-        self.lender: Lender | None = None
         self.hosted: list[HostedStage] = []
         self._closes_hosted = False
         self.intended: tuple[StageReport, ...] = ()
@@ -371,26 +368,6 @@ class Peer:
         """Have something that was started for this peer ended with it."""
         self._stack.push_async_callback(end)
 
-    def lend(self) -> Lender:
-        """Lend this peer's bandwidth to the trainers' averaging; what is returned is closed with the peer.
-
-        Raises:
-            ManifestError: The manifest names a codec that this version does not have, or admits no auxiliaries.
-        """
-        from p2ptrain.averaging.lending.auxiliary import Lender
-        from p2ptrain.training.state.layout_wire import fetch_plan
-
-        if not self.manifest.averaging.auxiliaries:
-            raise ManifestError(NO_AUXILIARIES)
-        self._warm_up_codecs()
-        self.lender = Lender(
-            self.rpc, self.runtime, self.identity, self.swarm, self.manifest.averaging, self.membership,
-            lambda peer: fetch_plan(self.rpc, peer, self.manifest), self.options.upload_bandwidth,
-        )  # fmt: skip
-        self._stack.push_async_callback(self.lender.close)
-        self.lender.is_reachable = lambda: not self.reach.is_outbound_only
-        return self.lender
-
     def _warm_up_codecs(self) -> None:
         """Check that the manifest's codec is known here, and compile; meanwhile codecs give the same bits with torch.
 
@@ -418,8 +395,7 @@ class Peer:
 
     def describe(self) -> PeerRecord:
         """This peer's record as of now."""
-        sync, lent = self.synchronizer, self.lender
-        status, pace = self.status, self.status.pace()
+        sync, status, pace = self.synchronizer, self.status, self.status.pace()
         return PeerRecord(
             peer=self.identity.peer_id,
             name=self.options.name,
@@ -428,7 +404,7 @@ class Peer:
             role=self.options.role,
             state=status.state,
             device=self.options.device,
-            round=sync.head.round if sync else lent.head.round if lent and lent.head else 0,
+            round=sync.head.round if sync else 0,
             lineage=sync.head.lineage if sync else EMPTY_HASH,
             digest=sync.head.digest if sync else EMPTY_HASH,
             lineage_tokens=sync.head.tokens if sync else 0,

@@ -20,7 +20,6 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
-from p2ptrain.node.roles.auxiliary import lend_bandwidth
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.runtime import real_runtime
@@ -142,8 +141,6 @@ async def _take_role(peer: Peer, config: PeerConfig, signals: StopSignals) -> No
         raise ConfigError(f'role = {config.role!r}: this swarm\'s model is not cut into stages; use role = "trainer"')
     elif config.role == "trainer":
         await _train(peer, config, signals)
-    elif config.role == "auxiliary":
-        await lend_bandwidth(peer, config, signals)
     else:
         await _serve(peer, config, signals)
 

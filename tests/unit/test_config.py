@@ -110,7 +110,7 @@ def test_a_config_cannot_be_changed() -> None:
         config.name = "other"  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("role", ["auxiliary", "bootstrap", "trainer"])
+@pytest.mark.parametrize("role", ["bootstrap", "trainer"])
 def test_the_role_files_that_are_shipped_are_valid(role: str) -> None:
     assert PeerConfig.load(ROLES / f"{role}.toml").role == role
 

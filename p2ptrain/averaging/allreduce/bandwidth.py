@@ -7,10 +7,6 @@ nobody's share. A ticket's own limit can only lower it.
 A ticket tells of up to 64 peers, 9 bytes each: the start of the peer id's SHA-256 and a rate with four significant
 bits, ``(8 + code % 8) << code // 8`` bytes per second. Rates are then rounded up to a ladder of three quarters, in
 whole numbers: every member must come to the same shares, and noise must not move them from round to round.
-
-Auxiliaries send no parts; what is measured is how fast their means arrive. Until that is known all of them together own
-one half, and count as usual members; afterwards as much as `lent_at_most` says. Something is always left to
-members, whose masks tell them how long an owner may take, and whose speeds are measured by what they send each other.
 """
 
 from __future__ import annotations
@@ -22,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from p2ptrain.averaging.lending.ticket import AuxiliaryTicket
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
+from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.timing.deadlines import SLACK
 from p2ptrain.averaging.vector.partition import share_weights, split_shares
 from p2ptrain.codecs import Codec
@@ -41,9 +36,6 @@ MAX_TOLD = 64
 LATE = 0.25
 RECOVERY = 1.25
 MAX_SMALL_PARTS = 32
-MOST_LENT, MOST_LENT_UNSEEN, LEAST_LENT = Fraction(7, 8), Fraction(1, 2), Fraction(1, 16)
-"""What auxiliaries own together: at most, before their speed is known, and in any case, so that it is measured. The
-eighth that is left to members costs each an eighth of its upload at most."""
 
 
 @dataclass
@@ -115,19 +107,19 @@ def _parse(told: bytes) -> dict[bytes, int]:
     return {entry[:TAG_BYTES]: (8 + entry[-1] % 8) << entry[-1] // 8 for entry in entries}
 
 
-def agreed_rates(tickets: Sequence[Ticket], auxiliaries: Sequence[AuxiliaryTicket] = ()) -> list[int]:
+def agreed_rates(tickets: Sequence[Ticket]) -> list[int]:
     """The rate of each ticket's peer in bytes per second; the same for whoever computes it from the same tickets.
 
     Returns:
-        Members' first; at least 1 each; all 1 when nothing is known of anybody.
+        At least 1 each; all 1 when nothing is known of anybody.
     """
     told = {ticket.peer: _parse(ticket.rates) for ticket in tickets}
     rates = []
-    declared = [(t.peer, t.bandwidth) for t in tickets] + [(t.peer, t.bandwidth) for t in auxiliaries]
-    for peer, limit in declared:
-        rates.append(min((rate for rate in (_measured(peer, told), limit) if rate), default=0))
-    known = sorted(rate for rate in rates[: len(tickets)] if rate)
-    typical, fastest = known[len(known) // 2] if known else 1, max([1, *known, *rates])
+    for ticket in tickets:
+        limits = (_measured(ticket.peer, told), ticket.bandwidth)
+        rates.append(min((rate for rate in limits if rate), default=0))
+    known = sorted(rate for rate in rates if rate)
+    typical, fastest = known[len(known) // 2] if known else 1, max([1, *known])
     return [_on_ladder(rate or typical, fastest) for rate in rates]
 
 
@@ -144,48 +136,12 @@ def owner_rates(tickets: Sequence[Ticket], rates: Sequence[int]) -> list[float]:
     return [float(rate) if able or not any(reachable) else 0.0 for rate, able in zip(rates, reachable, strict=True)]
 
 
-def owner_weights(roster: Roster, rates: Sequence[int]) -> list[Fraction]:
-    """The share of each owner: members leave some of theirs to auxiliaries, in equal proportion.
-
-    Auxiliaries divide it by their speed, so that they are through together. In a group of one or two members each sends
-    its vector once and receives the mean once as it is, and auxiliaries own nothing.
-
-    Args:
-        roster: Members and auxiliaries.
-        rates: Theirs; see `agreed_rates`.
-    """
-    size, auxiliaries = len(roster.tickets), roster.auxiliaries
-    lent = Fraction(0)
-    if auxiliaries and size > 2:
-        told = {ticket.peer: _parse(ticket.rates) for ticket in roster.tickets}
-        seen = all(_measured(ticket.peer, told) for ticket in auxiliaries)
-        lent = lent_at_most(rates[:size], rates[size:]) if seen else MOST_LENT_UNSEEN
-    weights = [weight * (1 - lent) for weight in share_weights(owner_rates(roster.tickets, rates[:size]))]
-    return [*weights, *(lent * Fraction(rate, sum(rates[size:])) for rate in rates[size:])]
-
-
-def lent_at_most(members: Sequence[int], auxiliaries: Sequence[int]) -> Fraction:
-    """What auxiliaries should own together; members send in one half of a round and receive in the other.
-
-    Of n members that own w each, every one sends ``1 - w`` at the rate u and then, side by side, sends its mean to the
-    others and receives all others' means at the rate d: in ``(1 - w) / u + max((n - 1) w / u, (1 - w) / d)``. The less
-    they own, the longer the first and the last term, the shorter the other: best is where those two are equal,
-    ``w = r / (n - 1 + r)`` with ``r = u / d``. For alike links that is 1 / n, and auxiliaries are of no use; for thin
-    uplinks next to nothing. What all auxiliaries' means bring to one member tells of d.
-
-    Args:
-        members: Their rates; at least 3.
-        auxiliaries: Theirs, each to all members together; at least one.
-    """
-    count = len(members)
-    ratio = Fraction(count * sorted(members)[count // 2], sum(auxiliaries))
-    return max(LEAST_LENT, min(MOST_LENT, 1 - count * ratio / (count - 1 + ratio)))
-
-
-def plan_shares(roster: Roster, num_values: int, block_size: int) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
-    """Who owns what of a vector: the owners' rates, their weights, and the offsets at which their shares meet."""
-    rates = agreed_rates(roster.tickets, roster.auxiliaries)
-    weights = owner_weights(roster, rates)
+def plan_shares(
+    tickets: Sequence[Ticket], num_values: int, block_size: int
+) -> tuple[list[int], list[Fraction], tuple[int, ...]]:
+    """Who owns what of a vector: the members' rates, their weights, and the offsets at which their shares meet."""
+    rates = agreed_rates(tickets)
+    weights = share_weights(owner_rates(tickets, rates))
     return rates, weights, (0, *(high for _, high in split_shares(num_values, weights, block_size)))
 
 
@@ -215,7 +171,7 @@ def part_codec(
         codec: The codec of the swarm; one that loses nothing is kept, since then nobody wants less.
         smaller: Codecs to choose from, with less and less bytes.
         rates: Of the members; see `agreed_rates`.
-        weights: The members' shares; see `owner_weights`.
+        weights: The members' shares; see `plan_shares`.
         index: Which member.
         num_values: Length of the vector.
         grace_seconds: The grace period.

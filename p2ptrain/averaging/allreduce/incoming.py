@@ -37,7 +37,6 @@ class ServedStreams:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._served: dict[int, asyncio.Task[Any]] = {}
-        self._gone: set[int] = set()
         self._stream_came = asyncio.Event()
         self._questions: Counter[int] = Counter()
 
@@ -51,7 +50,7 @@ class ServedStreams:
         """
         exchange = self._exchange
         sender = exchange.attempt.roster.index_of(channel.remote)
-        expected = exchange.attempt.roster.has_member(sender) and sender != exchange.index
+        expected = sender not in (-1, exchange.index)
         if expected and not QUESTIONS.isdisjoint(request):
             await self._answer(channel, sender, request)
             return
@@ -62,21 +61,15 @@ class ServedStreams:
         self._served[sender] = task
         exchange.served[channel.remote] = channel
         self._stream_came.set()
-        exchange.agreed.set()
-        try:
-            async with Tasks() as tasks:
-                work = tasks.call(self._serve_member(channel, sender, request, source), f"serve-{sender}")
-                waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-                elif not exchange.given_up.cancelled():
-                    await tasks.close()
-                    await channel.send(exchange.farewell())
-        finally:
-            self._gone.add(sender)
-            if exchange.lends:
-                exchange.changed()
+        async with Tasks() as tasks:
+            work = tasks.call(self._serve_member(channel, sender, request, source), f"serve-{sender}")
+            waiting: set[asyncio.Future[Any]] = {work, exchange.given_up}
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            elif not exchange.given_up.cancelled():
+                await tasks.close()
+                await channel.send(exchange.farewell())
 
     async def _answer(self, channel: Channel, sender: int, question: dict[str, Any]) -> None:
         """Answer what another member asks beside its stream."""
@@ -91,22 +84,6 @@ class ServedStreams:
         else:
             await channel.send({"statements": exchange.audit.heard_statements() if exchange.audit else []})
 
-    async def until_told(self) -> None:
-        """As an auxiliary: wait until a member told of the result, or all that came are gone."""
-        while self._exchange.result is None and not self.all_are_gone:
-            self._exchange.agreed.clear()
-            await self._exchange.agreed.wait()
-
-    @property
-    def anybody_came(self) -> bool:
-        """Whether a member opened a stream."""
-        return bool(self._served)
-
-    @property
-    def all_are_gone(self) -> bool:
-        """Whether members opened streams, and none of those is left."""
-        return 0 < len(self._served) == len(self._gone)
-
     async def _serve_member(
         self, channel: Channel, sender: int, request: dict[str, Any], source: Source | None
     ) -> None:
@@ -118,9 +95,6 @@ class ServedStreams:
                 await channel.send({"statement": (await asyncio.shield(exchange.audit.statement)).to_wire()})
                 if not await self._answer_check(channel):
                     return
-        if exchange.lends:
-            exchange.hear_result((await channel.receive(exchange.spec.round_seconds)).get("certificate"))
-            return
         if exchange.clears:
             await exchange.own_clear.wait()
             await channel.send({"clear": True})
@@ -154,9 +128,6 @@ class ServedStreams:
         mask = await asyncio.shield(exchange.own_mask)
         refusal = exchange.share.refused.get(sender, "")
         await channel.send({"mask": sorted(mask), **({"refused": refusal} if refusal else {})})
-        if exchange.lends:
-            told = await channel.receive(exchange.spec.round_seconds)
-            exchange.hear_contributors(channel.remote, sender, told.get("contributors"))
         mean = await asyncio.shield(exchange.own_mean)
         # So that it can say in its place that it gave up.
         await channel.send({"mean": exchange.attempt.size(exchange.index)})

@@ -14,8 +14,6 @@ from p2ptrain.averaging.allreduce.session_state import FORWARD_SECONDS, Exchange
 from p2ptrain.averaging.timing.deadlines import (
     beat_seconds,
     least_mask,
-    patience_seconds,
-    quorum_of_others,
     silence_seconds,
 )  # fmt: skip
 from p2ptrain.averaging.vector.merkle_sum import SumTree
@@ -41,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 10.0
 MAX_REFUSAL_LENGTH = 120
-TO_AUXILIARY = "auxiliary"
 BAD_ANSWER, BAD_SIGNATURE, ANOTHER_RESULT = "bad answer", "bad signature", "another result"
 """What is counted against a member: a malformed mask or mean, a signature that is none, one for something else."""
 RETRY_SECONDS = 0.3
@@ -57,20 +54,14 @@ class OpenedStreams:
         self._is_through: set[int] = set()
         self._ending: list[asyncio.Task[None]] = []
         self._waiting: list[asyncio.Task[None]] = []
-        self._ended: set[int] = set()
-        self._progress = asyncio.Event()
         self._channels: dict[str, Channel] = {}
 
     def start(self, deadline: float) -> None:
         """Open a stream to every other member; all ends by ``deadline``, in the loop's time."""
-        own, attempt = self._exchange.index, self._exchange.attempt
-        size, owners = len(attempt.roster.tickets), len(attempt.means)
-        # Of auxiliaries that own nothing there is nothing to be had.
-        order = [*range(own + 1, size), *range(own), *(i for i in range(size, owners) if attempt.size(i))]
-        names = [f"exchange-{i}" if i < size else f"{TO_AUXILIARY}-{i}" for i in order]
+        own, size = self._exchange.index, len(self._exchange.attempt.roster.tickets)
         self._tasks = {
-            i: self._exchange.tasks.start(self._talk_to(i, deadline), name)
-            for i, name in zip(order, names, strict=True)
+            i: self._exchange.tasks.start(self._talk_to(i, deadline), f"exchange-{i}")
+            for i in (*range(own + 1, size), *range(own))
         }
 
     async def stop(self) -> None:
@@ -100,7 +91,7 @@ class OpenedStreams:
     async def _talk_to(self, index: int, deadline: float) -> None:
         """The stream to member ``index``, and how it ends."""
         exchange, attempt = self._exchange, self._exchange.attempt
-        peer, size = attempt.roster.owners[index], attempt.size(index)
+        peer, size = attempt.roster.members[index], attempt.size(index)
         try:
             header = {"group": attempt.roster.group_id, "codec": exchange.part_codec.name}
             header |= {"credential": attempt.credential} if attempt.credential else {}
@@ -113,9 +104,6 @@ class OpenedStreams:
                 if size and not await self._bring_part(channel, index, part_codec, deadline):
                     return
                 self._has_all.add(index)
-                if not attempt.roster.has_member(index):
-                    await self._tell_result(channel)
-                    return
                 await self._fetch_signatures(channel, index, deadline)
                 self._is_through.add(index)
         except (PeerError, DeadlineError, TimeoutError) as error:
@@ -129,8 +117,6 @@ class OpenedStreams:
                 exchange.rpc.count_refusal(peer, BAD_ANSWER)
         except CodecError as error:
             exchange.unencodable = str(error)
-        self._ended.add(index)
-        self._wake()
         exchange.changed()
 
     @contextlib.asynccontextmanager
@@ -187,50 +173,11 @@ class OpenedStreams:
                 exchange.lost[other] = f"peer {other[-8:]} sent nothing any more"
                 exchange.note_silent(other)
 
-    async def _members_have_theirs(self, deadline: float) -> None:
-        """Wait until the other members have their parts, as long as they would wait for each other's.
-
-        Auxiliaries' parts are the larger ones. If all went out at once, chance would say whose small parts arrive much
-        later than the others', and members would not wait for those.
-        """
-        exchange, loop = self._exchange, asyncio.get_running_loop()
-        attempt, members = exchange.attempt, range(len(exchange.attempt.roster.tickets))
-        owners = {i for i in members if attempt.size(i) and i != exchange.index}
-        quorum, until = quorum_of_others(len(owners), exchange.spec.quorum), deadline
-        while owners - exchange.arrived_at.keys() - self._ended:
-            if until == deadline and len(owners & exchange.arrived_at.keys()) >= quorum:
-                now = loop.time()
-                until = min(deadline, now + patience_seconds(now - exchange.began, exchange.spec.grace_seconds))
-            try:
-                async with asyncio.timeout_at(until):
-                    await self._progress.wait()
-            except TimeoutError:
-                return
-
-    def _wake(self) -> None:
-        self._progress.set()
-        self._progress = asyncio.Event()
-
-    async def _tell_result(self, channel: Channel) -> None:
-        """Tell an auxiliary what became of the round."""
-        await self._exchange.certified.wait()
-        certificate = self._exchange.attempt.certificate()
-        assert certificate is not None
-        await channel.send({"certificate": certificate.to_bytes()})
-
-    async def tell_result(self) -> None:
-        """Wait, but not for long, until all auxiliaries were told what became of the round."""
-        telling = [task for task in self._tasks.values() if task.get_name().startswith(TO_AUXILIARY)]
-        if telling:
-            await asyncio.wait(telling, timeout=FORWARD_SECONDS)
-
     async def _bring_part(self, channel: Channel, index: int, part_codec: Codec, deadline: float) -> bool:
         """Send the own part of an owner's share, and receive its mask and its mean; False when it gave up."""
         exchange, attempt, loop = self._exchange, self._exchange.attempt, asyncio.get_running_loop()
         audit = exchange.audit
         part = exchange.vector[attempt.bounds[index] : attempt.bounds[index + 1]]
-        if not attempt.roster.has_member(index):
-            await self._members_have_theirs(deadline)
         check = RangeCheck(part_codec, exchange.spec) if audit is None else audit.new_check(part_codec)
         try:
             exchange.sent_parts[index] = await send_encoded(channel, exchange.runtime, part_codec, part, check)
@@ -249,7 +196,6 @@ class OpenedStreams:
         if reply.get("have") != len(part):
             raise ProtocolError(channel.remote, "does not say that the part is there")
         exchange.arrived_at[index] = loop.time()
-        self._wake()
         exchange.agreed.set()
         reply = await channel.receive(deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
@@ -258,13 +204,8 @@ class OpenedStreams:
         if reply.get("refused"):
             exchange.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
         exchange.agreed.set()
-        if not attempt.roster.has_member(index):
-            async with asyncio.timeout_at(deadline):
-                await exchange.agreed_on.wait()
-            await channel.send({"contributors": list(attempt.contributors or ())})
         if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
             return False
-        began = loop.time()
         if attempt.lists_parts:
             await self._receive_list(channel, index, len(part), deadline)
             return True
@@ -274,8 +215,6 @@ class OpenedStreams:
         mean, _ = await receive_checked(
             channel, exchange.runtime, codec, len(part), deadline - loop.time(), hashes, hashed=False
         )
-        if not attempt.roster.has_member(index):
-            exchange.on_part(channel.remote, len(mean), loop.time() - began)
         tree = await exchange.runtime.offload(SumTree, hashes.leaves)
         attempt.add_mean(index, mean, tree.root[0])
         return audit is None or await self._check_mean(audit, channel, index, tree, deadline)
@@ -336,7 +275,7 @@ class OpenedStreams:
         """Check what an owner did not show, to this member or another one, on a new stream; whether it is right."""
         exchange = self._exchange
         request = {"group": exchange.attempt.roster.group_id, "check": chunks}
-        peer = exchange.attempt.roster.owners[index]
+        peer = exchange.attempt.roster.members[index]
         try:
             async with self._open(peer, request) as channel:
                 return await self._examine(index, chunks, channel)
@@ -379,7 +318,7 @@ class OpenedStreams:
         same_result = reply.get("body") == attempt.body.body_hash
         if not (same_result and attempt.add_proof(channel.remote, reply.get("proof"), signer)):
             exchange.rpc.count_refusal(channel.remote, BAD_SIGNATURE if same_result else ANOTHER_RESULT)
-            if not same_result and len(attempt.roster.owners) == 2:  # Nobody else can have told them different things.
+            if not same_result and len(attempt.roster.members) == 2:  # Nobody else can have told them different things.
                 exchange.contradicts[channel.remote] = f"peer {channel.remote[-8:]} signed {ANOTHER_RESULT}"
                 exchange.changed()
             if exchange.audit is not None and not same_result:
@@ -395,8 +334,8 @@ class OpenedStreams:
         """Find out whether an owner told a member, which signed another result, something else than this one."""
         exchange = self._exchange
         request = {"group": exchange.attempt.roster.group_id, "statements": True}
-        owners = exchange.attempt.roster.owners
-        peer, limit = owners[index], len(owners) * MAX_STATEMENT_BYTES
+        members = exchange.attempt.roster.members
+        peer, limit = members[index], len(members) * MAX_STATEMENT_BYTES
         try:
             async with self._open(peer, request) as channel:
                 reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds, limit)
@@ -419,9 +358,6 @@ class OpenedStreams:
         if not isinstance(blamed, list):
             return False
         self._exchange.note_gave_up(index, blamed, reply.get("complaints"))
-        if not self._exchange.attempt.roster.has_member(index):
-            peer = self._exchange.attempt.roster.owners[index]
-            self._exchange.lost[peer] = f"auxiliary {peer[-8:]}: it gave up"
         return True
 
     def _check_mask(self, peer: str, mask: Any) -> frozenset[int]:

@@ -108,23 +108,18 @@ class Attempts:
         """
         tickets, spec, level = roster.tickets, self._spec, roster.tickets[0].level
         codec, num_values = codec_at(self._history.codec_of(head.round), level), vector.numel()
-        rates, weights, bounds = plan_shares(roster, num_values, codec.block_size)
+        rates, weights, bounds = plan_shares(tickets, num_values, codec.block_size)
         usual, *smaller = part_codecs(spec, codec, num_values)
         part = part_codec(
-            usual, smaller, rates[: len(tickets)], weights[: len(tickets)], roster.index_of(self._rpc.peer_id),
-            num_values, spec.grace_seconds,
-        )  # fmt: skip
+            usual, smaller, rates, weights, roster.index_of(self._rpc.peer_id), num_values, spec.grace_seconds
+        )
         levels = self._matchmaker.cells.num_levels(head.present)
         credential = origin.credential if origin else b""
         attempt = Attempt(roster, head, bounds, codec, self._swarm, spec, levels, credential)
-        lenders = {ticket.peer for ticket in roster.auxiliaries}
-        streams = len(tickets) - 1  # Of members: auxiliaries get their parts later.
         butterfly = Butterfly(
             attempt, vector, self._rpc, self._runtime, self._signer, spec, self.on_phase,
             attempt_seconds(self._durations_of(level), spec), part,
-            lambda peer, num_bytes, seconds: self.speeds.observe(
-                peer, num_bytes, seconds, len(tickets) if peer in lenders else streams
-            ),
+            lambda peer, num_bytes, seconds: self.speeds.observe(peer, num_bytes, seconds, len(tickets) - 1),
             origin,
         )  # fmt: skip
         butterfly.exchange.slow_to_clear = self._slow_to_clear
@@ -214,8 +209,6 @@ class Attempts:
             for index, *_ in body.contributors:
                 self._membership.finished_with(body.members[index])
                 self.speeds.was_in_time(body.members[index])
-            for peer in body.auxiliaries:  # Nobody needs them, so what broke with them is remembered all the same.
-                self.speeds.was_in_time(peer)
 
     def _on_conviction(self, peer: str, fault: str) -> None:
         """Go on without a peer that was proved to have falsified a mean."""

@@ -43,7 +43,7 @@ from p2ptrain.averaging.allreduce.sign_off import Vouching
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
-from p2ptrain.averaging.timing.deadlines import least_mask, patience_seconds, quorum_of_others
+from p2ptrain.averaging.timing.deadlines import patience_seconds, quorum_of_others
 from p2ptrain.averaging.vector.reduce import ExactMean, chunk_values, mean_root, mean_tree
 from p2ptrain.averaging.vector.streaming import Growing
 from p2ptrain.codecs import Codec, CodecError
@@ -57,8 +57,6 @@ from p2ptrain.tasks import until_ended
 if TYPE_CHECKING:
     import torch
 
-FIRST_STREAM_SECONDS = 15.0
-"""How long an auxiliary waits for the first member."""
 OUT_OF_PROPORTION = "out of proportion"
 """What a refusal at the closing of a mask is counted as."""
 
@@ -134,11 +132,8 @@ class Butterfly:
             return
         if self._share.own_part:
             self.exchange.sent_parts[self._index] = self._share.own_part
-        loop, members = asyncio.get_running_loop(), len(self.attempt.roster.tickets)
-        others, quorum_at = members - (not self.exchange.lends), None
-        quorum = quorum_of_others(others, self._spec.quorum)
-        if self.exchange.lends:  # The others would not believe it less.
-            quorum = max(quorum, least_mask(members, self._spec.quorum))
+        loop, others = asyncio.get_running_loop(), len(self.attempt.roster.tickets) - 1
+        quorum, quorum_at = quorum_of_others(others, self._spec.quorum), None
         while len(self._share.parts.keys() | self._not_to_come()) < others:
             now = loop.time()
             if quorum_at is None and len(self._share.parts) >= quorum:
@@ -182,12 +177,12 @@ class Butterfly:
         attempt = self.attempt
         owners = [i for i in range(len(attempt.means)) if attempt.size(i)]
         while any(owner not in self.exchange.masks for owner in owners):
-            self._fail_if_lost([attempt.roster.owners[i] for i in owners if i not in self.exchange.masks])
+            self._fail_if_lost([attempt.roster.members[i] for i in owners if i not in self.exchange.masks])
             self.exchange.agreed.clear()
             missing = [owner for owner in owners if owner not in self.exchange.masks]
             if self._index in self.exchange.masks:
                 in_time = self.exchange.masks[self._index] | self._share.refused.keys()
-                late = [owner for owner in missing if owner not in in_time and attempt.roster.has_member(owner)]
+                late = [owner for owner in missing if owner not in in_time]
                 if late:  # Who was late with its part will not be in time with its share's mean.
                     raise LateError("scatter: a part did not come in time", self._peers(late), as_owners=False)
             async with asyncio.timeout_at(min(deadline, *(self._mask_is_due(owner) for owner in missing))):
@@ -210,28 +205,18 @@ class Butterfly:
     def _mask_is_due(self, owner: int) -> float:
         """Until when another owner's mask may take.
 
-        It needs this member's part, which should be there soon after a quorum of owners like it has its own, and closes
-        about when this member's mask does; that of an auxiliary as much later as more is sent by then.
+        It needs this member's part, which should be there soon after a quorum of the owners has its own, and closes
+        about when this member's mask does.
         """
-        closed, alike = self._mask_closed_at, self._others_like(owner)
-        arrivals = sorted(at for i, at in self.exchange.arrived_at.items() if i in alike)
-        needed = quorum_of_others(len(alike), self._spec.quorum)
+        closed, arrivals = self._mask_closed_at, sorted(self.exchange.arrived_at.values())
+        needed = quorum_of_others(len(self._other_owners()), self._spec.quorum)
         if closed is None or len(arrivals) < needed:
             return math.inf
-        arrived = self.exchange.arrived_at.get(owner, arrivals[needed - 1])
-        if not self.attempt.roster.has_member(owner):  # It gets its parts when the members have theirs.
-            begun = sum(self.attempt.size(i) for i in self._others_like(self._index))
-            whole = self.attempt.bounds[-1] - self.attempt.size(self._index)
-            closed = self._began + (closed - self._began) * whole / begun if begun else math.inf
-            # And it may have to wait for somebody who was in time elsewhere.
-            closed = self._patience_ends(self._began, max(closed, arrived))
-        return self._patience_ends(self._began, max(closed, arrived))
+        return self._patience_ends(self._began, max(closed, self.exchange.arrived_at.get(owner, arrivals[needed - 1])))
 
-    def _others_like(self, owner: int) -> set[int]:
-        """The other owners that are members as this one is, or auxiliaries as it is: their shares are alike."""
-        roster, indices = self.attempt.roster, range(len(self.attempt.means))
-        others = {i for i in indices if self.attempt.size(i) and i != self._index}
-        return {i for i in others if roster.has_member(i) == roster.has_member(owner)}
+    def _other_owners(self) -> set[int]:
+        """The other members that own a share."""
+        return {i for i in range(len(self.attempt.means)) if self.attempt.size(i) and i != self._index}
 
     async def _reduce_own_share(self) -> None:
         """Reduce the own share and encode the result, piece by piece; the streams send each piece once it is there."""
@@ -266,24 +251,23 @@ class Butterfly:
         lost = tuple(peer for peer in needed if peer in self.exchange.lost)
         if lost:
             raise AttemptFailedError(f"{self.attempt.phase}: lost {self.exchange.lost[lost[0]]}", lost)
-        gave_up = {i: blamed for i, blamed in self.exchange.gave_up.items() if self.attempt.roster.has_member(i)}
+        gave_up = self.exchange.gave_up
         if len(self.attempt.roster.tickets) - len(gave_up) < self.attempt.roster.majority:
             blamed = frozenset.union(*gave_up.values())
-            late = [i for i in blamed if self.attempt.roster.owners[i] in needed]
+            late = [i for i in blamed if self.attempt.roster.members[i] in needed]
             raise LateError(f"{self.attempt.phase}: most others gave up", self._peers(late))
 
     @property
     def refusal(self) -> str:
         """Why this member's contribution was refused, by itself or by more than half of the members that own shares.
 
-        Empty otherwise. One hostile owner, or any number of auxiliaries, may say so of anybody: that keeps a
-        contribution out of one round, but is not believed.
+        Empty otherwise. One hostile owner may say so of anybody: that keeps a contribution out of one round, but is not
+        believed.
         """
-        members = len(self.attempt.roster.tickets)
-        owners = sum(self.attempt.size(i) > 0 for i in range(members))
-        refused_by = sum(i < members for i in self.exchange.refused_by)
-        if self._index in self.exchange.refused_by or 2 * refused_by > owners:
-            return next(iter(self.exchange.refused_by.values()))
+        owners = sum(self.attempt.size(i) > 0 for i in range(len(self.attempt.means)))
+        refused_by = self.exchange.refused_by
+        if self._index in refused_by or 2 * len(refused_by) > owners:
+            return next(iter(refused_by.values()))
         return ""
 
     # --- the whole ------------------------------------------------------------------------------------------------
@@ -300,46 +284,10 @@ class Butterfly:
         try:
             await self._reduce(deadline)
             await self._gather(deadline)
-            certificate = await self._collect_signatures(deadline)
-            await self._opened.tell_result()
-            return certificate
+            return await self._collect_signatures(deadline)
         except TimeoutError as error:
             message = f"{self.attempt.phase}: others took too long"
             raise LateError(message, self._awaited()) from error
-
-    async def lend(self) -> Certificate | None:
-        """As an auxiliary: reduce the own share of what members count, and serve it until they are through.
-
-        Returns:
-            The certificate of the result, if a member told.
-
-        Raises:
-            AttemptFailedError: Not enough members sent their part, or said whom they count, before the deadline.
-        """
-        loop, exchange = asyncio.get_running_loop(), self.exchange
-        deadline = loop.time() + self._seconds
-        self._closing = exchange.tasks.start(self._close_mask(deadline), "mask")
-        try:
-            while not (agreed := exchange.agreed_contributors()):
-                if exchange.broken:
-                    raise AttemptFailedError(f"scatter: {exchange.broken}")
-                if self._served.all_are_gone:
-                    raise AttemptFailedError("scatter: the members are gone")
-                until = deadline if self._served.anybody_came else min(deadline, self._began + FIRST_STREAM_SECONDS)
-                exchange.agreed.clear()
-                async with asyncio.timeout_at(until):
-                    await exchange.agreed.wait()
-            self.attempt.contributors = agreed
-            self._enter("reduce")
-            await self._reduce_own_share()
-            self._enter("gather")
-            async with asyncio.timeout_at(deadline):
-                await self._served.until_told()
-        except CodecError as error:
-            raise AttemptFailedError(f"the mean cannot be encoded: {error}") from error
-        except TimeoutError as error:
-            raise LateError(f"{self.attempt.phase}: others took too long") from error
-        return exchange.result
 
     def _awaited(self) -> tuple[str, ...]:
         """The other members whose mask, mean or signature is missing, whichever this member waits for."""
@@ -356,20 +304,19 @@ class Butterfly:
         return self._peers(silent or missing)
 
     def _peers(self, indices: Iterable[int]) -> tuple[str, ...]:
-        return tuple(self.attempt.roster.owners[i] for i in sorted(indices) if i != self._index)
+        return tuple(self.attempt.roster.members[i] for i in sorted(indices) if i != self._index)
 
     async def _gather(self, deadline: float) -> None:
         attempt, loop = self.attempt, asyncio.get_running_loop()
-        members, lenders = self._others_like(self._index), self._others_like(len(attempt.means))
+        others = self._other_owners()
         began, until = loop.time(), deadline
         while not attempt.is_complete():
             missing = [i for i, mean in enumerate(attempt.means) if mean is None]
-            self._fail_if_lost([attempt.roster.owners[i] for i in missing])
-            here = [(len(each), len(each.difference(missing))) for each in (members, lenders)]
-            if until == deadline and all(came >= quorum_of_others(all_, self._spec.quorum) for all_, came in here):
+            self._fail_if_lost([attempt.roster.members[i] for i in missing])
+            here = others.difference(missing)
+            if until == deadline and len(here) >= quorum_of_others(len(others), self._spec.quorum):
                 usual = loop.time() - began  # For the longest share that is here; a longer one takes longer.
-                theirs = (members | lenders).difference(missing)
-                usual *= max(1.0, max(map(attempt.size, missing)) / max(map(attempt.size, theirs), default=1))
+                usual *= max(1.0, max(map(attempt.size, missing)) / max(map(attempt.size, here), default=1))
                 until = min(deadline, self._patience_ends(began, began + usual))
             attempt.changed.clear()
             async with asyncio.timeout_at(until):
@@ -389,7 +336,7 @@ class Butterfly:
 
     def accuse(self, peer: str, fault: str) -> None:
         """Give up if it is not too late: ``peer`` was proved to have falsified a mean."""
-        if peer in self.attempt.roster.owners:
+        if peer in self.attempt.roster.members:
             self.exchange.accused[peer] = fault
             self.attempt.disputed = True
             self.exchange.changed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +50,12 @@ class Exchange:
         part_codec: How this member's own parts are encoded.
         origin: What they come from, above level 0.
         began: When the attempt did, in the loop's time.
-        index: This member's place among the roster's owners; an auxiliary's is behind the members'.
-        lends: Whether it is an auxiliary: all but its own share, and what comes for it, is then left unused.
+        index: This member's place in the roster.
         share: What came for the own share.
         part_changed: Set when a part came or was refused.
         masks: By owner: whose part it holds completely.
         arrived_at: By owner: when it had this member's part, in the loop's time.
         agreed: Set when a mask came, or something that changes who can agree.
-        told: By member: who contributed, as an auxiliary hears it.
-        result: The round's certificate, once an auxiliary was told.
         own_mask: Once it is closed.
         own_mean: Once it begins to be made.
         own_proof: Set once this member has signed.
@@ -123,7 +119,6 @@ class Exchange:
         low, high = attempt.bounds[self.index : self.index + 2]
         # Sparse parts are few enough that all members see all of them, and hold them against what they sent.
         attempt.audited = spec.spot_checks > 0 and len(attempt.roster.tickets) > 1 and not attempt.codec.sparse
-        self.lends = not attempt.roster.has_member(self.index)
         self.share = OwnShare(
             dense_codec(attempt.codec).part(low, high), spec, vector[low:high], self.index, len(attempt.roster.tickets),
             attempt.codec.part(low, high) if attempt.codec.sparse else None, attempt.lists_parts,
@@ -133,8 +128,6 @@ class Exchange:
         self.masks: dict[int, frozenset[int]] = {}
         self.arrived_at: dict[int, float] = {}
         self.agreed = asyncio.Event()
-        self.told: dict[int, tuple[int, ...]] = {}
-        self.result: Certificate | None = None
         self.own_mask: asyncio.Future[frozenset[int]] = loop.create_future()
         self.own_mean: asyncio.Future[Growing] = loop.create_future()
         self.own_proof = asyncio.Event()
@@ -188,35 +181,6 @@ class Exchange:
         """Do without a member's part."""
         self.refused[peer] = reason
         self.part_changed.set()
-
-    def hear_contributors(self, peer: str, sender: int, contributors: Any) -> None:
-        """As an auxiliary: take down whom a member counts; what most say is so, because most sign the result.
-
-        Raises:
-            ProtocolError: It counts somebody whose part this owner has not.
-        """
-        mask = self.own_mask.result()
-        if not isinstance(contributors, list) or not all(type(i) is int and i in mask for i in contributors):
-            raise ProtocolError(peer, "counts contributions that are not here")
-        self.told[sender] = tuple(sorted(set(contributors)))
-        self.agreed.set()
-
-    def agreed_contributors(self) -> tuple[int, ...]:
-        """As an auxiliary: whom a majority of the members counts; nobody as long as there is none."""
-        said = Counter(self.told.values()).most_common(1)
-        return said[0][0] if said and said[0][1] >= self.attempt.roster.majority else ()
-
-    def hear_result(self, raw: Any) -> None:
-        """As an auxiliary: take down the certificate of this attempt.
-
-        Raises:
-            IntegrityError: It is none.
-        """
-        certificate = Certificate.from_bytes(raw if type(raw) is bytes else b"", self.attempt.swarm, self.signer)
-        if certificate.body.group_id != self.attempt.roster.group_id:
-            raise IntegrityError("a certificate is of another group")
-        self.result = certificate
-        self.changed()
 
     @property
     def clears(self) -> bool:

@@ -32,7 +32,7 @@ class Groups:
         self._arrived.set()
         self._arrived = asyncio.Event()
 
-    async def find(self, group: object, is_over: Callable[[bytes], bool] = lambda group: False) -> Butterfly:
+    async def find(self, group: object, is_over: Callable[[bytes], bool]) -> Butterfly:
         """The butterfly of a group; waits a while for one that is not known yet.
 
         Args:

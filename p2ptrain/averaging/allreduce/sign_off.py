@@ -50,7 +50,7 @@ class Vouching:
             self._look_into_complaints()
             if certified:
                 return
-            fail_if_lost([attempt.roster.owners[i] for i in missing])
+            fail_if_lost([attempt.roster.members[i] for i in missing])
             if missing & exchange.gave_up.keys():  # Perhaps for a reason that is on its way.
                 until = min(until, loop.time() + REASON_SECONDS)
             elif until == deadline and len(owners - missing) >= quorum_of_others(len(owners), exchange.spec.quorum):
@@ -65,7 +65,7 @@ class Vouching:
         for index, (fault, late) in sorted(exchange.faults.items(), key=lambda found: found[1][1]):
             if late and exchange.certificate() is not None:
                 continue
-            peer, phase = exchange.attempt.roster.owners[index], exchange.attempt.phase
+            peer, phase = exchange.attempt.roster.members[index], exchange.attempt.phase
             kind = LateError if late else AttemptFailedError
             raise kind(f"{phase}: peer {peer[-8:]}'s share did not pass a check: {fault}", (peer,))
 

@@ -88,7 +88,7 @@ class Attempt:
     Attributes:
         roster: Who takes part.
         head: The head that the result will extend.
-        bounds: Share offsets, one more than owners.
+        bounds: Share offsets, one more than members.
         codec: How the whole vector is encoded.
         swarm: The manifest's digest, 32 bytes.
         spec: The rule by which shares are reduced.
@@ -142,19 +142,19 @@ class Attempt:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.owners))]
+        self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.members))]
         self.hashes = [EMPTY_HASH] * len(self.means)
 
     def size(self, index: int) -> int:
-        """Values in an owner's share."""
+        """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
     def num_chunks(self, index: int) -> int:
-        """Chunks of an owner's share; see `p2ptrain.averaging.vector.reduce.chunk_values`."""
+        """Chunks of a member's share; see `p2ptrain.averaging.vector.reduce.chunk_values`."""
         return num_chunks(self.size(index), chunk_values(self.codec))
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
-        """First value of a chunk of an owner's share in the vector, and the value after its last."""
+        """First value of a chunk of a member's share in the vector, and the value after its last."""
         return chunk_span(self.bounds[index], self.bounds[index + 1], chunk, chunk_values(self.codec))
 
     @property
@@ -233,7 +233,6 @@ class Attempt:
             levels=self.levels,
             peers=peers,
             children=tuple(ticket.child for ticket in tickets) if level else (),
-            auxiliaries=tuple(ticket.peer for ticket in self.roster.auxiliaries),
         )
 
     def add_proof(self, peer: str, proof: Any, verifier: Signer) -> bool:

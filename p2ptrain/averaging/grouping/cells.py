@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from p2ptrain.averaging.grouping.tree import cell_of, level_cells, parent_cell
-from p2ptrain.averaging.lending.ticket import AuxiliaryTicket
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.protocol.head import DIGEST_BYTES, MAX_COUNT, MAX_PRESENT, Head
 from p2ptrain.errors import IntegrityError
@@ -50,7 +49,7 @@ class Cells:
         """Cells on the key's level."""
         return _num_cells(key.present, self._group_size)[key.level]
 
-    def key_of(self, place: Head | Ticket | AuxiliaryTicket | Key, peer: str, level: int = 0) -> Key:
+    def key_of(self, place: Head | Ticket | Key, peer: str, level: int = 0) -> Key:
         """The group in which a peer, or what it stands for, averages after a head, or in a ticket's or key's round."""
         cell = _cell(place.round, place.lineage, place.present, self._group_size, level, peer)
         return Key(place.round, place.lineage, place.present, level, cell)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 from p2ptrain.averaging.commit.broadcast import QUIET_GRACES
@@ -20,7 +20,6 @@ from p2ptrain.averaging.grouping.leaders import Leaders
 from p2ptrain.averaging.grouping.membership import MAX_AVOIDED_PEERS, Membership, rank
 from p2ptrain.averaging.grouping.pending_group import Answer, Rally, decide
 from p2ptrain.averaging.grouping.round_position import Place, nudge, probe_seconds
-from p2ptrain.averaging.lending.ticket import AuxiliaryTicket
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS
@@ -43,8 +42,6 @@ FORESIGHT_SECONDS = 0.25
 IDLE_RALLY_SECONDS = 120.0
 MAX_RALLIES = 8
 MAX_HOPS = 4
-LEND, CALL_HEAD = "rally.lend", "rally.head"
-"""What auxiliaries ask."""
 CONVICTED = "there is evidence that you falsified a mean"
 
 
@@ -94,9 +91,6 @@ class Conductor:
         rpc.serve_channel("rally.join", self._serve_join)
         rpc.serve("rally.report", self._serve_report)
         rpc.serve("rally.pass", self._serve_pass)
-        if spec.auxiliaries:
-            rpc.serve_channel(LEND, self._serve_lend)
-            rpc.serve(CALL_HEAD, self._serve_head)
 
     async def close(self) -> None:
         """Stop leading, for good; followers move on to the next leader."""
@@ -188,57 +182,12 @@ class Conductor:
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
         self.heard_from(ticket.peer)
-        await self._send_answer(channel, self.enlist(ticket, head, tried, hops, avoid))
-
-    async def _send_answer(self, channel: Channel, deciding: Coroutine[Any, Any, Answer]) -> None:
-        """Send the answer to a ticket once it is clear, unless who asks goes away before."""
         async with Tasks() as tasks:
-            answer = tasks.call(deciding, "enlist")
+            answer = tasks.call(self.enlist(ticket, head, tried, hops, avoid), "enlist")
             # A leader that hangs says nothing, and is passed over soon.
             await beat_until(channel, answer, self._spec.grace_seconds, self._stage)
             if answer.done():
                 await channel.send(answer.result())
-
-    async def _serve_lend(self, channel: Channel, request: dict[str, Any]) -> None:
-        ticket = AuxiliaryTicket.from_wire(request.get("ticket"), self._swarm, self._signer)
-        head, tried = Head.from_dict(request.get("head")), request.get("tried")
-        same = (head.round, head.lineage, head.present) == (ticket.round, ticket.lineage, ticket.present)
-        if ticket.peer != channel.remote or not same:
-            raise IntegrityError("this offer is not yours, or not for your head")
-        if not (isinstance(tried, list) and all(type(peer) is str for peer in tried)):
-            raise IntegrityError("malformed offer")
-        if not self._membership.may_lend(ticket.peer):
-            raise PeerRefusedError(self._rpc.peer_id, "rounds with you broke, or you have no record as an auxiliary")
-        await self._send_answer(channel, self._take_offer(ticket, head, tried))
-
-    async def _take_offer(self, ticket: AuxiliaryTicket, head: Head, tried: list[str]) -> Answer:
-        """The final answer to an auxiliary. It waits for the members; they do not wait for it, nor does it lead."""
-        own, place = self._rpc.peer_id, self._place
-        key = self._cells.key_of(ticket, ticket.peer)
-        if place.head.lineage != head.lineage:
-            if place.head.outranks(head):
-                return {"kind": "behind", "peer": own}
-            return {"kind": "refused", "reason": "this peer is not there yet"}
-        best = self._leaders.candidates(key, tried)[0]
-        if best != own:
-            return {"kind": "redirect", "peer": best}
-        if not place.is_of(key):
-            return {"kind": "refused", "reason": "there is no such group"}
-        rally = self.rally(place.head, key)
-        answer = rally.lend(ticket)
-        try:
-            return await answer
-        finally:
-            rally.withdraw(ticket.peer, answer)
-
-    async def _serve_head(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"head": self._place.head.without_proof().to_dict()}
-
-    def moved(self) -> None:
-        """Let auxiliaries that wait know that this peer's head moved."""
-        for rally in self._rallies.values():
-            if rally.lenders:
-                rally.stir()
 
     async def enlist(self, ticket: Ticket, head: Head, tried: list[str], hops: int, avoid: list[str]) -> Answer:
         """The final answer to one ticket."""
@@ -456,7 +405,7 @@ class Conductor:
 
     def _finish(self, rally: Rally, expected: list[str], reason: str) -> None:
         late = [] if rally.key.level else [peer for peer in expected if peer not in rally.members]
-        members = rally.form(self._membership.may_lend)
+        members = rally.form()
         for peer in late:
             self._membership.missed_round(peer)
         logger.debug("round %d: group of %d: %s", rally.head.round, len(members), reason)

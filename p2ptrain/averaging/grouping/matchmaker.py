@@ -141,7 +141,6 @@ class Matchmaker:
         """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
         self._place.head = head
         self._place.running = None
-        self._conductor.moved()
         self.standby.moved()
         for peer in head.members:
             here = self.cells.includes(self._place.key, peer)
@@ -390,7 +389,7 @@ class Matchmaker:
             raise NoGroupError(f"the leader sent a roster with {error}") from error
         if ticket not in roster.tickets or not agrees_with_itself(roster, self.cells):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
-        if any(self._membership.is_convicted(peer) for peer in roster.owners):
+        if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
         key = self.cells.key_of(ticket, ticket.peer, ticket.level)
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1

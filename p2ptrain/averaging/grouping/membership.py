@@ -166,19 +166,6 @@ class Membership:
         avoided.sort(key=lambda peer: -self._known[peer].avoid_until)
         return [*convicted, *avoided][:MAX_AVOIDED_PEERS]
 
-    def may_lend(self, peer: str) -> bool:
-        """Whether a peer may own shares as an auxiliary: it says in a record that it is one, and nothing broke lately.
-
-        Unlike with a trainer, no ticket of its own ends a suspicion, or it could break one round after the other.
-        """
-        known = self._known.get(peer)
-        return (
-            known is not None
-            and known.record.role == "auxiliary"
-            and not self.is_suspect(peer)
-            and known.avoid_until <= self._runtime.now()
-        )
-
     def mistrust(self, peer: str, *, stalled: bool = False) -> None:
         """Note that a peer did not hold the state that it announced: it is not followed for a while.
 

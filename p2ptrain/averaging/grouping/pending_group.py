@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
-from p2ptrain.averaging.lending.ticket import AuxiliaryTicket
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.global_batch import MAX_REPORTS, GlobalBatch, Report
@@ -28,20 +27,11 @@ from p2ptrain.signing import Signer
 
 logger = logging.getLogger(__name__)
 
-MAX_OFFERS = 64
-"""Of auxiliaries, that one rally keeps."""
-
 Answer = dict[str, Any]
 """What a rally tells a member: ``kind`` is ``roster``, ``redirect``, ``behind`` or ``refused``."""
 
 
-MIN_MEMBERS_TO_HELP = 3
-"""In smaller groups a member sends its vector once and receives the mean once even without auxiliaries."""
-
-
-def roster_from_wire(
-    answer: Answer, own: Ticket | AuxiliaryTicket, spec: AveragingSpec, swarm: bytes, verifier: Signer
-) -> Roster:
+def roster_from_wire(answer: Answer, own: Ticket, spec: AveragingSpec, swarm: bytes, verifier: Signer) -> Roster:
     """The roster in a leader's answer; see `agrees_with_itself` too.
 
     Args:
@@ -54,19 +44,12 @@ def roster_from_wire(
     Raises:
         IntegrityError: It has an impossible size, or a ticket in it is malformed or not signed.
     """
-    raw, lent = answer.get("tickets"), answer.get("auxiliaries", [])
+    raw, known = answer.get("tickets"), own.to_wire()
     if not isinstance(raw, list) or not 0 < len(raw) <= spec.group_size:
         raise IntegrityError("members of an impossible number")
-    if not isinstance(lent, list) or len(lent) > spec.auxiliaries:
-        raise IntegrityError(f"more than {spec.auxiliaries} auxiliaries")
-    tickets, auxiliaries, known = list[Ticket](), list[AuxiliaryTicket](), own.to_wire()
-    for values in raw:
-        same = isinstance(own, Ticket) and values == known
-        tickets.append(own if same else Ticket.from_wire(values, swarm, verifier, spec.max_weight))  # type: ignore[arg-type]
-    for values in lent:
-        same = isinstance(own, AuxiliaryTicket) and values == known
-        auxiliaries.append(own if same else AuxiliaryTicket.from_wire(values, swarm, verifier))  # type: ignore[arg-type]
-    return Roster(tuple(tickets), tuple(auxiliaries))
+    return Roster(
+        tuple(own if values == known else Ticket.from_wire(values, swarm, verifier, spec.max_weight) for values in raw)
+    )
 
 
 def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
@@ -74,20 +57,9 @@ def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
     first = roster.tickets[0]
     key = cells.key_of(first, first.peer, first.level)
     slots = {cells.slot(key, peer) for peer in roster.members}
-    if (
-        {(t.digest, t.layout, cells.key_of(t, t.peer, t.level)) for t in roster.tickets}
-        != {(first.digest, first.layout, key)}
-        or list(roster.members) != sorted(set(roster.members))
-        or len(slots) < len(roster.tickets)
-    ):
-        return False
-    lenders = [ticket.peer for ticket in roster.auxiliaries]
-    return not lenders or (
-        len(roster.tickets) >= MIN_MEMBERS_TO_HELP
-        and first.level == 0
-        and lenders == sorted(set(lenders) - set(roster.members))
-        and {(t.layout, cells.key_of(t, t.peer)) for t in roster.auxiliaries} == {(first.layout, key)}
-    )
+    agreed = {(t.digest, t.layout, cells.key_of(t, t.peer, t.level)) for t in roster.tickets}
+    ordered = list(roster.members) == sorted(set(roster.members))
+    return agreed == {(first.digest, first.layout, key)} and ordered and len(slots) == len(roster.tickets)
 
 
 @dataclass(frozen=True)
@@ -181,12 +153,6 @@ class _Member:
 
 
 @dataclass
-class _Lender:
-    ticket: AuxiliaryTicket
-    answer: asyncio.Future[Answer]
-
-
-@dataclass
 class Rally:
     """The tickets and reports for one group of one round, held by its leader.
 
@@ -198,8 +164,7 @@ class Rally:
         steps: When the round closes, going by the local steps that were reported.
         slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.grouping.cells.Cells.slot`.
         members: By slot: tickets handed in, in order of arrival.
-        lenders: By peer: offers of auxiliaries. Nobody waits for them.
-        passed: Peers that have nothing for this round. Nobody waits for them, either.
+        passed: Peers that have nothing for this round. Nobody waits for them.
         closing: Whether the rest was told to come with what they have.
         over: Whether members got their answers; later arrivals open a new rally.
         asking_since: When those that are absent were first asked before the group is formed; None before.
@@ -212,7 +177,6 @@ class Rally:
     slot_of: Callable[[str], str] = lambda peer: peer
     steps: Closing = field(default_factory=Closing)
     members: dict[str, _Member] = field(default_factory=dict)
-    lenders: dict[str, _Lender] = field(default_factory=dict)
     passed: set[str] = field(default_factory=set)
     closing: bool = False
     over: bool = False
@@ -245,23 +209,6 @@ class Rally:
         self.last_activity = now
         self.stir()
         return answer
-
-    def lend(self, ticket: AuxiliaryTicket) -> asyncio.Future[Answer]:
-        """Take an auxiliary's offer; the future resolves with the rally's answer."""
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        previous = self.lenders.get(ticket.peer)
-        if previous is not None and not previous.answer.done():
-            previous.answer.set_result({"kind": "refused", "reason": "a newer offer replaced this one"})
-        elif previous is None and len(self.lenders) >= MAX_OFFERS:
-            answer.set_result({"kind": "refused", "reason": "others offered enough"})
-            return answer
-        self.lenders[ticket.peer] = _Lender(ticket, answer)
-        return answer
-
-    def withdraw(self, peer: str, answer: asyncio.Future[Answer]) -> None:
-        """Forget an offer, unless a newer one replaced it."""
-        if peer in self.lenders and self.lenders[peer].answer is answer:
-            del self.lenders[peer]
 
     def remove(self, peer: str, answer: asyncio.Future[Answer]) -> None:
         """Forget a member that went away, unless it came again meanwhile."""
@@ -344,18 +291,16 @@ class Rally:
     def answer_all(self, answer: Answer) -> None:
         """Tell every member the same and end the rally."""
         self.over = True
-        answers = [each.answer for each in self.members.values()] + [each.answer for each in self.lenders.values()]
-        for each in answers:
-            if not each.done():
-                each.set_result(answer)
+        for member in self.members.values():
+            if not member.answer.done():
+                member.answer.set_result(answer)
         self.stir()
 
-    def form(self, may_lend: Callable[[str], bool] = lambda peer: True) -> list[str]:
+    def form(self) -> list[str]:
         """Put the group together and answer everybody; returns the peers in it.
 
         Members whose digest differs from the most common one are refused (they must re-sync), as are those that cannot
-        work with the others, and those beyond the group size; they keep their work for the next round. Auxiliaries
-        that are here come along if ``may_lend`` says so and no member avoids them.
+        work with the others, and those beyond the group size; they keep their work for the next round.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
@@ -379,26 +324,6 @@ class Rally:
             why = "the group is full" if full else "rounds with you and another member broke again and again"
             by_peer[ticket.peer].answer.set_result({"kind": "refused", "reason": f"{why}: your work waits a round"})
             chosen.remove(ticket)
-        avoided = frozenset[str]().union(*(by_peer[ticket.peer].avoid for ticket in chosen))
-        lenders = [peer for peer in self.lenders if may_lend(peer) and peer not in avoided]
-        roster = self._roster(chosen, [self.lenders[peer].ticket for peer in lenders])
-        for peer, lender in self.lenders.items():
-            if peer not in roster.owners and not lender.answer.done():
-                differs = lender.ticket.layout != common[1]
-                why = "your model layout differs from the group's" if differs else "this group does without you"
-                lender.answer.set_result({"kind": "refused", "reason": why, "mismatch": differs})
-        wire = {"kind": "roster", "tickets": [ticket.to_wire() for ticket in roster.tickets]}
-        wire |= {"auxiliaries": [ticket.to_wire() for ticket in roster.auxiliaries]} if roster.auxiliaries else {}
-        self.answer_all(wire)
-        return list(roster.members)
-
-    def _roster(self, chosen: list[Ticket], offers: list[AuxiliaryTicket]) -> Roster:
-        """The chosen members, with as many of the auxiliaries on offer as the manifest admits, others each round."""
-        members = {ticket.peer for ticket in chosen}
-        offers = [each for each in offers if each.peer not in members and each.layout == chosen[0].layout]
-        offers.sort(key=lambda ticket: rank(ticket.peer, self.key))
-        most = self.spec.auxiliaries if len(chosen) >= MIN_MEMBERS_TO_HELP and self.key.level == 0 else 0
-        return Roster(
-            tuple(sorted(chosen, key=lambda ticket: ticket.peer)),
-            tuple(sorted(offers[:most], key=lambda ticket: ticket.peer)),
-        )
+        members = sorted(chosen, key=lambda ticket: ticket.peer)
+        self.answer_all({"kind": "roster", "tickets": [ticket.to_wire() for ticket in members]})
+        return [ticket.peer for ticket in members]

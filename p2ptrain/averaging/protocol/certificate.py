@@ -4,9 +4,6 @@ A *ticket* is a peer's signed wish to average one round. A *roster* is the list 
 The roster's members reduce, and each that holds the whole result signs its *body*. A body with the signatures of a
 majority of the roster is a *certificate*: only certificates advance a round, and a roster can have at most one, because
 two majorities of one roster share a member and a member signs one body per roster.
-
-*Auxiliaries* (`p2ptrain.averaging.lending.auxiliary`) are on a roster, too: they own shares, so their tickets are part
-of its name, but they are no members. They contribute nothing, sign nothing, and no majority or quorum counts them.
 """
 
 from __future__ import annotations
@@ -18,8 +15,6 @@ from typing import Any
 
 import msgpack
 
-from p2ptrain.averaging.lending.ticket import MAX_AUXILIARIES, AuxiliaryTicket
-from p2ptrain.averaging.lending.ticket import MAX_PROOF_BYTES as MAX_PROOF_BYTES
 from p2ptrain.averaging.protocol.head import DIGEST_BYTES, MAX_COUNT, MAX_PRESENT, Head
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
@@ -27,6 +22,7 @@ from p2ptrain.signing import Signer
 
 MAX_MEMBERS = 256
 MAX_RATES_BYTES = 1024
+MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
 MAX_LEVELS = 16
 
@@ -136,25 +132,14 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one attempt at averaging one round, in the order in which everybody reduces.
-
-    Attributes:
-        tickets: Of the members.
-        auxiliaries: Tickets of those that own shares beside them.
-    """
+    """The members of one attempt at averaging one round, in the order in which everybody reduces."""
 
     tickets: tuple[Ticket, ...]
-    auxiliaries: tuple[AuxiliaryTicket, ...] = ()
 
     @cached_property
     def members(self) -> tuple[str, ...]:
         """The peers, in roster order."""
         return tuple(ticket.peer for ticket in self.tickets)
-
-    @cached_property
-    def owners(self) -> tuple[str, ...]:
-        """The peers that may own shares, in the order of the shares: members, then auxiliaries."""
-        return (*self.members, *(ticket.peer for ticket in self.auxiliaries))
 
     @property
     def majority(self) -> int:
@@ -164,17 +149,11 @@ class Roster:
     @cached_property
     def group_id(self) -> bytes:
         """32 bytes that name this attempt: a hash of all tickets, nonces included."""
-        tickets = [t.to_wire()[:-1] for t in self.tickets]
-        auxiliaries = [t.to_wire()[:-1] for t in self.auxiliaries]
-        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([tickets, auxiliaries])).digest()
+        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([t.to_wire()[:-1] for t in self.tickets])).digest()
 
     def index_of(self, peer: str) -> int:
-        """The position of an owner, members first; -1 for others."""
-        return self.owners.index(peer) if peer in self.owners else -1
-
-    def has_member(self, index: int) -> bool:
-        """Whether this is the position of a member."""
-        return 0 <= index < len(self.tickets)
+        """The position of a member; -1 for others."""
+        return self.members.index(peer) if peer in self.members else -1
 
 
 @dataclass(frozen=True)
@@ -191,14 +170,13 @@ class Body:
         members: The roster, in order.
         contributors: (index in the roster, tokens, samples) of each member whose contribution is in the mean.
         codec: Name and version of the codec, such as ``int8/1``.
-        bounds: Offsets into the vector; owner i, of members and then auxiliaries, has ``[bounds[i], bounds[i+1])``.
+        bounds: ``len(members) + 1`` offsets into the vector; member i owns ``[bounds[i], bounds[i+1])``.
         hashes: Root of `p2ptrain.averaging.vector.reduce.mean_tree` of each share; `EMPTY_HASH` for an empty one.
         present: Peers that the swarm has, by the members' median count: how the next round's tree is shaped.
         level: Of the tree on which this roster averaged.
         levels: That the tree has; only a result of the last one ends the round.
         peers: By member: peers for whom it spoke; all 1 on level 0.
         children: By member: the result of the level below that it brought, 32 bytes each; empty on level 0.
-        auxiliaries: Peers that owned shares without being members; on level 0 alone.
     """
 
     swarm: bytes
@@ -217,7 +195,6 @@ class Body:
     levels: int = 1
     peers: tuple[int, ...] = ()
     children: tuple[bytes, ...] = ()
-    auxiliaries: tuple[str, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Canonical msgpack."""
@@ -225,7 +202,6 @@ class Body:
             self.swarm, self.round, self.lineage, self.tokens_before, self.samples_before, self.group_id,
             list(self.members), [list(c) for c in self.contributors], self.codec, list(self.bounds), list(self.hashes),
             self.present, self.level, self.levels, list(self.peers), list(self.children),
-            list(self.auxiliaries),
         ])  # fmt: skip
 
     @cached_property
@@ -292,14 +268,14 @@ class Body:
             values = msgpack.unpackb(data, raw=False)
             (
                 swarm, round_, lineage, tokens, samples, group, members, contributors, codec, bounds, hashes,
-                present, level, levels, peers, children, auxiliaries,
+                present, level, levels, peers, children,
             ) = values  # fmt: skip
             body = cls(
                 swarm, round_, lineage, tokens, samples, group, tuple(members),
                 tuple((i, t, s) for i, t, s in contributors), codec, tuple(bounds), tuple(hashes),
-                present, level, levels, tuple(peers), tuple(children), tuple(auxiliaries),
+                present, level, levels, tuple(peers), tuple(children),
             )  # fmt: skip
-            size, owners = len(body.members), (*body.members, *body.auxiliaries)
+            size = len(body.members)
             indices = [index for index, *_ in body.contributors]
             valid = (
                 all(
@@ -308,16 +284,15 @@ class Body:
                 )
                 and all(type(count) is int and 0 <= count < MAX_COUNT for count in (round_, tokens, samples, *bounds))
                 and 0 < size <= MAX_MEMBERS
-                and len(body.auxiliaries) <= (0 if level else MAX_AUXILIARIES)
-                and len(set(owners)) == len(owners)
-                and all(type(owner) is str for owner in owners)
+                and len(set(body.members)) == size
+                and all(type(member) is str for member in body.members)
                 and type(codec) is str
                 and all(type(count) is int for contributor in body.contributors for count in contributor)
                 and indices == sorted(set(indices))
                 and all(0 <= index < size for index in indices)
                 and all(0 < t < MAX_COUNT and 0 <= s < MAX_COUNT for _, t, s in body.contributors)
-                and len(body.bounds) == len(owners) + 1
-                and len(body.hashes) == len(owners)
+                and len(body.bounds) == size + 1
+                and len(body.hashes) == size
                 and list(body.bounds) == sorted(body.bounds)
                 and all(type(count) is int for count in (present, level, levels, *body.peers))
                 and 0 <= level < levels <= MAX_LEVELS

@@ -186,9 +186,8 @@ class OwnShare:
         Args:
             codec: How the result is encoded, unless it is the list of the parts.
             spec: The rule and the limits.
-            own: The owner's own part, fp32, ``[num_values]``; not changed. An auxiliary has none: it is what the means
-                that it made before lost there, and is added to the result; zeros if members check that.
-            own_index: Its place in the roster; behind the members if it is an auxiliary.
+            own: The owner's own part, fp32, ``[num_values]``; not changed.
+            own_index: Its place in the roster.
             num_members: Size of the roster.
             own_codec: How the owner's own part is encoded before it counts, like all others; None if it counts as it
                 is. It should be encoded if the codec is sparse: beside what is left of the others' it would be long.
@@ -207,7 +206,6 @@ class OwnShare:
         self._spec = spec
         self._own = own
         self._own_index = own_index
-        self._lends = own_index >= num_members
         self._audited = audited
         self._chunk = chunk or chunk_values(codec)
         self.is_measured = num_members >= MIN_FOR_MEDIAN
@@ -226,10 +224,8 @@ class OwnShare:
         Raises:
             CodecError: A value is not finite or beyond ``max_value``, or cannot be encoded.
         """
-        if self._own_codec is not None and not self._lends:
+        if self._own_codec is not None:
             self._encode_own(self._own_codec)
-            return
-        if self._lends:
             return
         plain = get_codec("fp32")
         leaves: list[Node] = []
@@ -341,8 +337,6 @@ class OwnShare:
             for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
                 exact[first:last] = combine(self._spec, stack)
-            if self._lends and not self._audited:
-                exact.add_(self._own[low:high])
         else:
             self._add_up(low, high, contributors, weights, exact)
 
@@ -363,8 +357,6 @@ class OwnShare:
         weight_of = dict(zip(contributors, weights, strict=True))
         if self._own_index in weight_of and self._own_index not in self.parts:
             torch.mul(self._own[low:high], weight_of.pop(self._own_index), out=exact)
-        elif self._lends:
-            exact.copy_(self._own[low:high])
         else:
             exact.zero_()
         for index, weight in weight_of.items():

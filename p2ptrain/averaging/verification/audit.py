@@ -137,10 +137,9 @@ class Audit:
         """Sign that the own share's mean has this tree; from now on chunks are opened."""
 
         def sign() -> Statement:
-            if self._attempt.roster.has_member(self._index):  # An auxiliary has no part of its own.
-                own = self._attempt.roster.tickets[self._index]
-                root = self._share.trees[self._index].root
-                self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
+            own = self._attempt.roster.tickets[self._index]
+            root = self._share.trees[self._index].root
+            self._commitments[self._index] = Commitment(self._slice(self._index), own.peer, "", own.tokens, root)
             self._stated = [self._commitments[index] for index in contributors]
             statement = Statement(self._slice(self._index), tree.root[0], digest_of(self._stated))
             return statement.signed(self._attempt.swarm, self._signer)
@@ -288,4 +287,4 @@ class Audit:
         roster, bounds = self._attempt.roster, self._attempt.bounds
         first = roster.tickets[0]
         low, high = bounds[owner], bounds[owner + 1]
-        return Slice(first.round, first.level, roster.group_id, roster.owners[owner], low, high)
+        return Slice(first.round, first.level, roster.group_id, roster.members[owner], low, high)

@@ -5,8 +5,6 @@ downloaded, run and exposed, asks once, checks that this machine can do it, take
 Ctrl-C leaves in good order. Started again with the same --run-dir, this peer has the same identity.
 On a terminal a live view of the peer and its swarm stands below the log; in a pipe there are log lines alone.
 
-With --auxiliary it needs no GPU and no data, and has no model: it lends its bandwidth to the trainers' averaging.
-
 Where the swarm's model is cut into stages, it hosts the stage that needs it most, says why, and sends text through all
 of them; --role and --stage say otherwise.
 """
@@ -36,11 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``p2ptrain join``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument(
-        "--auxiliary",
-        action="store_true",
-        help="do not train: lend bandwidth to those who do, if the swarm admits it",
-    )
-    parser.add_argument(
         "--role",
         choices=("trainer", "stage", "both"),
         help="of a model in stages: send text, host one, or both (default)",
@@ -65,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     link = SwarmLink.parse(arguments.link)
     overrides = peer_overrides(arguments) | {
-        "role": "auxiliary" if arguments.auxiliary else "trainer",
+        "role": "trainer",
         "link": str(link),
         "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
         "network.auto_nat": True,
@@ -73,15 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
         "stop_after.rounds": arguments.rounds,
     }
     signed = run_async(_fetch(link))
-    check_compatible(signed.manifest, lends=arguments.auxiliary)
+    check_compatible(signed.manifest)
     overrides |= in_pipeline(arguments, signed.manifest)
     config = PeerConfig.load(None, overrides)
-    print(describe_lending(signed, config) if arguments.auxiliary else describe(signed, config))
+    print(describe(signed, config))
     if not confirm("Take part?", assume_yes=arguments.yes):
         print("nothing was started")
         return 0
-    if not arguments.auxiliary:
-        check_machine(signed.manifest, config)
+    check_machine(signed.manifest, config)
     return run_configured_peer(config, signed, "joined; others can take part with:\n\np2ptrain join ")
 
 
@@ -93,7 +85,7 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
     """
     from p2ptrain.errors import UsageError
 
-    if arguments.auxiliary or not manifest.in_stages:
+    if not manifest.in_stages:
         given = (
             "--role" if arguments.role not in (None, "trainer") else "--stage" if arguments.stage is not None else ""
         )
@@ -136,21 +128,15 @@ async def _fetch(link: SwarmLink) -> SignedManifest:
     return await fetch_manifest(link)
 
 
-def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
+def check_compatible(manifest: Manifest) -> None:
     """Refuse a swarm that this version cannot take part in.
-
-    Args:
-        manifest: The swarm's.
-        lends: Whether as an auxiliary, for which any model will do.
 
     Raises:
         IncompatibleError: Its protocol, model family or codec is not known here; says what to do.
-        ManifestError: It takes no auxiliaries.
         UsageError: It trains a custom model, which only its own script can build.
     """
     from p2ptrain.codecs import codec_names
-    from p2ptrain.errors import ManifestError
-    from p2ptrain.manifest import NO_AUXILIARIES, PROTOCOL_VERSION
+    from p2ptrain.manifest import PROTOCOL_VERSION
     from p2ptrain.models import check_reads_text
 
     if manifest.protocol != PROTOCOL_VERSION:
@@ -160,29 +146,7 @@ def check_compatible(manifest: Manifest, *, lends: bool = False) -> None:
         )
     if manifest.averaging.codec not in codec_names():
         raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
-    if not lends:
-        check_reads_text(manifest.model)
-    elif not manifest.averaging.auxiliaries:
-        raise ManifestError(NO_AUXILIARIES)
-
-
-def describe_lending(signed: SignedManifest, config: PeerConfig) -> str:
-    """What joining as an auxiliary means, for the person who is asked."""
-    from p2ptrain.status.formats import human_bytes
-
-    resources = config.resources
-    caps = [f"{name} {human_bytes(rate)}/s" for name, rate in (("up", resources.up), ("down", resources.down)) if rate]
-    return "\n".join(
-        [
-            f"swarm      {signed.manifest.name!r}, by organizer {signed.organizer}",
-            "downloads  nothing that stays",
-            "runs       no model: it adds up what trainers send, a share of each of their rounds, in memory",
-            f"sends      the means of those shares to all of them; {', '.join(caps) or 'as fast as this machine can'}",
-            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name and traffic are public to"
-            " the swarm; none of your files are",
-            f"writes     {config.run_dir}",
-        ]
-    )
+    check_reads_text(manifest.model)
 
 
 def describe(signed: SignedManifest, config: PeerConfig) -> str:

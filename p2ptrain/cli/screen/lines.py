@@ -28,8 +28,7 @@ MAX_CELLS = 32
 HEALTH_STYLES = {"healthy": "bold green", "degraded": "bold yellow", "stopped": "bold red", "empty": "bold"}
 STATES = {
     "starting": "getting ready", "serving": "serving: answers newcomers", "syncing": "taking on the swarm's state",
-    "training": "training", "paused": "paused", "lending": "lending bandwidth", "draining": "leaving",
-    "ended": "has left the swarm",
+    "training": "training", "paused": "paused", "draining": "leaving", "ended": "has left the swarm",
 }  # fmt: skip
 Part = str | Text
 
@@ -268,8 +267,6 @@ def _doing(progress: PeerProgress, width: int) -> list[Part]:
     if progress.is_leaving:
         return [Text("leaving", "bold yellow"), "the step in progress is finished"]
     state = Text(STATES.get(record.state, record.state), "bold")
-    if record.state == "lending":
-        return [state, f"round {record.round}"]
     if record.state != "training":
         return [state]
     parts: list[Part] = [state, f"round {record.round}"]

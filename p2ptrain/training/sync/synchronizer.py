@@ -35,7 +35,6 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import to_its_end
 from p2ptrain.training.data.windows import Place, place_among
-from p2ptrain.training.state.layout_wire import serve_layout
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.state.vector_codec import vector_codec
 from p2ptrain.training.sync.agreement import check_agreement, serve_agreement
@@ -131,8 +130,6 @@ class Synchronizer:
         )  # fmt: skip
         self.averager.matchmaker.pacing.is_behind = self._follower.is_behind
         serve_agreement(rpc, state.layout)
-        if self._spec.auxiliaries:
-            serve_layout(rpc, state.layout)
         self.averager.history.is_followed = StateServer(rpc, state, runtime).is_serving
         self.rounds_committed = 0
         self.rounds_aborted = 0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,7 +11,6 @@ from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.grouping.matchmaker import BehindError
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.lending.auxiliary import Lender, Plan
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.codecs import get_codec
 from p2ptrain.errors import TemporaryError
@@ -136,50 +134,3 @@ async def stop_averagers(started: list[AveragingPeer]) -> None:
             await each.averager.close()
             await each.rpc.close()
             await each.peer.close()
-
-
-@dataclass(eq=False, repr=False)
-class LendingPeer:
-    """An auxiliary among averaging peers."""
-
-    peer: SimulatedPeer
-    rpc: Rpc
-    membership: Membership
-    lender: Lender
-    task: asyncio.Task[None]
-    others: list[AveragingPeer]
-
-    def introduce(self) -> None:
-        """Learn where the averaging peers are, and let them know of this one, as if that took no time."""
-        now = self.peer.runtime.now()
-        for other in self.others:
-            if other.peer.alive and self.peer.alive:
-                record = record_of(other.peer, other.averager.head)
-                self.membership.update(record, round(1e3 * now), now + RECORD_SECONDS)
-                own = replace(record_of(self.peer, other.averager.head), role="auxiliary", state="lending")
-                other.membership.update(own, round(1e3 * now), now + RECORD_SECONDS)
-
-    async def stop(self) -> None:
-        """End it, wherever it stands."""
-        if self.peer.alive:
-            self.task.cancel()
-            await asyncio.gather(self.task, return_exceptions=True)
-            await self.lender.close()
-            await self.rpc.close()
-            await self.peer.close()
-
-
-async def start_lender(peer: SimulatedPeer, others: list[AveragingPeer]) -> LendingPeer:
-    """An auxiliary on ``peer`` that offers itself to ``others``."""
-    spec, num_values = others[0].spec, len(others[0].vector)
-    rpc = Rpc(peer.transport, peer.runtime, SWARM)
-    membership = Membership(peer.peer_id, peer.runtime)
-
-    async def learn(source: str) -> Plan:
-        return Plan(LAYOUT, [get_codec(spec.codec)], [num_values])
-
-    lender = Lender(rpc, peer.runtime, peer.signer, SWARM, spec, membership, learn)
-    await rpc.start()
-    started = LendingPeer(peer, rpc, membership, lender, peer.spawn(lender.run()), others)
-    started.introduce()
-    return started

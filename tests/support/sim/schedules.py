@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.network.simulated.network import SimulatedPeer
 from tests.support.sim.accounts import Accounts
-from tests.support.sim.auxiliaries import SimulatedAuxiliary
 from tests.support.sim.hostile import BROKEN_PARTS, HOSTILITIES
 from tests.support.sim.pipeline_schedules import FAULTS_IN, draw_pipeline_schedule, find_pipeline_problems
 from tests.support.sim.pipeline_schedules import PHASES as PIPELINE_PHASES
@@ -81,7 +80,6 @@ class Schedule:
         group_size: Of the manifest; more trainers than this average in a tree of groups.
         fragments: Of the manifest: parts of the model that take turns.
         overlap_steps: Of the manifest: steps while a round is under way.
-        auxiliaries: Peers without a model that lend their bandwidth.
         spot_checks: Chunks of each share that the group computes again.
         global_batch: Samples of a round in which gradients are averaged (``every = 1``); 0 for pseudo-gradients.
     """
@@ -99,7 +97,6 @@ class Schedule:
     group_size: int = 64
     fragments: int = 1
     overlap_steps: int = 0
-    auxiliaries: int = 0
     spot_checks: int = 0
     global_batch: int = 0
 
@@ -131,7 +128,7 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
     codec = generator.choice(CODECS)
     # `topk` leaves most values out, and rules by coordinate make zeros of that: manifests refuse it.
     rule = generator.choice(RULES[:3] if codec == "topk" else RULES)
-    schedule = Schedule(
+    return Schedule(
         seed,
         (min_peers, max_peers, max_events),
         num_peers,
@@ -143,13 +140,9 @@ def draw_schedule(seed: int, min_peers: int = 2, max_peers: int = 8, max_events:
         slow=1 if num_peers > 2 and generator.random() < 0.2 else 0,
         hostility=generator.choice(tuple(HOSTILITIES)) if num_peers > 3 and generator.random() < 0.4 else "",
         group_size=generator.choice((3, 4)) if num_peers > 4 and generator.random() < 0.2 else 64,
+        spot_checks=generator.choice((0, 4)),
+        global_batch=4 * num_peers if generator.random() < 0.25 else 0,
     )
-    lends = num_peers > 2 and codec not in ("topk", "powersgd") and generator.random() < 0.2
-    schedule = replace(schedule, auxiliaries=generator.randint(1, 2) if lends else 0)
-    may_check = not schedule.auxiliaries or codec not in ("int4", "int4a")  # Else manifests refuse it.
-    schedule = replace(schedule, spot_checks=generator.choice((0, 4)) if may_check else 0)
-    averages_gradients = generator.random() < 0.25
-    return replace(schedule, global_batch=4 * num_peers if averages_gradients else 0)
 
 
 class Run:
@@ -161,14 +154,12 @@ class Run:
         small = {"small_values": 12} if schedule.small_tensors else {}
         manifest = make_manifest(
             schedule.training, codec=schedule.codec, small_tensors=schedule.small_tensors, **small,
-            aggregation=schedule.rule, group_size=schedule.group_size, auxiliaries=schedule.auxiliaries,
-            spot_checks=schedule.spot_checks,
+            aggregation=schedule.rule, group_size=schedule.group_size, spot_checks=schedule.spot_checks,
         )  # fmt: skip
         self.swarm = SimulatedSwarm(network, manifest, schedule.seed)
         self.accounts = Accounts(self.swarm)
         self._traps: list[tuple[str, str]] = []
         self._joined = 0
-        self._lenders: list[SimulatedAuxiliary] = []
         launch = self.swarm._launch
 
         def launch_and_corrupt(*args: object) -> SimulatedTrainer:
@@ -190,38 +181,26 @@ class Run:
                 self.swarm.start(f"t{index}", SLOWDOWN * 0.4, up_bytes_per_second=rate, down_bytes_per_second=rate)
             else:
                 self.swarm.start(f"t{index}", step_seconds=0.4 + 0.1 * (index % 3))
-        for index in range(self.schedule.auxiliaries):
-            self._lenders.append(SimulatedAuxiliary(self.network.add_peer(f"a{index}"), self.swarm.manifest))
         for delay, fault, choice in self.schedule.events:
             await asyncio.sleep(delay)
             self._befall(fault, choice)
         await asyncio.sleep(5)
         self._traps.clear()
         self.network.heal()
-        for peer in self._alive():
-            self.network.mend(peer)
-            self.network.resume(peer)
+        for trainer in self.swarm.alive:
+            self.network.mend(trainer.peer)
+            self.network.resume(trainer.peer)
         await self._recover()
         self._check()
         await self.swarm.end()
-        helping = [lender.task for lender in self._lenders if lender.peer.alive]
-        for task in helping:
-            task.cancel()
-        for result in await asyncio.gather(*helping, return_exceptions=True):
-            if isinstance(result, Exception):
-                raise InvariantError(f"an auxiliary ended with {result!r}") from result
-
-    def _alive(self) -> list[SimulatedPeer]:
-        lenders = [lender.peer for lender in self._lenders if lender.peer.alive]
-        return [trainer.peer for trainer in self.swarm.alive] + lenders
 
     def _befall(self, fault: str, choice: int) -> None:
         network, swarm = self.network, self.swarm
-        alive = self._alive()
+        alive = [trainer.peer for trainer in swarm.alive]
         dead = [name for name, trainer in swarm.trainers.items() if not trainer.peer.alive]
         chosen = alive[choice % len(alive)]
         match fault:
-            case "crash" if len(swarm.honest) > 1 or chosen.name not in swarm.trainers:
+            case "crash" if len(swarm.honest) > 1:
                 network.crash(chosen)
             case "restart" if dead:
                 swarm.restart(dead[choice % len(dead)])

@@ -160,15 +160,14 @@ class MadeUpSwarm:
         num_rounds = max(0, round_ - first) if trains else 0
         speed = self._speed(index) if trains else 0.0
         in_round = (at - self._genesis) % self._round_seconds
-        moved = num_rounds if trains else round_ - FIRST_ROUND if role == "auxiliary" else -1
-        traffic = int(ROUND_BYTES * (moved + in_round / self._round_seconds)) if moved >= 0 else 0
+        traffic = int(ROUND_BYTES * (num_rounds + in_round / self._round_seconds)) if trains else 0
         return PeerRecord(
             peer=self._ids[index],
             name=self._name(index),
             version="0.4.0" if self._chance("version", index) < 0.9 else "0.3.2",
             protocol=1,
             role=role,
-            state={"bootstrap": "serving", "auxiliary": "lending"}.get(role, "syncing" if is_new else "training"),
+            state="serving" if role == "bootstrap" else "syncing" if is_new else "training",
             device=("cuda: NVIDIA RTX 4090", "cuda: NVIDIA A100", "cpu", "mps")[self._hash("device", index)[0] % 4],
             round=round_ if joins and not feeds else 0,
             lineage=self._lineage(round_) if trains and not feeds else ABSENT,
@@ -226,8 +225,6 @@ class MadeUpSwarm:
     def _role(self, index: int) -> str:
         if index < self._num_bootstraps:
             return "bootstrap"
-        if len(self._ids) >= 12 and index % 40 == 9:
-            return "auxiliary"
         # In a pipeline every sixth peer only sends microbatches through.
         return "stage" if self._num_stages > 1 and index % 6 != 5 else "trainer"
 

@@ -64,7 +64,6 @@ def test_the_version_is_the_packages() -> None:
         (["join", "p2ptrain://", "--yes"], 3, "link"),
         (["peer", "none.toml"], 3, "no such file"),
         (["peer", "peers/trainer.toml"], 3, "link"),
-        (["peer", "peers/auxiliary.toml"], 3, "link"),
         (["peer", "peers/bootstrap.toml"], 3, "p2ptrain seed"),
         (["peer", "peers/trainer.toml", "--threads", "-3"], 3, "command line: resources.threads"),
         (["peer", "peers/trainer.toml", "--listen", "localhost:80"], 3, "not a multiaddr"),

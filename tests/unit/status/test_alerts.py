@@ -45,7 +45,7 @@ CASES: list[Case] = [
     ("stage", "critical", "0", ("stands still", "start a peer"), {"peers": [replace(ADA, state="draining")]},
      {"peers": [replace(ADA, state="syncing")]}),
     ("stage", "critical", "0", ("stands still", "start a peer"),
-     {"peers": [replace(ADA, state="draining"), replace(BOB, state="lending")]}, {"peers": []}),
+     {"peers": [replace(ADA, state="draining"), replace(BOB, state="draining")]}, {"peers": []}),
     ("replica", "warning", "0", ("only Ada", "join"), {"peers": [ADA]}, {"peers": [ADA, BOB]}),
     ("digest", "critical", "e", ("Eve", "round 8", "restart"), {"peers": [ADA, BOB, replace(EVE, digest=OTHER)]},
      {"peers": [ADA, BOB, replace(EVE, digest=OTHER, round=9)]}),

@@ -73,7 +73,7 @@ def test_a_view_says_what_the_record_says_and_never_its_addresses() -> None:
 
 @pytest.mark.parametrize(
     ("state", "hosts"),
-    [("training", 1), ("paused", 1), ("serving", 1), ("starting", 0), ("syncing", 0), ("draining", 0), ("lending", 0)],
+    [("training", 1), ("paused", 1), ("serving", 1), ("starting", 0), ("syncing", 0), ("draining", 0)],
 )
 def test_who_takes_part_in_rounds_hosts_the_model(state: str, hosts: int) -> None:
     [stage] = snapshot_of([trainer("a", state=state)]).stages

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from p2ptrain.cli.commands.join import (
-    add_arguments,
-    check_compatible,
-    check_machine,
-    describe,
-    describe_lending,
-    in_pipeline,
-)
+from p2ptrain.cli.commands.join import add_arguments, check_compatible, check_machine, describe, in_pipeline
 from p2ptrain.cli.running import confirm
 from p2ptrain.config import PeerConfig
-from p2ptrain.errors import ConfigError, IncompatibleError, ManifestError, ResourceError, UsageError
+from p2ptrain.errors import ConfigError, IncompatibleError, ResourceError, UsageError
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, SignedManifest, parse_manifest
 
 
@@ -117,13 +110,3 @@ def test_without_a_terminal_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match="--yes"):
         confirm("Take part?", assume_yes=False)
     assert confirm("Take part?", assume_yes=True)
-
-
-def test_who_lends_bandwidth_needs_no_model_but_a_swarm_that_takes_auxiliaries(tmp_path: Path) -> None:
-    manifest = Manifest(model=ModelSpec(family="custom"), averaging=AveragingSpec(auxiliaries=1))
-    check_compatible(manifest, lends=True)
-    with pytest.raises(ManifestError, match="takes no auxiliaries"):
-        check_compatible(Manifest(), lends=True)
-    text = describe_lending(SignedManifest(manifest, "QmOrganizer", b""), config(tmp_path))
-    assert "no model" in text
-    assert "QmOrganizer" in text

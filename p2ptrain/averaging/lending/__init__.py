@@ -1,1 +1,0 @@
-"""Auxiliaries: peers without a model that lend their bandwidth."""
