@@ -1,14 +1,12 @@
-"""How fast bytes move between two peers, and what they cost: through daemons, directly, in memory, and by other means.
+"""How fast bytes move between two peers, and what they cost: through daemons, directly, and by other means.
 
-Two processes on loopback (or two peers in one) move megabytes one way and both ways, in turn:
+Two processes on loopback move megabytes one way and both ways, in turn:
 
 * ``daemons``: a stream through both daemons
 * ``direct``: the same through a direct connection (`p2ptrain.network.libp2p.direct`), TLS 1.3 on the event loop
 * ``threads``: blocking TLS 1.3 sockets, in a thread for each direction; no stream of ours, for comparison (and safe
   here only because each direction has a connection of its own: OpenSSL's are not for two threads)
 * ``tcp``: plain TCP on the event loop, for comparison
-* ``memory``: between two peers of one process (`p2ptrain.network.local`)
-* ``inside``: between two peers of one process through their daemons, which ``memory`` takes the place of
 
 CPU seconds are those of all processes, daemons included.
 
@@ -44,7 +42,7 @@ from p2ptrain.network.libp2p.socket_stream import SocketStream
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
 PIECE_BYTES = 1 << 20
-KINDS = ("daemons", "direct", "threads", "tcp", "memory", "inside")
+KINDS = ("daemons", "direct", "threads", "tcp")
 WAYS = {"one way": 1, "both ways": 2}
 SETUPS = 50
 
@@ -86,7 +84,7 @@ def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, 
                     if turn >= 0:
                         found["mb_per_second"].append(moved / seconds / 1e6)
                         found["cpu_seconds_per_gb"].append(cpu / moved * 1e9)
-            for kind in ("daemons", "direct", "memory"):
+            for kind in ("daemons", "direct"):
                 seconds, cpu = timed(f"{kind} 0")
                 found = values.setdefault(f"{kind}, {SETUPS} empty streams", {"ms": [], "cpu_ms": []})
                 if turn >= 0:
@@ -99,19 +97,12 @@ async def serve(megabytes: int) -> None:
     """One of the two processes; the first moves what it is told on stdin."""
     loop, certificate = asyncio.get_running_loop(), Certificate()
     num_bytes = megabytes * PIECE_BYTES
-    async with (
-        loopback_peer(local_shortcut=True) as peer,
-        loopback_peer(local_shortcut=True) as neighbour,
-        loopback_peer() as stranger,
-    ):
-        for one in (peer, neighbour, stranger):
-            await one.transport.serve("/benchmark/1", lambda stream: _answer(stream, num_bytes, 1))
-            await one.transport.serve("/benchmark/2", lambda stream: _answer(stream, num_bytes, 2))
-            await one.transport.serve("/benchmark/0", lambda stream: _answer(stream, 0, 0))
+    async with loopback_peer() as peer:
+        await peer.transport.serve("/benchmark/1", lambda stream: _answer(stream, num_bytes, 1))
+        await peer.transport.serve("/benchmark/2", lambda stream: _answer(stream, num_bytes, 2))
+        await peer.transport.serve("/benchmark/0", lambda stream: _answer(stream, 0, 0))
         await peer.rpc.start()
-        await peer.transport.connect(await stranger.transport.addresses(), START_SECONDS)
-        others = dict.fromkeys(KINDS, next(one for one in await peer.meet() if one != peer.rpc.peer_id))
-        others |= {"memory": neighbour.rpc.peer_id, "inside": stranger.rpc.peer_id}
+        other = next(one for one in await peer.meet() if one != peer.rpc.peer_id)
         tasks: set[asyncio.Task[None]] = set()
 
         def on_connected(stream: SocketStream) -> None:
@@ -139,7 +130,7 @@ async def serve(megabytes: int) -> None:
                     await _move(pipe, num_bytes, int(directions))
                     pipe.abort()
                 else:
-                    await _by_streams(peer, others[kind], kind == "direct", num_bytes, int(directions))
+                    await _by_streams(peer, other, kind == "direct", num_bytes, int(directions))
                 say(seconds=time.monotonic() - started)
             listening.shutdown(socket.SHUT_RDWR)
             await serving
@@ -255,23 +246,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         (name, *(f"{one.median:.2f} {unit.replace('_', ' ')} ±{100 * one.spread:.0f} %" for unit, one in both.items()))
         for name, both in found.items()
     ]
-    ratios = {
-        f"{ours}_to_{theirs}": {way: ratio_of(found, ours, theirs, way) for way in WAYS}
-        for ours, theirs in (("direct", "daemons"), ("memory", "inside"))
-    }
-    rows += [
-        (f"{name.replace('_to_', ' / ')}, {way}", f"{one['speed']:.2f}", f"{one['cpu']:.2f}")
-        for name, ways in ratios.items()
-        for way, one in ways.items()
-    ]
+    ratios = {way: ratio_of(found, way) for way in WAYS}
+    rows += [(f"direct / daemons, {way}", f"{one['speed']:.2f}", f"{one['cpu']:.2f}") for way, one in ratios.items()]
     results = {name: {unit: one.to_json() for unit, one in both.items()} for name, both in found.items()}
     title = f"{options.megabytes} MiB between two processes on loopback"
-    report(title, ("", "speed", "CPU of all processes"), rows, {**results, **ratios}, options.json)
+    report(title, ("", "speed", "CPU of all processes"), rows, {**results, "direct_to_daemons": ratios}, options.json)
 
 
-def ratio_of(found: dict[str, dict[str, Measured]], ours: str, theirs: str, way: str) -> dict[str, float]:
-    """Medians over turns of one kind to another: bytes a second, and CPU a byte."""
-    one, other = found[f"{ours}, {way}"], found[f"{theirs}, {way}"]
+def ratio_of(found: dict[str, dict[str, Measured]], way: str) -> dict[str, float]:
+    """Medians over turns of direct connections to daemons: bytes a second, and CPU a byte."""
+    one, other = found[f"direct, {way}"], found[f"daemons, {way}"]
     return {
         name: statistics.median(a / b for a, b in zip(one[unit].values, other[unit].values, strict=True))
         for name, unit in (("speed", "mb_per_second"), ("cpu", "cpu_seconds_per_gb"))

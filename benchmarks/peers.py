@@ -38,20 +38,15 @@ class LoopbackPeer:
 
 
 @asynccontextmanager
-async def loopback_peer(
-    listen: str = "/ip4/127.0.0.1/tcp/0", *, local_shortcut: bool = False
-) -> AsyncIterator[LoopbackPeer]:
+async def loopback_peer(listen: str = "/ip4/127.0.0.1/tcp/0") -> AsyncIterator[LoopbackPeer]:
     """Start a peer, and end it with this context.
 
     Args:
         listen: Where; in a network namespace, another address.
-        local_shortcut: Whether streams to others of this process may leave the network out, and what is measured.
     """
     runtime = real_runtime()
     with Identity.ephemeral() as identity:
-        transport = await Libp2pTransport.start(
-            identity, Libp2pSettings(listen=(listen,), local_shortcut=local_shortcut)
-        )
+        transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(listen,)))
         rpc = Rpc(transport, runtime, SWARM)
         try:
             yield LoopbackPeer(identity, transport, runtime, rpc)

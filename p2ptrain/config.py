@@ -101,8 +101,6 @@ class NetworkSection(Section):
     """``auto`` moves bulk data over TLS connections of its own, past the daemon, where peers can reach each other."""
     direct_port: int = Field(0, ge=0, le=65535)
     """TCP port to listen at for those, on the addresses of ``listen``; 0 takes any free one."""
-    local_shortcut: bool = True
-    """Whether streams to peers in the same process stay in memory; false sends them through the daemon like others."""
 
 
 class ResourcesSection(Section):

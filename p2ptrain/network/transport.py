@@ -26,11 +26,6 @@ class Stream(ABC):
         """The authenticated id of the peer at the other end."""
 
     @property
-    def is_local(self) -> bool:
-        """Whether the peer is in this very process and the bytes never leave it, so that they are no traffic."""
-        return False
-
-    @property
     @abstractmethod
     def num_arrived(self) -> int:
         """Bytes that arrived so far, those that nobody has read yet included: it grows while the remote is alive."""

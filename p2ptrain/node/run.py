@@ -202,7 +202,6 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
             force_reachability=network.force_reachability,
             direct=network.direct if config.role != "bootstrap" else "off",  # a seed moves nothing in bulk
             direct_port=network.direct_port,
-            local_shortcut=network.local_shortcut,
         ),
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,

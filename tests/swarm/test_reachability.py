@@ -38,7 +38,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 async def started(directory: Path, name: str, link: SwarmLink | None = None, **network: Any) -> AsyncIterator[Peer]:
     """A peer of one swarm; the first one, without a link, starts it."""
     runtime = real_runtime(name)
-    settings = Libp2pSettings(**{"listen": LOOPBACK, "auto_nat": True, "local_shortcut": False, **network})
+    settings = Libp2pSettings(**{"listen": LOOPBACK, "auto_nat": True, **network})
     with Identity.ephemeral() as identity:
         signed = None if link else SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
         options = PeerOptions("bootstrap" if link is None else "trainer", name, "cpu", directory, settings)

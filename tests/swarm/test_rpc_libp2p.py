@@ -1,4 +1,4 @@
-"""Requests and channels over real daemons on loopback and past them; the same scenario as on the simulated network."""
+"""Requests and channels over real daemons on loopback; the same scenario as on the simulated network."""
 
 from __future__ import annotations
 
@@ -45,10 +45,9 @@ async def rpc_pair(**settings: Any) -> AsyncIterator[tuple[Rpc, Rpc]]:
             runtime.close()
 
 
-@pytest.mark.parametrize("local_shortcut", [False, True])
-def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(local_shortcut: bool) -> None:
+def test_the_scenario_of_the_simulation_runs_over_real_daemons() -> None:
     async def main() -> None:
-        async with rpc_pair(local_shortcut=local_shortcut) as (caller, server):
+        async with rpc_pair() as (caller, server):
             ended: list[str] = []
             await serve_scenario(server, ended)
 
@@ -61,9 +60,8 @@ def test_the_scenario_of_the_simulation_runs_over_real_daemons_and_past_them(loc
             await run_scenario(caller, server, ended, until)
             await eventually(_only_this_task)
             for rpc in (caller, server):
-                counts = (rpc.local_bytes_sent, rpc.local_bytes_received), (rpc.bytes_sent, rpc.bytes_received)
-                assert [all(count) for count in counts] == [local_shortcut, not local_shortcut]
-                assert [any(count) for count in counts] == [local_shortcut, not local_shortcut]
+                assert rpc.bytes_sent > 0
+                assert rpc.bytes_received > 0
 
     async def _only_this_task() -> bool:
         return not [task for task in asyncio.all_tasks() if "Channel" in repr(task.get_coro())]

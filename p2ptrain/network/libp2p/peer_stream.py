@@ -1,4 +1,4 @@
-"""One stream on one socket, to the daemon, to the peer or in memory, with its errors mapped to this package's."""
+"""One stream on one socket, to the daemon or to the peer, with its errors mapped to this package's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.libp2p.direct_tls import TlsSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
-from p2ptrain.network.local import LocalSocket
 from p2ptrain.network.transport import PeerId, Stream
 
 CLOSE_SECONDS = 5.0
@@ -27,7 +26,7 @@ class PeerStream(Stream):
     def __init__(
         self,
         remote: PeerId,
-        socket: SocketStream | LocalSocket,
+        socket: SocketStream,
         on_end: Callable[[PeerStream], None],
     ) -> None:
         self._remote = remote
@@ -39,10 +38,6 @@ class PeerStream(Stream):
     @property
     def remote(self) -> PeerId:
         return self._remote
-
-    @property
-    def is_local(self) -> bool:
-        return isinstance(self._socket, LocalSocket)
 
     @property
     def num_arrived(self) -> int:

@@ -33,8 +33,6 @@ class Libp2pSettings:
         direct_port: The TCP port to listen at for those; 0 takes any free one.
         direct_from_bytes: How much a stream must be expected to carry for that: what a connection costs beyond a stream
             between the daemons is what 3 or 4 MB cost less.
-        local_shortcut: Whether streams between peers on one event loop stay in memory (`p2ptrain.network.local`), if
-            both say so. What is to see how the network carries them needs False.
     """
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -51,7 +49,6 @@ class Libp2pSettings:
     direct: Literal["auto", "off"] = "auto"
     direct_port: int = 0
     direct_from_bytes: int = 4 << 20
-    local_shortcut: bool = True
 
     def __post_init__(self) -> None:
         for address in (*self.listen, *self.announce):

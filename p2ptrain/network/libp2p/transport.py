@@ -2,9 +2,8 @@
 
 The daemon does encryption, dialling, NAT traversal and relays; each stream is one Unix socket to it
 (`p2ptrain.network.libp2p.peer_stream`), and `p2ptrain.network.libp2p.settings` says how it is started. Streams that
-carry much go past the daemon where `p2ptrain.network.libp2p.direct` finds a way, and those between peers of one process
-stay in memory (`p2ptrain.network.local`). What the daemon or the operating system raise is mapped to this package's
-errors here (`_mapped`) and in the streams, and nowhere else.
+carry much go past the daemon where `p2ptrain.network.libp2p.direct` finds a way. What the daemon or the operating
+system raise is mapped to this package's errors here (`_mapped`) and in the streams, and nowhere else.
 
 Note on ends of streams: a stream that ends says nothing about completeness, there is no half-close, and what is still
 under way when a side closes may be lost. The layer above marks ends and waits for them.
@@ -28,7 +27,6 @@ from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.libp2p.wrong_peers import WrongPeers
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.local import Door, LocalSocket
 from p2ptrain.network.reachability import Scope, answering, scope
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 from p2ptrain.tasks import Tasks
@@ -69,8 +67,7 @@ class Libp2pTransport(Transport):
         self._tasks = Tasks()
         self._serving = Tasks()
         self._wrong_peers = WrongPeers()
-        self._accept: dict[str, Callable[[PeerId, SocketStream | LocalSocket], None]] = {}
-        self._door = Door(peer_id, self._accept) if settings.local_shortcut else None
+        self._accept: dict[str, Callable[[PeerId, SocketStream], None]] = {}
         self.direct = DirectConnections(control, self._accept_direct, self._accept.keys())
         self._closed = False
 
@@ -127,9 +124,7 @@ class Libp2pTransport(Transport):
             callback(self.lost_reason)
 
     async def open(self, peer: PeerId, protocol: str, timeout_seconds: float, *, expected_bytes: int = 0) -> Stream:
-        socket: SocketStream | LocalSocket | None = None
-        if self._door is not None and (socket := self._door.open(peer, protocol)) is not None:
-            return self._stream(peer, socket)
+        socket: SocketStream | None = None
         with self._mapped(peer):
             async with asyncio.timeout(timeout_seconds):
                 if self.settings.direct != "off" and expected_bytes >= self.settings.direct_from_bytes:
@@ -139,7 +134,7 @@ class Libp2pTransport(Transport):
         return self._stream(peer, socket)
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
-        def accept(peer: str, socket: SocketStream | LocalSocket) -> None:
+        def accept(peer: str, socket: SocketStream) -> None:
             if len(self._serving) >= self.settings.max_streams or self._closed:
                 socket.abort()
                 return
@@ -271,8 +266,6 @@ class Libp2pTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        if self._door is not None:
-            self._door.close()
         await self._serving.close()
         await self._tasks.close()
         for stream in list(self._streams):
@@ -286,7 +279,7 @@ class Libp2pTransport(Transport):
     def _accept_direct(self, peer: PeerId, protocol: str, socket: SocketStream) -> None:
         self._accept[protocol](peer, socket)
 
-    def _stream(self, peer: PeerId, socket: SocketStream | LocalSocket) -> PeerStream:
+    def _stream(self, peer: PeerId, socket: SocketStream) -> PeerStream:
         stream = PeerStream(peer, socket, self._streams.discard)
         self._streams.add(stream)
         return stream
@@ -295,8 +288,6 @@ class Libp2pTransport(Transport):
         logger.error("%s", reason)
         self.lost_reason = reason
         self.lost.set()
-        if self._door is not None:
-            self._door.close()
         for stream in list(self._streams):
             stream.abort()
         if self._on_lost is not None:

@@ -28,7 +28,7 @@ from p2ptrain.errors import DeadlineError, PeerUnreachableError
 from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import MAX_MESSAGE_BYTES, Kind, Message, frame, pack
-from p2ptrain.network.rpc.rates import Meters, RateLimit, Traffic
+from p2ptrain.network.rpc.rates import RateLimit, Traffic
 from p2ptrain.network.rpc.server import (
     NOT_SERVED,
     OTHER_PROTOCOL,
@@ -78,8 +78,8 @@ class Rpc:
         self._swarm = swarm
         self._limits = limits = limits or RpcLimits()
         self._protocol = protocol
-        self._meters = Meters(Traffic(RateLimit(limits.up_bytes_per_second), RateLimit(limits.down_bytes_per_second)))
-        self._server = RpcServer(swarm, protocol, limits, self._meters)
+        self._traffic = Traffic(RateLimit(limits.up_bytes_per_second), RateLimit(limits.down_bytes_per_second))
+        self._server = RpcServer(swarm, protocol, limits, self._traffic)
         self._outbound: Counter[PeerId] = Counter()
         self._dial_seconds: dict[PeerId, float] = {}
 
@@ -104,23 +104,13 @@ class Rpc:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of all frames written so far; those to peers of this process are not among them."""
-        return self._meters.network.sent
+        """Bytes of all frames written so far."""
+        return self._traffic.sent
 
     @property
     def bytes_received(self) -> int:
-        """Bytes of all frames read so far; those from peers of this process are not among them."""
-        return self._meters.network.received
-
-    @property
-    def local_bytes_sent(self) -> int:
-        """Bytes of all frames written to peers of this process."""
-        return self._meters.local.sent
-
-    @property
-    def local_bytes_received(self) -> int:
-        """Bytes of all frames read from peers of this process."""
-        return self._meters.local.received
+        """Bytes of all frames read so far."""
+        return self._traffic.received
 
     @property
     def refusals(self) -> Counter[tuple[PeerId, str]]:
@@ -286,6 +276,5 @@ class Rpc:
             raise
         finally:
             self._note_dial(peer, seconds)
-        traffic = self._meters.of(stream)
-        traffic.sent += len(opening)
-        return Channel(stream, self._limits.channel, traffic)
+        self._traffic.sent += len(opening)
+        return Channel(stream, self._limits.channel, self._traffic)

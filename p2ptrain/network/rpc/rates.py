@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 
-from p2ptrain.network.transport import Stream
-
 BURST_SECONDS = 0.2
 """How far the allowed average may be run ahead of."""
 
@@ -47,20 +45,3 @@ class Traffic:
         self.received = 0
         self.up = up or RateLimit()
         self.down = down or RateLimit()
-
-
-class Meters:
-    """The traffic of a peer, and apart from it what stays in its process, which no limit concerns.
-
-    Attributes:
-        network: What leaves the process.
-        local: What goes between peers within it.
-    """
-
-    def __init__(self, network: Traffic) -> None:
-        self.network = network
-        self.local = Traffic()
-
-    def of(self, stream: Stream) -> Traffic:
-        """Where the bytes of a stream are counted."""
-        return self.local if stream.is_local else self.network

@@ -21,7 +21,7 @@ from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerLostErr
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frame_reader import PIECE_BYTES
 from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, Kind, Message, error_frame, pack, unpack
-from p2ptrain.network.rpc.rates import Meters
+from p2ptrain.network.rpc.rates import Traffic
 from p2ptrain.network.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
@@ -83,15 +83,15 @@ class RpcServer:
         swarm: The manifest digest; peers of other swarms are refused.
         protocol: The version this peer speaks.
         limits: What strangers may use of this peer.
-        meters: Count what goes over the wire.
+        traffic: Counts what goes over the wire.
     """
 
-    def __init__(self, swarm: bytes, protocol: int, limits: RpcLimits, meters: Meters) -> None:
+    def __init__(self, swarm: bytes, protocol: int, limits: RpcLimits, traffic: Traffic) -> None:
         self.refusals: Counter[tuple[PeerId, str]] = Counter()
         self._swarm = swarm
         self._protocol = protocol
         self._limits = limits
-        self._meters = meters
+        self._traffic = traffic
         self._services: dict[str, _Service] = {}
         self._local: dict[str, RequestHandler] = {}
         self._inbound: Counter[PeerId] = Counter()
@@ -181,7 +181,7 @@ class RpcServer:
             except _RefusalError as refusal:
                 await self._refuse_stream(stream, refusal)
                 return
-            await self._serve(service, request, Channel(stream, self._limits.channel, self._meters.of(stream)))
+            await self._serve(service, request, Channel(stream, self._limits.channel, self._traffic))
         except PeerLostError:
             stream.abort()
         finally:
@@ -229,7 +229,7 @@ class RpcServer:
             raise _RefusalError("malformed header", f"malformed header: a frame of kind {kind}")
         if length > max_bytes:
             raise _RefusalError("oversized request", f"a frame of {length} bytes where {max_bytes} are allowed")
-        self._meters.of(stream).received += FRAME.size + length
+        self._traffic.received += FRAME.size + length
         return await stream.read(length) if length else b""
 
     async def _refuse_stream(self, stream: Stream, refusal: _RefusalError) -> None:
@@ -244,7 +244,7 @@ class RpcServer:
             async with asyncio.timeout(min(2.0, self._limits.channel.linger_seconds)):
                 data = error_frame(refusal.reason)
                 await stream.write(data)
-                self._meters.of(stream).sent += len(data)
+                self._traffic.sent += len(data)
                 # Closing while the peer still writes could lose the reason: read until it has seen it.
                 for _ in range(MAX_FRAME_BYTES // PIECE_BYTES):
                     await stream.read(PIECE_BYTES)

@@ -49,7 +49,7 @@ def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
 async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[tuple[Libp2pTransport, Rpc]]:
     """A daemon of this process with a key that nobody knows."""
     with await asyncio.to_thread(Identity.ephemeral) as identity:
-        bare = {"listen": (), "direct": "off", "local_shortcut": False}
+        bare = {"listen": (), "direct": "off"}
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
         try:
             rpc = Rpc(transport, runtime, swarm)

@@ -101,11 +101,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]], timeout_seconds: 
 
 @contextlib.asynccontextmanager
 async def loopback_transport(**settings: Any) -> AsyncIterator[tuple[Identity, Libp2pTransport]]:
-    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then.
-
-    Streams between two of them go through the daemons unless ``settings`` say otherwise.
-    """
-    settings = {"listen": LOOPBACK, "local_shortcut": False, **settings}
+    """An ephemeral identity and its transport, closed at the end; the daemon must be gone then."""
+    settings = {"listen": LOOPBACK, **settings}
     with Identity.ephemeral() as identity:
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**settings))
         try:

@@ -1,4 +1,4 @@
-"""Bytes come out as they went in, wherever they are cut, through sockets on both event loops and in memory."""
+"""Bytes come out as they went in, wherever they are cut, on both event loops."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ import pytest
 import uvloop
 
 from p2ptrain.network.libp2p.socket_stream import BUFFER_BYTES, SocketStream
-from p2ptrain.network.local import LocalSocket, socket_pair
 
-End = SocketStream | LocalSocket
-Scenario = Callable[[End, End], Awaitable[None]]
+Scenario = Callable[[SocketStream, SocketStream], Awaitable[None]]
 
 
-@pytest.fixture(params=["asyncio", "uvloop", "asyncio, in memory", "uvloop, in memory"])
+@pytest.fixture(params=["asyncio", "uvloop"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], None]:
     """Runs a scenario with the two ends of a connection."""
 
@@ -37,22 +35,14 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Scenario], 
             server.close()
             await asyncio.sleep(0.01)
 
-    async def in_memory(scenario: Scenario) -> None:
-        async with asyncio.timeout(20):
-            await scenario(*socket_pair())
-
-    def start(scenario: Scenario) -> None:
-        on_loop, *where = request.param.split(", ")
-        (uvloop.run if on_loop == "uvloop" else asyncio.run)((in_memory if where else connected)(scenario))
-
-    return start
+    return lambda scenario: (uvloop.run if request.param == "uvloop" else asyncio.run)(connected(scenario))
 
 
 def test_any_mix_of_reads_gives_the_bytes_that_were_written(run: Callable[[Scenario], None]) -> None:
     chance = random.Random(1)
     data = chance.randbytes(3_000_000)
 
-    async def scenario(ours: End, theirs: End) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         async def write() -> None:
             at = 0
             while at < len(data):
@@ -79,7 +69,7 @@ def test_any_mix_of_reads_gives_the_bytes_that_were_written(run: Callable[[Scena
 
 
 def test_a_writer_is_held_back_while_nobody_reads(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: End, theirs: End) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         writing = asyncio.create_task(ours.write(bytes(8_000_000)))
         await asyncio.sleep(0.2)
         assert not writing.done()
@@ -90,7 +80,7 @@ def test_a_writer_is_held_back_while_nobody_reads(run: Callable[[Scenario], None
 
 
 def test_what_arrived_before_the_end_can_be_read_and_then_eof_is_raised(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: End, theirs: End) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         await ours.write(b"last words")
         await ours.close()
         await asyncio.sleep(0.05)
@@ -102,7 +92,7 @@ def test_what_arrived_before_the_end_can_be_read_and_then_eof_is_raised(run: Cal
 
 
 def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: End, theirs: End) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         view = bytearray(100)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -115,7 +105,7 @@ def test_a_cancelled_read_leaves_the_buffer_alone_afterwards(run: Callable[[Scen
 
 
 def test_writing_to_an_aborted_stream_raises(run: Callable[[Scenario], None]) -> None:
-    async def scenario(ours: End, theirs: End) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
         ours.abort()
         with pytest.raises(OSError, match="closed"):
             await ours.write(b"too late")

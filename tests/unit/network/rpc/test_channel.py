@@ -1,44 +1,26 @@
-"""Channels: messages and bulk data, deadlines, ends, refusals and cancellation, over a network and within a process."""
+"""Channels: messages and bulk data, deadlines, ends, refusals and cancellation."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
-from p2ptrain.network import simulated
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.frames import FRAME, error_frame
-from p2ptrain.network.simulated import SimulatedNetwork
+from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.sim.channels import conversation, talkers
-from tests.support.sim.local import in_memory
 from tests.support.sim.peers import members, until
-
-Simulate = Callable[[Callable[[SimulatedNetwork], Awaitable[None]], int], None]
 
 NEVER_THERE_BYTES = 64 << 20
 """More than the simulated network carries in five seconds, and than an unread channel holds."""
 
 
-@pytest.fixture(params=["over a network", "in memory"])
-def simulate(request: pytest.FixtureRequest) -> Simulate:
-    """Runs a scenario in virtual time."""
-
-    def run(main: Callable[[SimulatedNetwork], Awaitable[None]], seed: int) -> None:
-        def run_in_memory(network: SimulatedNetwork) -> Awaitable[None]:
-            return main(in_memory(network))
-
-        simulated.simulate(main if request.param == "over a network" else run_in_memory, seed)
-
-    return run
-
-
-def test_messages_and_bulk_buffers_arrive_whole_and_in_order(simulate: Simulate) -> None:
+def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
     sizes = (0, 1, 65536, 65537, 262144, 262145, 1_000_003)
     data = random.Random(5).randbytes(max(sizes))
 
@@ -63,7 +45,7 @@ def test_messages_and_bulk_buffers_arrive_whole_and_in_order(simulate: Simulate)
     simulate(main, 1)
 
 
-def test_a_server_tells_and_counts_what_a_peer_did_wrong(simulate: Simulate) -> None:
+def test_a_server_tells_and_counts_what_a_peer_did_wrong() -> None:
     async def server(channel: Channel) -> None:
         await channel.receive(5, max_bytes=100)
 
@@ -77,7 +59,7 @@ def test_a_server_tells_and_counts_what_a_peer_did_wrong(simulate: Simulate) -> 
     simulate(main, 1)
 
 
-def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first(simulate: Simulate) -> None:
+def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first() -> None:
     async def server(channel: Channel) -> None:
         await channel.send({"number": 1})
         await channel.send({"number": 2})
@@ -93,7 +75,7 @@ def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first
     simulate(main, 1)
 
 
-def test_bulk_data_right_before_the_end_is_not_lost(simulate: Simulate) -> None:
+def test_bulk_data_right_before_the_end_is_not_lost() -> None:
     async def server(channel: Channel) -> None:
         await channel.send_bytes(b"x" * 700_000)
 
@@ -104,7 +86,7 @@ def test_bulk_data_right_before_the_end_is_not_lost(simulate: Simulate) -> None:
     simulate(main, 1)
 
 
-def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish(simulate: Simulate) -> None:
+def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finish() -> None:
     received: list[bytes] = []
 
     async def server(channel: Channel) -> None:
@@ -121,7 +103,7 @@ def test_closing_waits_until_all_has_arrived_but_not_for_the_other_side_to_finis
     simulate(main, 1)
 
 
-def test_a_deadline_in_receive_leaves_the_channel_usable(simulate: Simulate) -> None:
+def test_a_deadline_in_receive_leaves_the_channel_usable() -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(2)
         await channel.send({"late": True})
@@ -135,7 +117,7 @@ def test_a_deadline_in_receive_leaves_the_channel_usable(simulate: Simulate) -> 
     simulate(main, 1)
 
 
-def test_a_deadline_in_receive_bytes_ends_the_channel(simulate: Simulate) -> None:
+def test_a_deadline_in_receive_bytes_ends_the_channel() -> None:
     async def server(channel: Channel) -> None:
         await channel.send_bytes(bytes(1_000_000), more=True)
         await asyncio.sleep(5)
@@ -150,7 +132,7 @@ def test_a_deadline_in_receive_bytes_ends_the_channel(simulate: Simulate) -> Non
     simulate(main, 1)
 
 
-def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(simulate: Simulate) -> None:
+def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline() -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(400)
 
@@ -164,7 +146,7 @@ def test_a_peer_that_lives_but_never_reads_meets_the_send_deadline(simulate: Sim
 
 
 @pytest.mark.parametrize("operation", ["receive", "receive_bytes", "send_bytes"])
-def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operation: str) -> None:
+def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, other):
             seen: list[BaseException] = []
@@ -203,7 +185,7 @@ def test_cancellation_frees_everything_on_both_sides(simulate: Simulate, operati
     simulate(main, 1)
 
 
-def test_a_cancelled_receive_kills_the_channel(simulate: Simulate) -> None:
+def test_a_cancelled_receive_kills_the_channel() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
             receiving = asyncio.create_task(channel.receive(600))
@@ -217,7 +199,7 @@ def test_a_cancelled_receive_kills_the_channel(simulate: Simulate) -> None:
     simulate(main, 1)
 
 
-def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(simulate: Simulate) -> None:
+def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
     async def server(channel: Channel) -> None:
         await asyncio.sleep(1)
         raise ResourceError("no memory for this")
@@ -236,7 +218,7 @@ def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(simulate: Si
     simulate(sends, 1)
 
 
-def test_a_reason_is_cut_to_a_bounded_length(simulate: Simulate) -> None:
+def test_a_reason_is_cut_to_a_bounded_length() -> None:
     assert len(error_frame("é" * 5000)) == FRAME.size + 1024
 
     async def server(channel: Channel) -> None:
@@ -251,7 +233,7 @@ def test_a_reason_is_cut_to_a_bounded_length(simulate: Simulate) -> None:
     simulate(main, 1)
 
 
-def test_several_tasks_may_send_and_frames_stay_whole(simulate: Simulate) -> None:
+def test_several_tasks_may_send_and_frames_stay_whole() -> None:
     async def server(channel: Channel) -> None:
         numbers = [(await channel.receive(30))["number"] for _ in range(200)]
         await channel.send({"sorted": sorted(numbers) == list(range(200))})
@@ -294,10 +276,10 @@ def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
                 await until(lambda: other.rpc.num_inbound == 1, 60)
         assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
 
-    simulated.simulate(main, 1)
+    simulate(main, 1)
 
 
-def test_nothing_follows_the_last_word(simulate: Simulate) -> None:
+def test_nothing_follows_the_last_word() -> None:
     async def server(channel: Channel) -> None:
         await channel.lost
 
@@ -317,7 +299,7 @@ def test_nothing_follows_the_last_word(simulate: Simulate) -> None:
 
 
 def test_a_defect_in_a_channels_own_task_ends_the_channel(
-    simulate: Simulate, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def server(channel: Channel) -> None:
         await channel.receive(60)
