@@ -61,11 +61,9 @@ SPARSE = Method("SparseLoCo, H = 6", LOCAL, "topk", gathered=True, feedback_deca
 UNCORRECTED = Method(
     "topk without feedback, rate 4", LOCAL | {"outer_learning_rate": 4.0}, "topk", gathered=True, feedback_decay=0.0
 )
-POWERSGD = Method("every step, powersgd", GLOBAL, "powersgd", feedback_decay=0.9)
 METHODS = (
     Method(LARGE_BATCH, GLOBAL),
     Method(FULL_GRADIENTS, GLOBAL, "int8"),
-    POWERSGD,
     Method("DiLoCo, int8", NESTEROV, "int8"),
     Method("streaming, 2 fragments, int4", {**NESTEROV, "fragments": 2}, "int4"),
     Method("streaming, overlap of 1 step, int4", {**NESTEROV, "fragments": 2, "overlap_steps": 1}, "int4"),
@@ -81,7 +79,6 @@ GRIDS: dict[str, list[dict[str, Any]]] = {
     "DiLoCo, int8": [{}, *({**LOCAL, "learning_rate": rate} for rate in (2e-3, 4e-3))],
     SPARSE.name: [{}, {"learning_rate": 6e-3}, {"learning_rate": 8e-3}, {"outer_learning_rate": 0.7}],
     UNCORRECTED.name: [{"outer_learning_rate": rate} for rate in (2.0, 4.0)],
-    POWERSGD.name: [{}, {"feedback_decay": 1.0}, {"learning_rate": 4e-3}],
 }
 """What was tried; others take the rates of their kin."""
 

@@ -254,8 +254,7 @@ class AveragingSpec(Section):
         "max_weight_ratio": _rules("mean", "norm_clip"),
     }
     codec: str = "int8"
-    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4``, ``powersgd`` (low rank) or ``topk``, from exact to compact; and
-    ``int8a`` and ``int4a`` for values not centred on zero."""
+    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4`` or ``topk``, from exact to compact."""
     small_tensors: Literal["", "fp32", "fp16", "bf16"] = ""
     """A codec of their own for small tensors such as norms and biases; empty for the one of all others."""
     small_values: int = Field(4096, ge=1, le=1 << 24)
@@ -330,7 +329,7 @@ class PipelineSpec(Section):
     """Instead of ``stages``: the blocks at which the second stage and those after it begin."""
     stage_memory: int = Field(0, ge=0, le=1 << 50)
     """With ``stages = "auto"``: the bytes that a volunteer has for a stage, its optimizer and activations included."""
-    codec: Literal["int8", "int8a", "int4", "int4a", "fp16", "bf16", "fp32"] = "int8"
+    codec: Literal["int8", "int4", "fp16", "bf16", "fp32"] = "int8"
     """How activations and their gradients travel."""
     moments: Literal["fp32", "8bit"] = "fp32"
     """How AdamW's moments are held. ``8bit``: 2 bytes a parameter instead of 8, and half the download for newcomers."""

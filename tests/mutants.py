@@ -766,7 +766,7 @@ MUTANTS = (
         "codecs/blockwise.py",
         '            raise CodecError(f"{self.name}: the unused half of a block\'s last byte is not zero")\n',
         "            pass\n",
-        "unit/codecs/test_symmetric.py -k unused_half",
+        "unit/codecs/test_blockwise.py -k unused_half",
     ),
     Mutant(
         "a host that leaves takes on nothing new",

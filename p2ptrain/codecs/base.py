@@ -69,8 +69,7 @@ class Decoder(ABC):
 class Codec(Decoder):
     """Encodes flat fp32 CPU vectors too, and accumulates them, as deterministically as it decodes.
 
-    Encoding gives equal bytes for equal input on one machine; a vector is encoded once, so nobody else has to come to
-    the same bytes.
+    Encoding gives equal bytes for equal input on every machine.
 
     A vector may be split at any multiple of ``block_size`` values: encoding the pieces one by one, each with the codec
     that `part` gives for it, gives the same bytes as encoding the whole, piece by piece.
@@ -81,14 +80,12 @@ class Codec(Decoder):
         lossy: Whether decoding can differ from the input, so that error feedback is needed.
         sparse: Whether most values decode to zero. The mean of several such vectors has other non-zeros than each of
             them, so this codec would lose most of it: see `p2ptrain.codecs.part_list`.
-        reproducible: Whether encoding gives equal bytes on every machine; if not, another machine's are about as close.
     """
 
     name: str
     version: int = 1
     lossy: bool = False
     sparse: bool = False
-    reproducible: bool = True
 
     def part(self, low: int, high: int) -> Codec:
         """See `Decoder.part`."""

@@ -1,18 +1,28 @@
-"""Block-wise quantisation: what the codecs `p2ptrain.codecs.symmetric` and `p2ptrain.codecs.affine` share.
+"""``int8`` and ``int4``: block-wise quantisation around zero.
 
-A block of consecutive values (256 in 8 bits, 128 in 4) is sent as one or two fp32 numbers and its quantised values::
+A block of consecutive values (256 in 8 bits, 128 in 4) is sent as its scale, little-endian fp32, and its codes::
 
-    | header of block 0 | codes of block 0 | header 1 | codes of block 1 | ... | header | codes of the last block |
+    | scale of block 0 | codes of block 0 | scale 1 | codes of block 1 | ... | scale | codes of the last block |
 
-The header stands next to its block, so a vector can be cut at any multiple of a block and encoded, sent and decoded in
+    peak  = max(|x|) over the block            scale = max(peak, 2**-100) / levels, or 0 if peak = 0
+    q     = round_half_even(x * (levels / max(peak, 2**-100)))                  decoded = q * scale
+
+with 127 levels for ``int8`` and 7 for ``int4``. For a block whose largest magnitude is ``peak``::
+
+    |decoded - x| <= max(peak, 2**-100) / (2 * levels) * (1 + 2**-14)
+
+(half a quantisation step; the last factor covers the fp32 roundings of scale and product). A block of zeros has scale 0
+and decodes to zeros.
+
+The scale stands next to its block, so a vector can be cut at any multiple of a block and encoded, sent and decoded in
 pieces. 256 is the largest power of two for which the mean of four Gaussian vectors, each encoded in ``int8`` and the
 mean encoded again, stays within 1 % relative L2 error (0.98 %; 512 values: 1.05 %); it costs 1.6 % more bytes than bare
 int8. A Gaussian vector in ``int4`` has 11.7 % error with blocks of 128, which cost 6 % more bytes than bare int4 (64
 values: 10.8 % for 12.5 % more).
 
-Only single IEEE-754 operations (maximum, minimum, divide, multiply, add, subtract, round to nearest even) touch the
-values, never a fused multiply-add, so every CPU computes the same bits, with kernels or without. The floor of
-``2**-100`` keeps scales out of the subnormal range, where CPUs differ in speed and, by mode bits, in results.
+Only single IEEE-754 operations (maximum, divide, multiply, add, round to nearest even) touch the values, never a fused
+multiply-add, so every CPU computes the same bits, with kernels or without. The floor of ``2**-100`` keeps scales out of
+the subnormal range, where CPUs differ in speed and, by mode bits, in results.
 
 Block-wise absmax quantisation: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.1,
 https://arxiv.org/abs/2110.02861 (there with a non-linear code; here linear, which is faster to decode).
@@ -39,30 +49,28 @@ from p2ptrain.codecs.arrays import (
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.codecs.native import KernelCodec
 
-NUMBER_BYTES: Final = 4
+SCALE_BYTES: Final = 4
 MIN_PEAK: Final = 2.0**-100
 MAX_PEAK: Final = 2.0**120
 """Larger values are refused: what a hostile sender may ask a decoder to compute must be finite."""
+BIAS: Final = 8
+"""What is added to a quantised value to make a code of four bits."""
 
 Codes = npt.NDArray[np.int8 | np.uint8]
-Headers = npt.NDArray[np.float32]
-"""Numbers of the blocks' headers, ``[rows, header_numbers]``: views into encoded bytes, maybe unaligned."""
+Scales = npt.NDArray[np.float32]
+"""The blocks' scales, ``[rows, 1]``: a view into encoded bytes, maybe unaligned."""
 
 
 class BlockwiseCodec(KernelCodec):
-    """What all of them share. Subclasses say how headers are found, and how quantised values become bytes.
-
-    Decoding computes ``q * scale``, and adds the header's second number where it has one.
+    """What both widths share. Subclasses say how quantised values become bytes.
 
     Attributes:
         levels: The largest quantised value.
         code_type: The type of one code, or of a byte that holds two.
-        header_numbers: 1: a scale. 2: a scale, and what is added.
     """
 
     levels: float
     code_type: type[np.int8] | type[np.uint8]
-    header_numbers: int
     lossy = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
 
@@ -86,23 +94,11 @@ class BlockwiseCodec(KernelCodec):
     def check_codes(self, codes: Codes, columns: int) -> None:
         """Raise `CodecError` for bytes that no encoder writes and that a decoder would not notice."""
 
-    @abstractmethod
-    def encode_rows(self, span: torch.Tensor, codes: torch.Tensor, headers: Headers) -> None:
-        """Encode fp32 ``span`` [rows, columns] into ``codes`` [rows, code_bytes] and ``headers``.
-
-        Raises:
-            CodecError: `refusal`.
-        """
-
-    @abstractmethod
-    def check_headers(self, headers: Headers) -> None:
-        """Raise `CodecError` unless every code decodes to a finite number with these."""
-
     def encoded_bytes(self, num_values: int) -> int:
-        """The codes, and a header for each started block."""
+        """The codes, and a scale for each started block."""
         blocks, rest = divmod(num_values, self.block_size)
-        size = blocks * (self._header_bytes + self.code_bytes(self.block_size))
-        return size + (self._header_bytes + self.code_bytes(rest) if rest else 0)
+        size = blocks * (SCALE_BYTES + self.code_bytes(self.block_size))
+        return size + (SCALE_BYTES + self.code_bytes(rest) if rest else 0)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
         """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
@@ -111,8 +107,33 @@ class BlockwiseCodec(KernelCodec):
         done = self._run_kernel("encode", values.data_ptr(), encoded.ctypes.data, len(values))
         for start, rows, columns in self._spans(done, len(values)):
             span = values[start : start + rows * columns].view(rows, columns)
-            headers, codes = self._views(encoded, start, rows, columns)
-            self.encode_rows(span, torch.from_numpy(codes), headers)
+            scales, codes = self._views(encoded, start, rows, columns)
+            self._encode_rows(span, torch.from_numpy(codes), scales)
+
+    def _encode_rows(self, span: torch.Tensor, codes: torch.Tensor, scales: Scales) -> None:
+        """Encode fp32 ``span`` [rows, columns] into ``codes`` [rows, code_bytes] and ``scales``.
+
+        Raises:
+            CodecError: `refusal`.
+        """
+        rows, columns = span.shape
+        peaks = torch.empty(rows, 1)
+        scratch = torch.empty(min(rows, self._rows_per_chunk), columns)
+        levels, floor = torch.tensor(self.levels), torch.tensor(MIN_PEAK)
+        for piece in chunks(rows, self._rows_per_chunk):
+            source, work, peak = span[piece], scratch[: piece.stop - piece.start], peaks[piece]
+            torch.abs(source, out=work)
+            torch.amax(work, 1, keepdim=True, out=peak)
+            inverse = torch.maximum(peak, floor)
+            torch.div(levels, inverse, out=inverse)
+            torch.mul(source, inverse, out=work)
+            work.round_()
+            self.write_codes(work, codes[piece])
+        # amax hands on NaN, and NaN fails the comparison. What was quantised from such values is thrown away here.
+        if not bool((peaks <= MAX_PEAK).all()):
+            raise CodecError(f"{self.name}: {self.refusal}")
+        scale = torch.where(peaks == 0, torch.zeros(()), torch.maximum(peaks, floor).div_(levels))
+        scales[...] = scale.numpy()
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
         """See `Codec.decode_into`."""
@@ -120,17 +141,17 @@ class BlockwiseCodec(KernelCodec):
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         done = self._run_kernel("decode", array.ctypes.data, values.data_ptr(), len(values))
         for start, rows, columns in self._spans(done, len(values)):
-            headers, codes = self._views(array, start, rows, columns)
-            numbers = torch.from_numpy(headers.astype(np.float32))
+            scales, codes = self._views(array, start, rows, columns)
+            factors = torch.from_numpy(scales.astype(np.float32))
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
-                self._decode_rows(codes[piece], numbers[piece], span[piece])
+                self._decode_rows(codes[piece], factors[piece], span[piece])
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
         """Add ``q * (scale * weight)``; see `Codec.accumulate_into`.
 
-        The weight multiplies each number of a header, not each value, so that the result can differ from ``weight``
-        times the decoded value in the last bit; with weight 1 it does not.
+        The weight multiplies each scale, not each value, so that the result can differ from ``weight`` times the
+        decoded value in the last bit; with weight 1 it does not.
         """
         values = check_vector(out)
         rounded_weight = check_weight(weight)
@@ -138,34 +159,70 @@ class BlockwiseCodec(KernelCodec):
         done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         scratch = torch.empty(min(len(values) - done, CHUNK_VALUES), dtype=torch.float32)
         for start, rows, columns in self._spans(done, len(values)):
-            headers, codes = self._views(array, start, rows, columns)
-            numbers = torch.from_numpy(headers.astype(np.float32)).mul_(rounded_weight)
+            scales, codes = self._views(array, start, rows, columns)
+            factors = torch.from_numpy(scales.astype(np.float32)).mul_(rounded_weight)
             span = values[start : start + rows * columns].view(rows, columns)
             for piece in chunks(rows, self._rows_per_chunk):
                 terms = scratch[: (piece.stop - piece.start) * columns].view(-1, columns)
-                self._decode_rows(codes[piece], numbers[piece], terms)
+                self._decode_rows(codes[piece], factors[piece], terms)
                 span[piece].add_(terms)
 
-    def _decode_rows(self, codes: Codes, numbers: torch.Tensor, out: torch.Tensor) -> None:
-        """Overwrite ``out`` [rows, columns] with what the codes mean under ``numbers`` [rows, header_numbers]."""
+    def _decode_rows(self, codes: Codes, factors: torch.Tensor, out: torch.Tensor) -> None:
+        """Overwrite ``out`` [rows, columns] with the codes times ``factors`` [rows, 1]."""
         self.read_codes(codes, out.numpy())
-        # Two instructions on purpose: addcmul could be compiled to a fused multiply-add on some CPUs only.
-        out.mul_(numbers[:, :1])
-        if self.header_numbers == 2:
-            out.add_(numbers[:, 1:])
+        # An instruction of its own on purpose: addcmul could be compiled to a fused multiply-add on some CPUs only.
+        out.mul_(factors)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """Check length and headers. The lowest code is valid although no symmetric encoder writes it."""
+        """Check length and scales. The lowest code is valid although no encoder writes it."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        max_scale = float(np.float32(MAX_PEAK) / np.float32(self.levels))
         for start, rows, columns in self._spans(0, num_values):
-            headers, codes = self._views(array, start, rows, columns)
+            scales, codes = self._views(array, start, rows, columns)
             for piece in chunks(rows, CHUNK_VALUES):
-                self.check_headers(headers[piece])
+                # False for NaN too. -0.0 passes: it decodes to zeros.
+                if not bool(np.all((scales[piece] >= 0) & (scales[piece] <= max_scale))):
+                    raise CodecError(
+                        f"{self.name}: a block's scale is negative, not finite or beyond 2**120 / {self.levels:g}"
+                    )
             self.check_codes(codes, columns)
 
-    @property
-    def _header_bytes(self) -> int:
-        return NUMBER_BYTES * self.header_numbers
+    def largest(self, data: Buffer, num_values: int) -> float:
+        """See `Codec.largest`; from the scales alone, so that it costs next to nothing.
+
+        The lowest code, which no encoder writes, decodes to somewhat more.
+        """
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        scales = [self._views(array, *span)[0].max() for span in self._spans(0, num_values)]
+        return float(np.max(scales)) * self.levels if scales else 0.0
+
+    def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
+        """See `Codec.squared_norms`; without decoding: for each block, its scale's square times the sum of the codes'.
+
+        That sum is a whole number below ``2**24``, so that fp32 holds it exactly in whatever order it is added up.
+        """
+        array = byte_array(data, self.encoded_bytes(num_values), self.name)
+        steps, blocks = -(-num_values // step), step // self.block_size
+        squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
+        done = self._run_kernel("squares", array.ctypes.data, squares.ctypes.data, num_values)
+        scratch = np.empty((self._rows_per_chunk, self.block_size), np.float32)
+        for start, rows, columns in self._spans(done, num_values):
+            _, codes = self._views(array, start, rows, columns)
+            for piece in chunks(rows, self._rows_per_chunk):
+                numbers = scratch[: piece.stop - piece.start, :columns]
+                self.read_codes(codes[piece], numbers)
+                first = start // self.block_size + piece.start
+                squares[first : first + len(numbers)] = np.matmul(numbers[:, None, :], numbers[:, :, None])[:, 0, 0]
+        for start, rows, columns in self._spans(0, num_values):
+            scales, first = self._views(array, start, rows, columns)[0][:, 0], start // self.block_size
+            energies[first : first + rows] = np.square(scales.astype(np.float64)) * squares[first : first + rows]
+        sums = energies.reshape(steps, blocks)
+        while (width := sums.shape[1]) > 1:  # By halves, so that the order does not depend on a library.
+            half = -(-width // 2)
+            sums[:, : width - half] += sums[:, half:]
+            sums = sums[:, :half]
+        found: list[float] = sums[:, 0].tolist()
+        return found
 
     @property
     def _rows_per_chunk(self) -> int:
@@ -180,25 +237,29 @@ class BlockwiseCodec(KernelCodec):
         spans = [(done, rows, self.block_size)] if rows else []
         return [*spans, (num_values - rest, 1, rest)] if rest else spans
 
-    def _views(self, array: npt.NDArray[np.uint8], start: int, rows: int, columns: int) -> tuple[Headers, Codes]:
-        """Strided views into encoded bytes: headers ``<f4[rows, header_numbers]`` and codes ``[rows, n]``."""
-        offset = start // self.block_size * (self._header_bytes + self.code_bytes(self.block_size))
-        width = self._header_bytes + self.code_bytes(columns)
+    def _views(self, array: npt.NDArray[np.uint8], start: int, rows: int, columns: int) -> tuple[Scales, Codes]:
+        """Strided views into encoded bytes: scales ``<f4[rows, 1]`` and codes ``[rows, n]``."""
+        offset = start // self.block_size * (SCALE_BYTES + self.code_bytes(self.block_size))
+        width = SCALE_BYTES + self.code_bytes(columns)
         matrix = array[offset : offset + rows * width].reshape(rows, width)
-        return matrix[:, : self._header_bytes].view("<f4"), matrix[:, self._header_bytes :].view(self.code_type)
+        return matrix[:, :SCALE_BYTES].view("<f4"), matrix[:, SCALE_BYTES:].view(self.code_type)
 
 
-class ByteCodes(BlockwiseCodec):
-    """Eight bits a value, in blocks of 256."""
+class Int8Codec(BlockwiseCodec):
+    """One byte a value, with one fp32 scale for each 256 values; a code is the quantised value, signed."""
 
+    name = "int8"
+    version = 1
     block_size = 256
+    levels = 127.0
+    code_type = np.int8
 
     def code_bytes(self, num_values: int) -> int:
         """One byte a value."""
         return num_values
 
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
-        """As signed or unsigned bytes, as `code_type` says."""
+        """See `BlockwiseCodec.write_codes`."""
         out.copy_(rounded)
 
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
@@ -206,17 +267,18 @@ class ByteCodes(BlockwiseCodec):
         np.copyto(out, codes)
 
 
-class HalfByteCodes(BlockwiseCodec):
-    """Four bits a value, in blocks of 128.
+class Int4Codec(BlockwiseCodec):
+    """Four bits a value, with one fp32 scale for each 128 values; a code is the quantised value plus 8.
 
-    A code is the quantised value plus ``bias``. Byte ``i`` of a block of ``n`` holds value ``i`` in its low half and
-    value ``i + ceil(n / 2)`` in its high half, so that both halves are read and written in order; the last high half
-    of an odd block is zero.
+    Byte ``i`` of a block of ``n`` holds value ``i`` in its low half and value ``i + ceil(n / 2)`` in its high half, so
+    that both halves are read and written in order; the last high half of an odd block is zero.
     """
 
+    name = "int4"
+    version = 1
     block_size = 128
+    levels = 7.0
     code_type = np.uint8
-    bias: float
 
     def code_bytes(self, num_values: int) -> int:
         """Half a byte a value."""
@@ -225,8 +287,8 @@ class HalfByteCodes(BlockwiseCodec):
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
         """Two to a byte."""
         half, rest = _halves(rounded.shape[1])
-        # NaN becomes some number here; `encode_rows` refuses it afterwards.
-        codes = rounded.add(self.bias).to(torch.uint8).bitwise_and_(15)
+        # NaN becomes some number here; `_encode_rows` refuses it afterwards.
+        codes = rounded.add(BIAS).to(torch.uint8).bitwise_and_(15)
         codes[:, :rest].bitwise_or_(codes[:, half:].bitwise_left_shift(4))
         out.copy_(codes[:, :half])
 
@@ -235,8 +297,7 @@ class HalfByteCodes(BlockwiseCodec):
         half, rest = _halves(out.shape[1])
         np.copyto(out[:, :half], codes & np.uint8(15))
         np.copyto(out[:, half:], codes[:, :rest] >> np.uint8(4))
-        if self.bias:
-            out -= np.float32(self.bias)
+        out -= np.float32(BIAS)
 
     def check_codes(self, codes: Codes, columns: int) -> None:
         """Refuse an odd block whose last high half is not zero: equal values have equal bytes."""

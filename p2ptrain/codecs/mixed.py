@@ -86,7 +86,6 @@ class MixedCodec(Codec):
             end = stop
         self.block_size = math.lcm(*(codec.block_size for *_, codec in spans))
         self.lossy = any(codec.lossy for *_, codec in spans)
-        self.reproducible = all(codec.reproducible for *_, codec in spans)
         self.sparse = any(codec.sparse for *_, codec in spans)
         names = dict.fromkeys(f"{codec.name}/{codec.version}" for *_, codec in spans)
         self.name = f"mixed({','.join(names)})"
@@ -108,7 +107,6 @@ class MixedCodec(Codec):
             return clipped[0][2]
         piece = object.__new__(MixedCodec)
         piece.block_size, piece.lossy, piece.sparse, piece.name = self.block_size, self.lossy, self.sparse, self.name
-        piece.reproducible = self.reproducible
         piece._num_values, piece._segments = high - low, _place(clipped)
         return piece
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from p2ptrain.codecs.base import Codec, CodecError
 from p2ptrain.kernels import Kernel
-
-if TYPE_CHECKING:
-    import torch
 
 ENERGY_VALUES = 1 << 14
 """The only step of `Codec.squared_norms` that has kernels: `p2ptrain.averaging.vector.reduce.CHUNK_VALUES`."""
@@ -32,10 +28,6 @@ class KernelCodec(Codec):
     kernels: Mapping[str, Kernel] = NO_KERNELS
     kernel_values: int
     refusal: str
-
-    def encode_sample(self, vector: torch.Tensor) -> bytearray:
-        """Bytes to check kernels with, which decode to as many values: those of ``vector``, or what is made sooner."""
-        return self.encode(vector)
 
     def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
         """See `Codec.squared_norms`."""

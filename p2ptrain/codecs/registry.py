@@ -7,11 +7,10 @@ from functools import lru_cache
 from p2ptrain.codecs.base import Codec
 from p2ptrain.errors import IncompatibleError
 
-NAMES = ("fp32", "fp16", "bf16", "int8a", "int8", "int4a", "int4", "powersgd", "topk")
+NAMES = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
 """From the most exact to the most compact. They are listed here because importing the codecs imports torch."""
 DENSE = "int8"
 """What a sum of sparse vectors is encoded in."""
-NOT_DENSE = ("topk", "powersgd")
 
 COMPACT = ("int4", "topk")
 """Codecs for slow members, from the largest to the smallest."""
@@ -24,16 +23,11 @@ def codec_names() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1)
 def _codecs() -> dict[str, Codec]:
-    from p2ptrain.codecs.affine import Int4AffineCodec, Int8AffineCodec
+    from p2ptrain.codecs.blockwise import Int4Codec, Int8Codec
     from p2ptrain.codecs.dense import Bf16Codec, Fp16Codec, Fp32Codec
-    from p2ptrain.codecs.powersgd import PowerSgdCodec
-    from p2ptrain.codecs.symmetric import Int4Codec, Int8Codec
     from p2ptrain.codecs.topk import TopKCodec
 
-    kinds: tuple[type[Codec], ...] = (
-        Fp32Codec, Fp16Codec, Bf16Codec, Int8AffineCodec, Int8Codec, Int4AffineCodec, Int4Codec, PowerSgdCodec,
-        TopKCodec,
-    )  # fmt: skip
+    kinds: tuple[type[Codec], ...] = (Fp32Codec, Fp16Codec, Bf16Codec, Int8Codec, Int4Codec, TopKCodec)
     found = {kind.name: kind() for kind in kinds}
     assert tuple(found) == NAMES
     return found
@@ -66,10 +60,9 @@ def dense_codec(codec: Codec) -> Codec:
 def codec_at(codec: Codec, level: int) -> Codec:
     """How groups on a level of the tree average in a swarm with this codec.
 
-    Above level 0 they average means: those of sparse or low-rank contributions are neither any more.
+    Above level 0 they average means: those of sparse contributions are no longer sparse.
     """
-    sparse = any(name in codec.name for name in NOT_DENSE)
-    return _codecs()[DENSE] if level and sparse else codec
+    return _codecs()[DENSE] if level and codec.sparse else codec
 
 
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAMPLE_RUNS = 12
-MAX_RUN_VALUES = 16_384
-"""So that the sample has few of the largest blocks, `powersgd`'s, of which each takes milliseconds without kernels."""
+SAMPLE_BLOCKS = 12
 _once = threading.Lock()
 
 
@@ -61,7 +59,7 @@ def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
     plain, native = type(codec)(), type(codec)()
     native.kernels = kernels
     vector = _sample(codec.kernel_values)
-    encoded = plain.encode_sample(vector)
+    encoded = plain.encode(vector)
     start = vector.flip(0).contiguous()
     # Not empty: that may be memory which an earlier check left the right values in.
     decoded, summed = [torch.full_like(vector, torch.nan) for _ in range(2)], [start.clone() for _ in range(2)]
@@ -93,16 +91,12 @@ def _agree_on_norms(plain: KernelCodec, native: KernelCodec, vector: torch.Tenso
 
 
 def _sample(block_values: int) -> torch.Tensor:
-    """Runs of twelve magnitudes, with zeros, halves and equal values among them, and a short last block.
-
-    A run is a block, unless blocks are large: then several make one.
-    """
+    """Blocks of twelve magnitudes, with zeros, halves and equal values among them, and a short last block."""
     import torch
 
-    run_values = min(block_values, MAX_RUN_VALUES)
     # In NumPy, which keeps to this thread.
-    steps = np.arange(SAMPLE_RUNS * run_values, dtype=np.int64) * 2_654_435_761 % 65_536 - 32_768
-    exponents = np.linspace(-155, -1, SAMPLE_RUNS).round().astype(np.int32)[:, None]
-    values = np.ldexp(steps.astype(np.float32).reshape(SAMPLE_RUNS, run_values), exponents)
+    steps = np.arange(SAMPLE_BLOCKS * block_values, dtype=np.int64) * 2_654_435_761 % 65_536 - 32_768
+    exponents = np.linspace(-155, -1, SAMPLE_BLOCKS).round().astype(np.int32)[:, None]
+    values = np.ldexp(steps.astype(np.float32).reshape(SAMPLE_BLOCKS, block_values), exponents)
     values[1, ::3], values[2], values[3] = 0.0, -0.0, 0.7
     return torch.from_numpy(np.concatenate([values.ravel(), values[-1, :7]]))

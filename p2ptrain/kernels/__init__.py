@@ -1,7 +1,7 @@
 """Machine code for the codecs' inner loops, made for this CPU by a short-lived process.
 
 `load_kernels` gives the kernels, or none where they cannot be had; `p2ptrain.codecs.warm_up` checks them against the
-codecs' plain code and puts them to use. Layout: `code`, `topk` and `lowrank` say what they compute, in the words of
+codecs' plain code and puts them to use. Layout: `code` and `topk` say what they compute, in the words of
 `emit`; `link` turns LLVM's output into plain bytes, `build` is the process that does both, `load` keeps its output and
 makes it callable.
 

@@ -12,7 +12,7 @@ exact:
 * ``x + 1.5 * 2**23`` rounds ``|x| < 2**22`` to the nearest whole number, halves to even, and leaves it in the low bits.
 * bfloat16 is the upper half of fp32: adding 0x7fff, and 1 where that half is odd, rounds to nearest, halves to even.
 
-Here are the kernels of codecs with blocks of a scale and of those with none; `topk`, `lowrank` and `energy` have the
+Here are the kernels of codecs with blocks of a scale and of those with none; `topk` and `energy` have the
 others.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from p2ptrain.kernels import energy, lowrank, topk
+from p2ptrain.kernels import energy, topk
 from p2ptrain.kernels.emit import (
     F16,
     F32,
@@ -236,9 +236,9 @@ def validate_dense(name: str, block: Block) -> Value:
 
 def kernels() -> dict[str, Kernel]:
     """All kernels by their names: ``<operation>_<codec>``."""
-    found = {**topk.kernels(), **lowrank.kernels(), **energy.kernels()}
+    found = {**topk.kernels(), **energy.kernels()}
     for bits, values in ((8, 256), (4, 128)):
-        for affine in (False, True):
+        for affine in (False,):
             width = Width(bits, values, affine)
             name, encoded = f"int{bits}{'a' if affine else ''}", width.block_bytes
             found[f"encode_{name}"] = Kernel(4 * values, encoded, partial(encode_block, width))

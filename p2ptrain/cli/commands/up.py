@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--weights", type=Path, metavar="DIR", help="the pretrained model, if the manifest names one")
     what.add_argument("--every", type=int, metavar="H", help="inner steps a round; 1 (the default) averages gradients")
     what.add_argument("--stages", type=int, metavar="N", help="cut the model into so many stages; every peer hosts one")
-    what.add_argument("--codec", help="fp32, fp16, bf16, int8a, int8, int4a, int4, powersgd or topk")
+    what.add_argument("--codec", help="fp32, fp16, bf16, int8, int4 or topk")
     what.add_argument("--data", metavar="SOURCE", help="stdlib, datasets:NAME, or the path of a file or folder")
     what.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="any other value, such as model.layers=6"

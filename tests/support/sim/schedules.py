@@ -53,7 +53,7 @@ FAULTS = (
     "slow",
 )
 PHASES = ("matchmaking", "scatter", "reduce", "gather", "commit")
-CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "int8a", "int4a", "powersgd", "topk")
+CODECS = ("fp32", "fp16", "bf16", "int8", "int4", "topk")
 RULES = ("mean", "norm_clip", "centered_clip", "trimmed", "median")
 LOSSES = (0.0, 0.0, 0.01, 0.05, 0.2)
 SLOWDOWN = 10.0

@@ -1,9 +1,7 @@
 """What each codec writes and decodes is what it was when its version was last raised, with kernels and without.
 
 `golden/codecs.json` holds, for a vector that integer arithmetic makes: the encoded bytes, the bits they decode to, and
-those that a weighted sum has. Encoding with `powersgd` is matrix products, whose last bits differ among machines, so
-its encoded bytes are kept beside the entries. Who changes a format raises the codec's version, and runs this file to
-write new entries:
+those that a weighted sum has. Who changes a format raises the codec's version, and runs this file to write new entries:
 
     python tests/unit/codecs/test_golden.py
 
@@ -28,8 +26,8 @@ from p2ptrain.kernels import load_kernels
 from tests.support.tools import unavailable
 
 PATH = Path(__file__).parent / "golden" / "codecs.json"
-NUM_VALUES = {"topk": 12_418, "powersgd": 70_536}
-"""Three whole chunks of 4096 and one of 130; a whole tile of 65536 and one of 5000."""
+NUM_VALUES = {"topk": 12_418}
+"""Three whole chunks of 4096 and one of 130."""
 DEFAULT_NUM_VALUES = 649
 """Two whole blocks and an odd one of 256; five and an odd one of 128."""
 
@@ -59,15 +57,9 @@ def summary(data: bytes | bytearray) -> dict[str, Any]:
     return {"bytes": len(data), "first": data[:48].hex(), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def kept_bytes(name: str) -> Path:
-    """The encoded bytes of a codec whose encoder need not come to the same on every machine."""
-    return PATH.with_name(f"{name}.bin")
-
-
 def entry_of(codec: Codec) -> dict[str, Any]:
     vector = golden_vector(NUM_VALUES.get(codec.name, DEFAULT_NUM_VALUES))
-    kept = kept_bytes(codec.name)
-    encoded = kept.read_bytes() if kept.exists() else codec.encode(vector)
+    encoded = codec.encode(vector)
     codec.validate(encoded, len(vector))
     decoded, summed = torch.full_like(vector, torch.nan), vector.flip(0).contiguous()
     codec.decode_into(encoded, decoded)
@@ -111,7 +103,6 @@ def test_kernels_make_the_same_bytes_and_bits(name: str) -> None:
     [
         (DEFAULT_NUM_VALUES, "c61d49bb27417ac3b1c337749720bfb5f9b9966b9eb7f5357a6b239c88af1cf3"),
         (NUM_VALUES["topk"], "85f920f86e869c585a12a6a3f7de892ec7bdfe671356151b0ee5a7df57d08a8c"),
-        (NUM_VALUES["powersgd"], "d99b0a685b67149ef4c9b0d972908532bdcf2427f8203e862c75d2036f32bb13"),
     ],
 )
 def test_the_input_is_what_it_was(num_values: int, digest: str) -> None:
@@ -124,8 +115,6 @@ def write() -> None:
     for name in codec_names():
         codec = type(get_codec(name))()
         if known.get(name, {}).get("version") != codec.version:
-            if name == "powersgd":
-                kept_bytes(name).write_bytes(codec.encode(golden_vector(NUM_VALUES[name])))
             known[name] = entry_of(codec)
     PATH.write_text(json.dumps({name: known[name] for name in codec_names()}, indent=1) + "\n", encoding="utf-8")
 

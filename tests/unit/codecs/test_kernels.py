@@ -13,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
-from p2ptrain.codecs.blockwise import BlockwiseCodec, HalfByteCodes
+from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
 from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
-from p2ptrain.codecs.powersgd import PowerSgdCodec
 from p2ptrain.kernels import Kernel, load_kernels
 from p2ptrain.kernels.build import build_image, target_machine
-from p2ptrain.kernels.code import kernels as all_kernels
 from p2ptrain.kernels.load import pack, unpack
 from tests.support.tools import needed
 
@@ -26,7 +24,6 @@ pytestmark = needed("" if platform.machine() == "x86_64" else "there are kernels
 
 NAMES = [name for name in codec_names() if isinstance(get_codec(name), KernelCodec)]
 every_codec = pytest.mark.parametrize("name", NAMES)
-every_encoder = pytest.mark.parametrize("name", [name for name in NAMES if f"encode_{name}" in all_kernels()])
 KINDS = ("gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments")
 
 
@@ -105,7 +102,7 @@ def encoded_or_refusal(codec: KernelCodec, vector: torch.Tensor) -> bytes | str:
         return str(error)
 
 
-@every_encoder
+@every_codec
 @settings(max_examples=60)
 @given(data=st.data())
 def test_kernels_encode_the_same_bytes_and_refuse_the_same_values(
@@ -127,12 +124,8 @@ def received(codec: KernelCodec, generator: np.random.Generator, num_values: int
             end = codec.encoded_bytes(start + length)
             codes = generator.bytes(codec.code_bytes(length))
             data[end - len(codes) : end] = codes
-            if length % 2 and isinstance(codec, HalfByteCodes):
+            if length % 2 and isinstance(codec, Int4Codec):
                 data[end - 1] &= 15  # The unused half of a byte.
-    elif isinstance(codec, PowerSgdCodec):
-        factor_bytes = 4 + 256
-        for start in range(0, codec.encoded_bytes(num_values // codec.block_size * codec.block_size), factor_bytes):
-            data[start + 4 : start + factor_bytes] = generator.bytes(256)
     return bytes(data)
 
 

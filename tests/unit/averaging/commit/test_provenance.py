@@ -22,7 +22,7 @@ from p2ptrain.manifest import AveragingSpec
 SPEC = AveragingSpec(spot_checks=4)
 SIZE = 9 * CHUNK_VALUES + 256 * 5
 MIXED = by_size(get_codec("int8"), get_codec("fp16"), [100, 30_000, 5000, SIZE - 35_100], 5000)
-CODECS = {name: get_codec(name) for name in ("fp32", "fp16", "int8", "int4", "int8a", "powersgd")} | {"mixed": MIXED}
+CODECS = {name: get_codec(name) for name in ("fp32", "fp16", "int8", "int4")} | {"mixed": MIXED}
 
 
 class Handed:
