@@ -33,14 +33,20 @@ RUN set -eu; \
     echo /opt/p2ptrain/app >p2ptrain-app.pth; \
     # What only developers of those packages need: tests, C++ headers, compilers.
     rm -rf torch/test torch/include torch/bin/*[Tt]est* torch/bin/protoc*; \
-    find scipy sympy numpy networkx llvmlite -name tests -type d -prune -exec rm -rf {} +; \
+    find scipy sympy numpy networkx -name tests -type d -prune -exec rm -rf {} +; \
     if [ "$DEVICE" = cpu ]; then rm -f bitsandbytes/libbitsandbytes_cuda* bitsandbytes/libbitsandbytes_rocm* \
         bitsandbytes/libbitsandbytes_xpu*; fi; \
     # On all cores, which pip does on one. Some packages carry templates that are no Python; nobody imports them.
     /opt/p2ptrain/bin/python -m compileall -q -j 0 . >/dev/null || true
 
+FROM ${BASE} AS library
+# The compiler is a tool of the build and stays out of the image.
+RUN command -v cc >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev; }
+COPY p2ptrain/native /native
+RUN python3 /native/build.py /native/codecs.so
+
 FROM dependencies AS package
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml hatch_build.py README.md LICENSE /src/
 COPY p2ptrain /src/p2ptrain
 RUN /tools/bin/pip wheel --quiet $PIP_OPTIONS --find-links /wheels --no-deps -w /dist /src \
     && /tools/bin/pip --python /opt/p2ptrain/bin/python install --quiet --no-index --no-deps --target /opt/p2ptrain/app /dist/*.whl
@@ -56,6 +62,7 @@ RUN groupadd --gid 10001 p2ptrain \
     && install -d -o p2ptrain -g p2ptrain -m 0755 /link
 COPY --from=dependencies /opt/p2ptrain /opt/p2ptrain
 COPY --from=package /opt/p2ptrain/app /opt/p2ptrain/app
+COPY --from=library /native/codecs.so /opt/p2ptrain/app/p2ptrain/native/
 COPY deploy/container/entrypoint.sh /usr/local/bin/p2ptrain-entrypoint
 COPY deploy/container/health.py deploy/container/chaos.py deploy/container/trainer.toml \
     deploy/container/stage.toml /usr/local/share/p2ptrain/

@@ -86,13 +86,13 @@ schedules: $(STAMP)  ## simulated faults from other seeds; ARGS="--first 20000 -
 	$(BIN)/python -m tests.support.sim.schedules $(ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
-	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES) hatch_build.py
+	$(BIN)/ruff format --check $(SOURCES) hatch_build.py
 	$(BIN)/mypy $(SOURCES)
 
 format: $(STAMP)  ## let ruff format and fix
-	$(BIN)/ruff check --fix $(SOURCES)
-	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES) hatch_build.py
+	$(BIN)/ruff format $(SOURCES) hatch_build.py
 
 bench: $(STAMP)  ## benchmarks: a table on screen; ARGS="--json FILE" passes options
 	$(BIN)/python -m benchmarks $(ARGS)

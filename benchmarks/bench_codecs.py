@@ -1,4 +1,4 @@
-"""Codec speed on one thread, with kernels and without, and the error of an encoded mean of four vectors.
+"""Codec speed on one thread, native and plain, and the error of an encoded mean of four vectors.
 
 Speeds count fp32 bytes (4 a value) for every codec, so that they compare with each other and with a plain copy of the
 vector, which like everything here writes to memory that is there already.
@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import Measured, alternate, format_table, report, thread_seconds
 from p2ptrain.codecs import Codec, codec_names, get_codec, warm_up
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import NativeCodec
 
 NUM_PEERS = 4
 
@@ -40,12 +40,12 @@ OPERATIONS = ("encode", "decode", "accumulate", "validate")
 
 
 def cases(vector: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], float]]:
-    """The copy, and every codec's operations: ``codec operation``, and ``... plain`` where that has a kernel."""
+    """The copy, and every codec's operations: ``codec operation``, and ``... plain`` where that is native."""
     found: dict[str, Callable[[], float]] = {"copy": thread_seconds(lambda: out.copy_(vector))}
     for name in codec_names():
         codec, plain = get_codec(name), type(get_codec(name))()
         for operation in OPERATIONS:
-            native = isinstance(codec, KernelCodec) and operation in codec.kernels
+            native = isinstance(codec, NativeCodec) and operation in codec.functions
             contenders = {"": codec, " plain": plain} if native else {"": codec}
             for suffix, contender in contenders.items():
                 found[f"{name} {operation}{suffix}"] = thread_seconds(partial(run, contender, operation, vector, out))
@@ -79,7 +79,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     started = time.perf_counter()
-    with_kernels = warm_up()
+    is_native = warm_up()
     warm_up_seconds = time.perf_counter() - started
     vector = torch.randn(arguments.values, generator=torch.Generator().manual_seed(0))
     seconds = alternate(cases(vector, torch.zeros(arguments.values)), arguments.repeats)
@@ -93,7 +93,7 @@ def main() -> None:
     errors = {name: mean_error(get_codec(name), 1 << 20) for name in names}
     results = {
         "values": arguments.values,
-        "with_kernels": with_kernels,
+        "is_native": is_native,
         "warm_up_seconds": warm_up_seconds,
         "gigabytes_per_second": {name: speed.to_json() for name, speed in speeds.items()},
         "ratio_to_copy": {name: speed.median / copy for name, speed in speeds.items()},
@@ -110,8 +110,8 @@ def main() -> None:
                     f"{plain.median:.2f}" if plain else "", f"{speed.median / plain.median:.1f}" if plain else "",
                 )
             )  # fmt: skip
-    title = f"Codecs, {arguments.values:,} values, one thread, {'with' if with_kernels else 'WITHOUT'} kernels"
-    headers = ("operation", "fp32 GB/s", "spread", "of a copy", "without kernel", "times as fast")
+    title = f"Codecs, {arguments.values:,} values, one thread, {'native' if is_native else 'NOT native'}"
+    headers = ("operation", "fp32 GB/s", "spread", "of a copy", "plain", "times as fast")
     report(title, headers, rows, results, arguments.json)
     precision = [(name, f"{sizes[name]:.4f}", f"{100 * errors[name]:.4f} %") for name in names]
     table = format_table(("codec", "bytes a value", f"error of a mean of {NUM_PEERS}"), precision)

@@ -769,6 +769,20 @@ MUTANTS = (
         "unit/codecs/test_blockwise.py -k unused_half",
     ),
     Mutant(
+        "a damaged library is not loaded",
+        "native/load.py",
+        "if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:",
+        "if False:",
+        "unit/native/test_load.py -k 'damaged_library_is_replaced and changed'",
+    ),
+    Mutant(
+        "native codecs that compute something else are not used",
+        "codecs/warm.py",
+        "if agree(codec, functions):",
+        "if True:",
+        "unit/codecs/test_native.py -k are_not_used",
+    ),
+    Mutant(
         "a host that leaves takes on nothing new",
         "pipeline/stage/host.py",
         "        self._is_leaving = True\n",

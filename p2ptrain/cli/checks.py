@@ -1,4 +1,4 @@
-"""The checks of ``p2ptrain doctor``: each looks at one thing, changes nothing, and knows its fix."""
+"""The checks of ``p2ptrain doctor``: each looks at one thing, changes nothing but caches, and knows its fix."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
     return [
         check_python(),
         check_torch(),
+        check_native(),
         check_daemon(find_daemon()),
         check_setpriv(),
         *check_ports(port, direct_port),
@@ -80,6 +81,18 @@ def check_torch() -> Check:
         return Check("torch", False, f"did not start within {_TORCH_SECONDS:.0f} s", fix)
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["it crashed"]
     return Check("torch", done.returncode == 0, lines[-1], fix)
+
+
+def check_native() -> Check:
+    """That the codecs' native library loads; a checkout builds it first."""
+    from p2ptrain.native import load_library
+
+    try:
+        path, _ = load_library()
+    except OSError as error:
+        detail = f"torch computes them, several times slower: {error}"
+        return Check("codecs", False, detail, "install gcc and libc6-dev, or a wheel for this machine", required=False)
+    return Check("codecs", True, f"native, {path}", "")
 
 
 def find_daemon() -> Path | None:

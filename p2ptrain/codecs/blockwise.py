@@ -21,7 +21,7 @@ int8. A Gaussian vector in ``int4`` has 11.7 % error with blocks of 128, which c
 values: 10.8 % for 12.5 % more).
 
 Only single IEEE-754 operations (maximum, divide, multiply, add, round to nearest even) touch the values, never a fused
-multiply-add, so every CPU computes the same bits, with kernels or without. The floor of ``2**-100`` keeps scales out of
+multiply-add, so every CPU computes the same bits, natively or not. The floor of ``2**-100`` keeps scales out of
 the subnormal range, where CPUs differ in speed and, by mode bits, in results.
 
 Block-wise absmax quantisation: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", section 2.1,
@@ -47,7 +47,7 @@ from p2ptrain.codecs.arrays import (
     writable_byte_array,
 )  # fmt: skip
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import NativeCodec
 
 SCALE_BYTES: Final = 4
 MIN_PEAK: Final = 2.0**-100
@@ -61,7 +61,7 @@ Scales = npt.NDArray[np.float32]
 """The blocks' scales, ``[rows, 1]``: a view into encoded bytes, maybe unaligned."""
 
 
-class BlockwiseCodec(KernelCodec):
+class BlockwiseCodec(NativeCodec):
     """What both widths share. Subclasses say how quantised values become bytes.
 
     Attributes:
@@ -75,8 +75,8 @@ class BlockwiseCodec(KernelCodec):
     refusal = "a value is not finite or beyond 2**120 in magnitude"
 
     @property
-    def kernel_values(self) -> int:  # type: ignore[override]
-        """Kernels work on the codec's own blocks."""
+    def native_values(self) -> int:  # type: ignore[override]
+        """Native functions work on the codec's own blocks."""
         return self.block_size
 
     @abstractmethod
@@ -104,7 +104,7 @@ class BlockwiseCodec(KernelCodec):
         """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
         for start, rows, columns in self._spans(done, len(values)):
             span = values[start : start + rows * columns].view(rows, columns)
             scales, codes = self._views(encoded, start, rows, columns)
@@ -139,7 +139,7 @@ class BlockwiseCodec(KernelCodec):
         """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("decode", array.ctypes.data, values.data_ptr(), len(values))
+        done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
         for start, rows, columns in self._spans(done, len(values)):
             scales, codes = self._views(array, start, rows, columns)
             factors = torch.from_numpy(scales.astype(np.float32))
@@ -156,7 +156,7 @@ class BlockwiseCodec(KernelCodec):
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         scratch = torch.empty(min(len(values) - done, CHUNK_VALUES), dtype=torch.float32)
         for start, rows, columns in self._spans(done, len(values)):
             scales, codes = self._views(array, start, rows, columns)
@@ -204,7 +204,7 @@ class BlockwiseCodec(KernelCodec):
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         steps, blocks = -(-num_values // step), step // self.block_size
         squares, energies = np.zeros(steps * blocks, np.int32), np.zeros(steps * blocks)
-        done = self._run_kernel("squares", array.ctypes.data, squares.ctypes.data, num_values)
+        done = self._run_native("squares", array.ctypes.data, squares.ctypes.data, num_values)
         scratch = np.empty((self._rows_per_chunk, self.block_size), np.float32)
         for start, rows, columns in self._spans(done, num_values):
             _, codes = self._views(array, start, rows, columns)

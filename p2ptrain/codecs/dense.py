@@ -17,19 +17,19 @@ from p2ptrain.codecs.arrays import (
     writable_byte_array,
 )  # fmt: skip
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import NativeCodec
 
-KERNEL_VALUES = 128
-"""Values in a block of the kernels: `p2ptrain.kernels.code.DENSE_VALUES`. The bytes know nothing of it."""
+NATIVE_VALUES = 128
+"""Values in a block of the native functions: ``DENSE`` of `codecs.c`. The encoded bytes do not depend on it."""
 NOT_FINITE = "a value is not finite"
 
 
-class Fp32Codec(KernelCodec):
+class Fp32Codec(NativeCodec):
     """Four bytes a value; decoding gives the input bit for bit, the sign of zero and subnormals included."""
 
     name = "fp32"
     version = 1
-    kernel_values = KERNEL_VALUES
+    native_values = NATIVE_VALUES
     refusal = NOT_FINITE
 
     def encoded_bytes(self, num_values: int) -> int:
@@ -40,7 +40,7 @@ class Fp32Codec(KernelCodec):
         """See `Codec.encode_into`; refuses values that are not finite."""
         tensor = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(tensor)), self.name)
-        done = self._run_kernel("encode", tensor.data_ptr(), array.ctypes.data, len(tensor))
+        done = self._run_native("encode", tensor.data_ptr(), array.ctypes.data, len(tensor))
         values, target = tensor.numpy()[done:], array.view("<f4")[done:]
         for piece in chunks(len(values), CHUNK_VALUES):
             if not bool(np.isfinite(values[piece]).all()):
@@ -69,7 +69,7 @@ class Fp32Codec(KernelCodec):
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         values, source = values[done:], array.view("<f4")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=torch.float32)
         for piece in chunks(len(values), CHUNK_VALUES):
@@ -82,14 +82,14 @@ class Fp32Codec(KernelCodec):
     def validate(self, data: Buffer, num_values: int) -> None:
         """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
-        done = self._run_kernel("validate", array.ctypes.data, 0, num_values)
+        done = self._run_native("validate", array.ctypes.data, 0, num_values)
         source = array.view("<f4")[done:]
         for piece in chunks(len(source), CHUNK_VALUES):
             if not bool(np.isfinite(source[piece]).all()):
                 raise CodecError(f"fp32: {NOT_FINITE}")
 
 
-class _SixteenBitCodec(KernelCodec):
+class _SixteenBitCodec(NativeCodec):
     """Two bytes a value, rounded to the nearest number of a 16-bit format, ties to even.
 
     Attributes:
@@ -101,7 +101,7 @@ class _SixteenBitCodec(KernelCodec):
     dtype: torch.dtype
     limit: float
     exponent: int
-    kernel_values = KERNEL_VALUES
+    native_values = NATIVE_VALUES
     lossy = True
 
     def encoded_bytes(self, num_values: int) -> int:
@@ -112,7 +112,7 @@ class _SixteenBitCodec(KernelCodec):
         """See `Codec.encode_into`; refuses values of `limit` or more in magnitude, and those that are not finite."""
         values = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("encode", values.data_ptr(), array.ctypes.data, len(values))
+        done = self._run_native("encode", values.data_ptr(), array.ctypes.data, len(values))
         values, target = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()  # NumPy knows no bfloat16.
@@ -130,7 +130,7 @@ class _SixteenBitCodec(KernelCodec):
         """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("decode", array.ctypes.data, values.data_ptr(), len(values))
+        done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
         values, source = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()
@@ -145,7 +145,7 @@ class _SixteenBitCodec(KernelCodec):
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
+        done = self._run_native("accumulate", array.ctypes.data, values.data_ptr(), len(values), rounded_weight)
         values, source = values[done:], array.view("<i2")[done:]
         scratch = torch.empty(min(len(values), CHUNK_VALUES), dtype=self.dtype)
         bits = scratch.view(torch.int16).numpy()
@@ -162,7 +162,7 @@ class _SixteenBitCodec(KernelCodec):
     def validate(self, data: Buffer, num_values: int) -> None:
         """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
-        done = self._run_kernel("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
+        done = self._run_native("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
         bits, exponent = array.view("<u2")[done:], np.uint16(self.exponent)
         for piece in chunks(len(bits), CHUNK_VALUES):
             if bool(((bits[piece] & exponent) == exponent).any()):

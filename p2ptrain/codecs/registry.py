@@ -34,7 +34,7 @@ def _codecs() -> dict[str, Codec]:
 
 
 def get_codec(name: str) -> Codec:
-    """The codec called ``name`` (its only state is whether it uses kernels, so everybody shares one).
+    """The codec called ``name`` (its only state is whether it is native, so everybody shares one).
 
     Raises:
         IncompatibleError: This version has no such codec.

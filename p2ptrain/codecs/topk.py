@@ -33,7 +33,7 @@ from p2ptrain.codecs.arrays import (
     writable_byte_array,
 )  # fmt: skip
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import KernelCodec
+from p2ptrain.codecs.native import NativeCodec
 from p2ptrain.codecs.topk_rows import row_bytes
 
 ROWS_AT_ONCE = 64
@@ -46,7 +46,7 @@ _FAULTS = {
 }
 
 
-class TopKCodec(KernelCodec):
+class TopKCodec(NativeCodec):
     """The 64 largest of each 4096 values, with two magnitudes to each chunk; `p2ptrain.codecs.topk` has the format.
 
     A last chunk of ``n < 4096`` values keeps ``k = ceil(n / 64)``. Of equal magnitudes those with the lowest indices
@@ -72,7 +72,7 @@ class TopKCodec(KernelCodec):
     name = "topk"
     version = 1
     block_size = topk_rows.CHUNK
-    kernel_values = topk_rows.CHUNK
+    native_values = topk_rows.CHUNK
     lossy = True
     sparse = True
     refusal = "a value is not finite or beyond 2**120 in magnitude"
@@ -86,7 +86,7 @@ class TopKCodec(KernelCodec):
         """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
-        done = self._run_kernel("encode", values.data_ptr(), encoded.ctypes.data, len(values))
+        done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
         bits = values.numpy().view(np.int32)
         for start, rows, columns in self._spans(done, len(values)):
             matrix, data = bits[start : start + rows * columns].reshape(rows, columns), self._rows(encoded, start, rows)
@@ -109,7 +109,7 @@ class TopKCodec(KernelCodec):
         """Check length, levels, padding, and that indices are in range and strictly ascend."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         try:
-            done = self._run_kernel("validate", array.ctypes.data, 0, num_values)
+            done = self._run_native("validate", array.ctypes.data, 0, num_values)
         except CodecError:
             done = 0  # What is wrong, the plain code can tell.
         for start, rows, columns in self._spans(done, num_values):
@@ -130,7 +130,7 @@ class TopKCodec(KernelCodec):
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         refusal = _FAULTS[topk_rows.BAD_INDEX]
-        done = self._run_kernel(operation, array.ctypes.data, values.data_ptr(), len(values), weight, refusal)
+        done = self._run_native(operation, array.ctypes.data, values.data_ptr(), len(values), weight, refusal)
         if operation == "decode":
             values[done:].zero_()
         for start, rows, columns in self._spans(done, len(values)):

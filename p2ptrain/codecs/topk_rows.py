@@ -1,6 +1,6 @@
-"""Rows of the `topk` format in NumPy: for short last chunks, and for machines without kernels.
+"""Rows of the `topk` format in NumPy: for short last chunks, and for machines without the native library.
 
-`p2ptrain.kernels.topk` does the same with whole chunks; both give the same bytes and bits. A row of
+`p2ptrain/native/codecs.c` does the same with whole chunks; both give the same bytes and bits. A row of
 ``columns`` values (4096, or fewer in the last one) keeps ``k = ceil(columns / 64)`` of them, and becomes::
 
     | low level, high level (bf16, little-endian) | buckets (2k bits) | negative, high (2k bits) | places (6k bits) |

@@ -1,4 +1,4 @@
-"""Putting the kernels to use, after a check against what codecs do without them."""
+"""Put the native functions to use, after a check against what the codecs compute without them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
+from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec
 from p2ptrain.codecs.registry import codec_names, get_codec
-from p2ptrain.kernels import Kernel, load_kernels
+from p2ptrain.native import Function, load_functions
 
 if TYPE_CHECKING:
     import torch
@@ -24,41 +24,36 @@ _once = threading.Lock()
 
 
 def warm_up() -> bool:
-    """Let all codecs use kernels from now on, if this machine can have them; idempotent, safe from any thread.
+    """Let all codecs use the native library from now on, if there is one; idempotent, safe from any thread.
 
-    Codecs work before and meanwhile, with the same bits. It takes some 100 ms, and a second the first time on an
-    installation: call it off the event loop when a peer starts.
+    Codecs work before and meanwhile, with the same bits. It takes some 100 ms, and seconds where the library has to be
+    built: call it off the event loop when a peer starts.
 
     Returns:
-        Whether every codec that can has kernels now. Why not is logged.
+        True if every codec is native now. Why not is logged.
     """
     with _once:
-        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), KernelCodec)]
-        if not any(codec.kernels for codec in codecs):
-            found = load_kernels()
+        codecs = [codec for name in codec_names() if isinstance(codec := get_codec(name), NativeCodec)]
+        if not any(codec.functions for codec in codecs):
+            found = load_functions()
             for codec in codecs:
-                kernels = kernels_of(codec, found)
-                if agree(codec, kernels):
-                    codec.kernels = kernels
+                functions = found.get(codec.name, {})
+                if agree(codec, functions):
+                    codec.functions = functions
                 else:
                     logger.error(
-                        "the kernels of %s differ from the plain code on this machine: they are not used", codec.name
+                        "the native %s differs from the plain code on this machine: it is not used", codec.name
                     )
-        return all(codec.kernels for codec in codecs)
+        return all(codec.functions for codec in codecs)
 
 
-def kernels_of(codec: KernelCodec, found: Mapping[str, Kernel]) -> dict[str, Kernel]:
-    """Those of all kernels that belong to one codec, by operation."""
-    return {name.partition("_")[0]: found[name] for name in found if name.endswith(f"_{codec.name}")}
-
-
-def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
-    """Whether the kernels compute what the codec does without them, on a sample with values of all magnitudes."""
+def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
+    """True if the functions compute what the codec does without them, on a sample with values of all magnitudes."""
     import torch
 
     plain, native = type(codec)(), type(codec)()
-    native.kernels = kernels
-    vector = _sample(codec.kernel_values)
+    native.functions = functions
+    vector = _sample(codec.native_values)
     encoded = plain.encode(vector)
     start = vector.flip(0).contiguous()
     # Not empty: that may be memory which an earlier check left the right values in.
@@ -67,22 +62,22 @@ def agree(codec: KernelCodec, kernels: Mapping[str, Kernel]) -> bool:
         for index, one in enumerate((plain, native)):
             one.decode_into(encoded, decoded[index])
             one.accumulate_into(encoded, 1 / 3, summed[index])
-        if "squares" in kernels:
+        if "squares" in functions:
             norms = [each.squared_norms(encoded, len(vector), codec.block_size) for each in (plain, native)]
             if norms[0] != norms[1]:
                 return False
-        if "validate" in kernels:
+        if "validate" in functions:
             native.validate(encoded, len(vector))
-        if "encode" in kernels and native.encode(vector) != encoded:
+        if "encode" in functions and native.encode(vector) != encoded:
             return False
-        if "energy" in kernels and not _agree_on_norms(plain, native, vector):
+        if "energy" in functions and not _agree_on_norms(plain, native, vector):
             return False
     except CodecError:
         return False
     return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in (decoded, summed))
 
 
-def _agree_on_norms(plain: KernelCodec, native: KernelCodec, vector: torch.Tensor) -> bool:
+def _agree_on_norms(plain: NativeCodec, native: NativeCodec, vector: torch.Tensor) -> bool:
     """Whether both find the same sums of squares in the values of some chunks and a rest."""
     wide = vector.repeat(5 * ENERGY_VALUES // 2 // len(vector) + 1)
     encoded = plain.encode(wide)

@@ -23,7 +23,14 @@ CONTAINERS = (
     "tests/support/containers/compose.py",
 )  # fmt: skip
 """What the tests of containers are about: a change asks for all of them."""
-IMAGE = ("constraints.txt", "pyproject.toml", "p2ptrain/cli/main.py", "p2ptrain/config.py", "p2ptrain/native/*")
+IMAGE = (
+    "constraints.txt",
+    "hatch_build.py",
+    "pyproject.toml",
+    "p2ptrain/cli/main.py",
+    "p2ptrain/config.py",
+    "p2ptrain/native/*",
+)
 """What may break the image's build or its start: a change asks for the tests of the image."""
 
 

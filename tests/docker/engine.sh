@@ -142,7 +142,7 @@ make_base() {
     say "making $BASE of Debian's packages"
     local folder
     folder=$(mktemp -d /var/tmp/p2ptrain-base-XXXXXX)
-    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,tini bookworm "$folder" \
+    debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates,tini,gcc,libc6-dev bookworm "$folder" \
         >"$folder.log" 2>&1 || { tail -n 5 "$folder.log" >&2; rm -rf "$folder" "$folder.log"; give_up "no base image"; }
     rm -rf "$folder"/var/cache/apt/* "$folder"/var/lib/apt/lists/* "$folder"/usr/share/{doc,man,locale}/*
     tar -C "$folder" --one-file-system -c . | docker import - "$BASE" >/dev/null

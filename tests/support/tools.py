@@ -15,7 +15,7 @@ VARIABLE = "P2PTRAIN_REQUIRE"
 TOOLS = (
     "ip", "tc", "nft", "systemd-nspawn", "chromium", "docker", "compose-v2", "compose-1.29", "kernels", "matplotlib",
 )  # fmt: skip
-"""``kernels`` are the compiled codecs of x86-64."""
+"""``kernels`` is the native library of the codecs, which a C compiler builds."""
 
 
 def required() -> frozenset[str]:

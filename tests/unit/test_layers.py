@@ -26,7 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"network"}),
     frozenset({"codecs"}),
     frozenset({"models"}),
-    frozenset({"kernels"}),
+    frozenset({"native"}),
     frozenset(
         {
             "buffers", "errors", "config", "manifest", "hashing", "progress", "runtime", "sections", "signing", "tasks",
@@ -36,7 +36,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 )  # fmt: skip
 """From top to bottom. Packages of one layer do not import each other, except in the last."""
 
-TORCH_FREE = LAYERS[-1] | {"network", "kernels", "cli", "__main__"}
+TORCH_FREE = LAYERS[-1] | {"network", "native", "cli", "__main__"}
 HEAVY = frozenset({"torch", "transformers", "bitsandbytes", "peft"})
 
 

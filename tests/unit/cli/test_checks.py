@@ -24,7 +24,7 @@ def test_the_doctor_passes_where_the_tests_run_and_says_so_in_json(tmp_path: Pat
     values = json.loads(done.stdout)
     assert values["ok"] is True, done.stdout
     assert done.returncode == 0
-    assert {"Python", "torch", "daemon", "listening", "clock", "disk", "memory", "file limit", "setpriv"} <= {
+    assert {"Python", "torch", "codecs", "daemon", "listening", "clock", "disk", "memory", "file limit", "setpriv"} <= {
         check["name"] for check in values["checks"]
     }
 

@@ -1,4 +1,4 @@
-"""What each codec writes and decodes is what it was when its version was last raised, with kernels and without.
+"""What each codec writes and decodes is what it was when its version was last raised, natively and not.
 
 `golden/codecs.json` holds, for a vector that integer arithmetic makes: the encoded bytes, the bits they decode to, and
 those that a weighted sum has. Who changes a format raises the codec's version, and runs this file to write new entries:
@@ -20,9 +20,8 @@ import pytest
 import torch
 
 from p2ptrain.codecs import Codec, codec_names, get_codec
-from p2ptrain.codecs.native import KernelCodec
-from p2ptrain.codecs.warm import kernels_of
-from p2ptrain.kernels import load_kernels
+from p2ptrain.codecs.native import NativeCodec
+from p2ptrain.native import load_functions
 from tests.support.tools import unavailable
 
 PATH = Path(__file__).parent / "golden" / "codecs.json"
@@ -89,12 +88,12 @@ def test_bytes_and_decoded_bits_are_those_of_this_version(name: str) -> None:
     assert entry_of(codec) == read()[name], f"raise {name}'s version if its format has to change"
 
 
-@pytest.mark.parametrize("name", [name for name in codec_names() if isinstance(get_codec(name), KernelCodec)])
-def test_kernels_make_the_same_bytes_and_bits(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in codec_names() if isinstance(get_codec(name), NativeCodec)])
+def test_native_codecs_make_the_same_bytes_and_bits(name: str) -> None:
     codec = type(get_codec(name))()
-    assert isinstance(codec, KernelCodec)
-    codec.kernels = kernels_of(codec, load_kernels())
-    unavailable("" if codec.kernels else "this machine has no kernels", "kernels")
+    assert isinstance(codec, NativeCodec)
+    codec.functions = load_functions().get(name, {})
+    unavailable("" if codec.functions else "this machine has no native library", "kernels")
     assert entry_of(codec) == read()[name], f"raise {name}'s version if its format has to change"
 
 

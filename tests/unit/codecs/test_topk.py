@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError
 from p2ptrain.codecs.topk import TopKCodec
-from p2ptrain.codecs.warm import kernels_of
-from p2ptrain.kernels import load_kernels
+from p2ptrain.native import load_functions
 from tests.support.codecs import gaussian, round_trip
 from tests.support.tools import unavailable
 
@@ -25,10 +24,10 @@ CHUNK = TOPK.block_size
 
 @pytest.fixture(scope="module")
 def native() -> TopKCodec:
-    """The codec with kernels; `TOPK` has none."""
+    """The native codec; `TOPK` is not."""
     codec = TopKCodec()
-    codec.kernels = kernels_of(codec, load_kernels())
-    unavailable("" if codec.kernels else "this machine has no kernels", "kernels")
+    codec.functions = load_functions().get("topk", {})
+    unavailable("" if codec.functions else "this machine has no native library", "kernels")
     return codec
 
 
@@ -161,7 +160,7 @@ special = {
 
 
 @pytest.mark.parametrize("name", special)
-def test_kernels_and_plain_code_give_the_same_bytes_and_bits(name: str, native: TopKCodec) -> None:
+def test_native_and_plain_code_give_the_same_bytes_and_bits(name: str, native: TopKCodec) -> None:
     vector = torch.cat([special[name](), gaussian(100)])
     encoded = TOPK.encode(vector)
     assert native.encode(vector) == encoded

@@ -1,9 +1,9 @@
-"""With kernels, codecs compute the bits that they compute without, refuse the same, and stay in bounds."""
+"""Native codecs compute the bits that they compute with torch, refuse the same, and stay in bounds."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,44 +14,40 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
-from p2ptrain.codecs.native import ENERGY_VALUES, KernelCodec
-from p2ptrain.kernels import Kernel, load_kernels
-from p2ptrain.kernels.build import build_image, target_machine
-from p2ptrain.kernels.load import pack, unpack
+from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec
+from p2ptrain.native import build, load, load_functions
+from p2ptrain.native.load import Function, Functions
 from tests.support.tools import needed
 
-pytestmark = needed("" if platform.machine() == "x86_64" else "there are kernels for x86-64 only", "kernels")
+pytestmark = needed("" if load_functions() else "there is no native library", "kernels")
 
-NAMES = [name for name in codec_names() if isinstance(get_codec(name), KernelCodec)]
+NAMES = [name for name in codec_names() if isinstance(get_codec(name), NativeCodec)]
 every_codec = pytest.mark.parametrize("name", NAMES)
 KINDS = ("gaussian", "zeros", "tiny", "subnormal", "huge", "halves", "bits", "equal", "second moments")
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Mapping[str, Kernel]:
-    found = load_kernels()
-    assert found, "no kernels were made; the log says why"
-    return found
+def functions() -> Functions:
+    return load_functions()
 
 
-def fresh(name: str) -> KernelCodec:
-    """A codec of its own for the test, without kernels."""
+def fresh(name: str) -> NativeCodec:
+    """A codec of its own for the test, with torch."""
     codec = type(get_codec(name))()
-    assert isinstance(codec, KernelCodec)
-    assert not codec.kernels
+    assert isinstance(codec, NativeCodec)
+    assert not codec.functions
     return codec
 
 
-def pair(name: str, kernels: Mapping[str, Kernel]) -> tuple[KernelCodec, KernelCodec]:
-    """The codec without kernels, and with them."""
+def pair(name: str, functions: Functions) -> tuple[NativeCodec, NativeCodec]:
+    """The codec with torch, and the native one."""
     plain, native = fresh(name), fresh(name)
-    native.kernels = warm.kernels_of(native, kernels)
-    assert "accumulate" in native.kernels
+    native.functions = functions[name]
     return plain, native
 
 
 def longest(name: str) -> int:
-    """So many values that there are whole blocks of the kernels, and a shorter one."""
+    """So many values that there are whole blocks, and a shorter one."""
     size = get_codec(name).block_size
     return 2000 if size <= 256 else max(9000, size + size // 8)
 
@@ -95,7 +91,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def encoded_or_refusal(codec: KernelCodec, vector: torch.Tensor) -> bytes | str:
+def encoded_or_refusal(codec: NativeCodec, vector: torch.Tensor) -> bytes | str:
     try:
         return bytes(codec.encode(vector))
     except CodecError as error:
@@ -105,17 +101,17 @@ def encoded_or_refusal(codec: KernelCodec, vector: torch.Tensor) -> bytes | str:
 @every_codec
 @settings(max_examples=60)
 @given(data=st.data())
-def test_kernels_encode_the_same_bytes_and_refuse_the_same_values(
-    name: str, kernels: Mapping[str, Kernel], data: st.DataObject
+def test_native_codecs_encode_the_same_bytes_and_refuse_the_same_values(
+    name: str, functions: Functions, data: st.DataObject
 ) -> None:
-    plain, native = pair(name, kernels)
+    plain, native = pair(name, functions)
     vector = data.draw(vectors(longest(name)))
     before = vector.clone()
     assert encoded_or_refusal(native, vector) == encoded_or_refusal(plain, vector)
     assert same_bits(vector, before)
 
 
-def received(codec: KernelCodec, generator: np.random.Generator, num_values: int) -> bytes:
+def received(codec: NativeCodec, generator: np.random.Generator, num_values: int) -> bytes:
     """Encoded values; in blocks, random codes, not only such as an encoder writes, under headers that it wrote."""
     data = codec.encode(torch.from_numpy(values_of("gaussian", num_values, generator)))
     if isinstance(codec, BlockwiseCodec):
@@ -137,10 +133,10 @@ def received(codec: KernelCodec, generator: np.random.Generator, num_values: int
     weight=st.sampled_from([1.0, -1.0, 0.0, -0.0, 1 / 3, 2.0**-130, 1e30]),
     shift=st.integers(0, 7),
 )
-def test_kernels_decode_and_accumulate_the_same_bits_from_any_buffer(
-    name: str, kernels: Mapping[str, Kernel], fraction: float, seed: int, weight: float, shift: int
+def test_native_codecs_decode_and_accumulate_the_same_bits_from_any_buffer(
+    name: str, functions: Functions, fraction: float, seed: int, weight: float, shift: int
 ) -> None:
-    plain, native = pair(name, kernels)
+    plain, native = pair(name, functions)
     generator, num_values = np.random.default_rng(seed), round(fraction * longest(name))
     data = received(plain, generator, num_values)
     unaligned = memoryview(bytes(shift) + data)[shift:]
@@ -155,15 +151,15 @@ def test_kernels_decode_and_accumulate_the_same_bits_from_any_buffer(
         codec.accumulate_into(unaligned, weight, summed[-1])
     assert same_bits(*decoded)
     assert same_bits(*summed)
-    if "squares" in native.kernels:
+    if "squares" in native.functions:
         step = 4 * plain.block_size
         assert plain.squared_norms(unaligned, num_values, step) == native.squared_norms(unaligned, num_values, step)
     assert bytes(unaligned) == data
 
 
 @every_codec
-def test_kernels_write_nothing_outside_of_their_target(name: str, kernels: Mapping[str, Kernel]) -> None:
-    _, native = pair(name, kernels)
+def test_native_codecs_write_nothing_outside_of_their_target(name: str, functions: Functions) -> None:
+    _, native = pair(name, functions)
     for num_values in (1, 127, 128, 256, 257, 640, 1000, 4096, 8500, 65_536, 71_000):
         vector = torch.linspace(-1, 1, num_values)
         size, margin = native.encoded_bytes(num_values), 67
@@ -180,10 +176,10 @@ def test_kernels_write_nothing_outside_of_their_target(name: str, kernels: Mappi
 
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
-def test_kernels_refuse_received_values_that_are_not_finite(
-    name: str, kernels: Mapping[str, Kernel], value: float
+def test_native_codecs_refuse_received_values_that_are_not_finite(
+    name: str, functions: Functions, value: float
 ) -> None:
-    plain, native = pair(name, kernels)
+    plain, native = pair(name, functions)
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
     for where in (0, 127, 128, 1151, 1152, 1199):
         vector = torch.ones(1200, dtype=kind)
@@ -195,79 +191,123 @@ def test_kernels_refuse_received_values_that_are_not_finite(
 
 
 @every_codec
-def test_encoding_into_read_only_memory_is_the_callers_mistake(name: str, kernels: Mapping[str, Kernel]) -> None:
-    for codec in pair(name, kernels):
-        num_values = 2 * codec.kernel_values
+def test_encoding_into_read_only_memory_is_the_callers_mistake(name: str, functions: Functions) -> None:
+    for codec in pair(name, functions):
+        num_values = 2 * codec.native_values
         data = bytes(codec.encoded_bytes(num_values))
         with pytest.raises(ValueError, match="read-only"):
             codec.encode_into(torch.ones(num_values), memoryview(data))
         assert not any(data)
 
 
-def test_kernels_that_compute_something_else_are_not_used(
-    kernels: Mapping[str, Kernel], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_functions_that_compute_something_else_are_not_used(
+    functions: Functions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wrong = {**kernels, "accumulate_int8": kernels["decode_int8"]}
+    wrong = {**functions, "int8": {**functions["int8"], "accumulate": functions["int8"]["decode"]}}
     codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_kernels", lambda: wrong)
+    monkeypatch.setattr(warm, "load_functions", lambda: wrong)
     assert not warm.warm_up()
-    assert [name for name in codecs if not codecs[name].kernels] == ["int8"]
-    assert "int8 differ" in caplog.text
+    assert [name for name in codecs if not codecs[name].functions] == ["int8"]
+    assert "int8 differs" in caplog.text
 
 
-def test_warming_up_gives_every_codec_its_kernels_and_is_done_once(
-    kernels: Mapping[str, Kernel], monkeypatch: pytest.MonkeyPatch
+def test_warming_up_gives_every_codec_its_functions_and_is_done_once(
+    functions: Functions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
-    def load() -> Mapping[str, Kernel]:
+    def load_once() -> Functions:
         calls.append("load")
-        return kernels
+        return functions
 
     codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_kernels", load)
+    monkeypatch.setattr(warm, "load_functions", load_once)
     assert warm.warm_up()
     assert warm.warm_up()
     assert len(calls) == 1
 
 
-def test_without_kernels_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     codecs = {name: fresh(name) for name in NAMES}
     monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_kernels", dict)
+    monkeypatch.setattr(warm, "load_functions", dict)
     assert not warm.warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
 
 
+def idle(refused: int) -> Function:
+    """A function that writes nothing."""
+
+    def run(source: int, target: int, count: int, weight: float) -> int:
+        return refused
+
+    return run
+
+
 @every_codec
-def test_kernels_that_compute_something_else_are_noticed(name: str, kernels: Mapping[str, Kernel]) -> None:
-    codec = fresh(name)
-    own = warm.kernels_of(codec, kernels)
+def test_functions_that_compute_something_else_are_noticed(name: str, functions: Functions) -> None:
+    codec, own = fresh(name), functions[name]
     assert warm.agree(codec, own)
     for operation in own.keys() - {"validate"}:
-        # That write nothing, and refuse nothing (xor eax, eax; ret) or everything (mov eax, 1; ret).
-        for code in (b"\x31\xc0\xc3", b"\xb8\x01\x00\x00\x00\xc3"):
-            assert not warm.agree(codec, {**own, **unpack(pack({operation: 0}, code))})
+        for refused in (0, 1):
+            wrong = {**own, operation: idle(refused)}
+            assert not warm.agree(codec, wrong), operation
 
 
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one version of each function")
 @pytest.mark.parametrize(("cpu", "flag"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512vl")])
-def test_kernels_for_other_cpus_compute_the_same_bits(cpu: str, flag: str) -> None:
+def test_native_codecs_of_other_cpus_compute_the_same_bits(
+    cpu: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if flag not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this CPU has no {flag}")
-    found = unpack(build_image(target_machine(cpu)))
+    monkeypatch.setattr(build, "VARIANTS", ((f"-march={cpu}",),))
+    library = tmp_path / "codecs.so"
+    library.write_bytes(build.build_library())
+    found = load.open_library(library)
     for name in NAMES:
-        codec = fresh(name)
-        kernels = warm.kernels_of(codec, found)
-        assert kernels
-        assert warm.agree(codec, kernels), name
+        assert warm.agree(fresh(name), found[name]), name
+
+
+@every_codec
+def test_native_codecs_compute_the_same_in_several_threads(name: str, functions: Functions) -> None:
+    plain, native = pair(name, functions)
+    vectors = [torch.from_numpy(values_of("gaussian", 300_001, np.random.default_rng(seed))) for seed in range(4)]
+
+    def run(codec: NativeCodec, vector: torch.Tensor) -> tuple[bytes, bytes]:
+        encoded, total = codec.encode(vector), vector.clone()
+        codec.accumulate_into(encoded, 1 / 3, total)
+        return bytes(encoded), total.numpy().tobytes()
+
+    with ThreadPoolExecutor(len(vectors)) as pool:
+        found = list(pool.map(lambda vector: run(native, vector), vectors))
+    assert found == [run(plain, vector) for vector in vectors]
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_all_numbers_of_16_bits_decode_and_encode_alike(name: str, functions: Functions) -> None:
+    plain, native = pair(name, functions)
+    every = np.arange(1 << 16, dtype=np.uint16)
+    decoded = [torch.empty(1 << 16) for _ in range(2)]
+    for codec, out in zip((plain, native), decoded, strict=True):
+        codec.decode_into(every.tobytes(), out)
+    finite = ~torch.isnan(decoded[0])
+    assert torch.equal(finite, ~torch.isnan(decoded[1]))
+    assert same_bits(decoded[0][finite], decoded[1][finite])
+    # Each number, the halves between two, and what lies right beside a half.
+    below = decoded[0][torch.isfinite(decoded[0]) & (decoded[0].abs() < 6e4)]
+    halves = (below + torch.from_numpy((every + 1).astype(np.uint16).view(np.float16)).float()[: len(below)]) / 2
+    for values in (below, halves, halves * (1 + 2.0**-23), halves * (1 - 2.0**-23)):
+        chosen = values[values.abs() < 6e4].contiguous()
+        assert native.encode(chosen) == plain.encode(chosen)
 
 
 @pytest.mark.parametrize("name", ["fp32", "int8"])
 @pytest.mark.parametrize("length", [1, ENERGY_VALUES, 3 * ENERGY_VALUES, 5 * ENERGY_VALUES + 777])
-def test_kernels_find_the_same_norms(name: str, length: int, kernels: Mapping[str, Kernel]) -> None:
-    plain, native = pair(name, kernels)
+def test_native_codecs_find_the_same_norms(name: str, length: int, functions: Functions) -> None:
+    plain, native = pair(name, functions)
     generator = np.random.default_rng(length)
     values = np.float32(generator.standard_normal(length) * 10.0 ** generator.integers(-20, 20))
     encoded = plain.encode(torch.from_numpy(values))
@@ -276,8 +316,8 @@ def test_kernels_find_the_same_norms(name: str, length: int, kernels: Mapping[st
         native.squared_norms(encoded[:-1], length, ENERGY_VALUES)
 
 
-def test_a_square_beyond_fp32_is_infinite_with_kernels_too(kernels: Mapping[str, Kernel]) -> None:
-    _, native = pair("fp32", kernels)
+def test_a_square_beyond_fp32_is_infinite_in_native_codecs_too(functions: Functions) -> None:
+    _, native = pair("fp32", functions)
     values = torch.ones(2 * ENERGY_VALUES)
     values[5] = 1e30
     assert native.squared_norms(native.encode(values), len(values), ENERGY_VALUES) == [float("inf"), ENERGY_VALUES]

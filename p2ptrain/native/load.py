@@ -1,0 +1,123 @@
+"""Where the library comes from: the package, the cache beside its byte code, or the compiler.
+
+A wheel or image carries the library in the package. A checkout builds it on first use, into the folder of the package's
+byte code: its permissions are those of the package. The cached file's name holds a hash of source, build and machine.
+Processes that start at once each build, and replace each other's equal file. Where the folder is read-only, each
+process builds its own and keeps none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.util
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from p2ptrain.native.build import DIGEST_BYTES, SOURCE, build_library
+
+logger = logging.getLogger(__name__)
+
+INSTALLED = SOURCE.with_name("codecs.so")
+CODEC_OPERATIONS: Mapping[str, tuple[str, ...]] = {
+    "fp32": ("encode", "accumulate", "validate", "energy"),  # Decoding is a copy.
+    "fp16": ("encode", "decode", "accumulate", "validate"),
+    "bf16": ("encode", "decode", "accumulate", "validate"),
+    "int8": ("encode", "decode", "accumulate", "squares"),
+    "int4": ("encode", "decode", "accumulate", "squares"),
+    "topk": ("encode", "decode", "accumulate", "validate"),
+}
+
+Function = Callable[[int, int, int, float], int]
+"""From the addresses of source and target, blocks and weight: whether a block was refused. See `codecs.c`."""
+Functions = Mapping[str, Mapping[str, Function]]
+"""By codec and operation."""
+
+
+def load_functions() -> Functions:
+    """Return all functions; nothing where there is no library (a log line says why).
+
+    Takes milliseconds, and seconds when the library has to be built: keep it off an event loop.
+    """
+    try:
+        return load_library()[1]
+    except OSError as error:
+        logger.warning("the codecs compute with torch, which is slower: %s", error)
+        return {}
+
+
+def load_library() -> tuple[Path, Functions]:
+    """Find the library or build it. Return where it is, and its functions.
+
+    Raises:
+        OSError: There is none, and none can be built (`p2ptrain.native.build.BuildError`) or loaded.
+    """
+    cached = cached_path()
+    for path in (INSTALLED, cached):
+        try:
+            return path, open_library(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            logger.warning("%s is not used: %s", path, error)
+    library = build_library()
+    with contextlib.suppress(OSError):
+        _keep(library, cached)
+        return cached, open_library(cached)
+    with tempfile.TemporaryDirectory(prefix="p2ptrain-native-") as folder:
+        path = Path(folder, cached.name)
+        path.write_bytes(library)
+        return path, open_library(path)  # It stays mapped when the file is gone.
+
+
+def _keep(library: bytes, path: Path) -> None:
+    """Write the file whole or not at all.
+
+    Raises:
+        OSError: The folder is read-only, or the disk full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+        written = Path(folder, path.name)
+        written.write_bytes(library)
+        os.replace(written, path)
+
+
+def cached_path() -> Path:
+    """Where a checkout keeps the library of this source on this machine."""
+    digest = hashlib.sha256(platform.machine().encode())
+    for path in (SOURCE, SOURCE.with_name("build.py")):
+        digest.update(path.read_bytes())
+    return Path(importlib.util.cache_from_source(__file__)).with_name(f"codecs-{digest.hexdigest()[:16]}.so")
+
+
+def open_library(path: Path) -> Functions:
+    """Load the library at ``path``.
+
+    Raises:
+        OSError: It is damaged, of another machine, or lacks a function.
+    """
+    data = path.read_bytes()
+    # Checked first: loading a file that was cut off may end the process.
+    if hashlib.sha256(data[:-DIGEST_BYTES]).digest() != data[-DIGEST_BYTES:]:
+        raise OSError("the library is damaged")
+    library = ctypes.CDLL(str(path))
+    return {
+        codec: {operation: _function(library, f"{operation}_{codec}") for operation in operations}
+        for codec, operations in CODEC_OPERATIONS.items()
+    }
+
+
+def _function(library: ctypes.CDLL, name: str) -> Function:
+    try:
+        function = library[name]
+    except AttributeError as error:
+        raise OSError(f"the library lacks {name}") from error
+    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_float)
+    function.restype = ctypes.c_int
+    return function
