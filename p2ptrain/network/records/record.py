@@ -4,22 +4,23 @@ A sealed record is canonical msgpack ``[body, proof]``; the body holds version, 
 payload, and the proof is the peer's signature over all of it. So a record cannot be passed off as another peer's,
 another kind's or another swarm's, and neither its lifetime nor its order can be changed.
 
-What is in a payload still comes from a stranger: `PeerRecord.from_payload` checks every type, length and range.
+What is in a payload still comes from a stranger: `p2ptrain.network.schema` holds it against `PeerRecord`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import msgpack
+import msgspec
+from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
-from p2ptrain.network.records import checks
 from p2ptrain.network.records.serving import ServingReport
+from p2ptrain.network.schema import Amount, Count, Hash, Number, from_wire, to_wire
 from p2ptrain.signing import Signer
 
 MAX_RECORD_BYTES = 16 * 1024
@@ -33,6 +34,14 @@ MAX_ADDRESS_CHARS = 512
 ROLES = ("bootstrap", "trainer", "stage", "monitor", "client")
 STATES = ("starting", "serving", "syncing", "training", "paused", "draining")
 REACHABILITIES = ("direct", "relay", "unknown")
+Role = Annotated[str, Meta(pattern=f"^({'|'.join(ROLES)})$")]
+State = Annotated[str, Meta(pattern=f"^({'|'.join(STATES)})$")]
+Reachability = Annotated[str, Meta(pattern=f"^({'|'.join(REACHABILITIES)})$")]
+Name = Annotated[str, Meta(max_length=64)]
+Version = Annotated[str, Meta(max_length=32)]
+Note = Annotated[str, Meta(max_length=MAX_NOTE_CHARS)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=MAX_ADDRESSES)]
 _CONTEXT = b"p2ptrain record\0"
 _BODY_KEYS = {"version", "kind", "swarm", "peer", "sequence", "expires_at", "payload"}
 
@@ -150,22 +159,23 @@ class RoundReport:
         matchmaking_seconds: Of ``seconds``, until the group stood; ``transfer_seconds``: from then to the certificate.
     """
 
-    round: int
+    round: Count
     committed: bool
-    reason: str
-    seconds: float
-    members: int
-    contributors: int
+    reason: Note
+    seconds: Amount
+    members: Count
+    contributors: Count
     contributed: bool = False
-    digest: bytes = bytes(32)
-    compute_seconds: float = 0.0
-    matchmaking_seconds: float = 0.0
-    transfer_seconds: float = 0.0
+    digest: Hash = bytes(32)
+    compute_seconds: Amount = 0.0
+    matchmaking_seconds: Amount = 0.0
+    transfer_seconds: Amount = 0.0
 
 
-@dataclass(frozen=True)
-class StageReport:
+class StageReport(msgspec.Struct, frozen=True, array_like=True):
     """What a peer says of one stage that it hosts, or of what it averages beside it.
+
+    It travels without names, which would be half of its bytes: with 64 stages a record has no room for more.
 
     Attributes:
         unit: The stage's number; the number of stages for embeddings that the first and the last one share.
@@ -178,16 +188,20 @@ class StageReport:
         saved_round: The last that it has a checkpoint of; 0 for none. ``saved_digest``: of the state in it, 32 bytes.
     """
 
-    unit: int
-    round: int
-    lineage: bytes
-    digest: bytes
-    lineage_tokens: int
-    tokens_per_second: float = 0.0
-    waiting: int = 0
-    samples: int = 0
-    saved_round: int = 0
-    saved_digest: bytes = bytes(32)
+    unit: Count
+    round: Count
+    lineage: Hash
+    digest: Hash
+    lineage_tokens: Count
+    tokens_per_second: Amount = 0.0
+    waiting: Count = 0
+    samples: Count = 0
+    saved_round: Count = 0
+    saved_digest: Hash = bytes(32)
+
+
+RoundReports = Annotated[tuple[RoundReport, ...], Meta(max_length=MAX_REPORTS)]
+StageReports = Annotated[tuple[StageReport, ...], Meta(max_length=MAX_STAGES)]
 
 
 @dataclass(frozen=True)
@@ -218,35 +232,39 @@ class PeerRecord:
     """
 
     peer: str
-    name: str
-    version: str
-    protocol: int
-    role: str
-    state: str
-    device: str
-    round: int
-    lineage: bytes
-    digest: bytes
-    lineage_tokens: int
-    round_tokens: int
-    loss: float | None
-    tokens_per_second: float
-    bytes_sent: int
-    bytes_received: int
-    reachability: str
-    addresses: tuple[str, ...]
-    started_at: float
-    last_rounds: tuple[RoundReport, ...]
-    direct_refusals: int = 0
-    trained_tokens: int = 0
-    trained_rounds: int = 0
+    name: Name
+    version: Version
+    protocol: Count
+    role: Role
+    state: State
+    device: Name
+    round: Count
+    lineage: Hash
+    digest: Hash
+    lineage_tokens: Count
+    round_tokens: Count
+    loss: Number | None
+    tokens_per_second: Amount
+    bytes_sent: Count
+    bytes_received: Count
+    reachability: Reachability
+    addresses: Addresses
+    started_at: Amount
+    last_rounds: RoundReports
+    direct_refusals: Count = 0
+    trained_tokens: Count = 0
+    trained_rounds: Count = 0
     diverged: bool = False
-    clock_skew_seconds: float = 0.0
-    note: str = ""
-    stages: tuple[StageReport, ...] = ()
-    failovers: int = 0
-    next_stage: int | None = None
+    clock_skew_seconds: Number = 0.0
+    note: Note = ""
+    stages: StageReports = ()
+    failovers: Count = 0
+    next_stage: Count | None = None
     serving: ServingReport | None = None
+
+    def __post_init__(self) -> None:
+        if len({stage.unit for stage in self.stages}) < len(self.stages):
+            raise ValueError("stages: a stage is named twice")
 
     def of_unit(self, unit: int) -> PeerRecord | None:
         """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
@@ -259,145 +277,37 @@ class PeerRecord:
         return None
 
     def to_payload(self) -> dict[str, Any]:
-        """Plain values for `seal_record`: text cut to its limits, and values that are not finite as 0 or None."""
-        values = dict(vars(self))  # Not `asdict`, which copies deep: peers do this every few seconds.
+        """Return plain values for `seal_record`: text cut to its bounds, numbers that are not finite as 0 or None."""
+        diverged = self.diverged or (self.loss is not None and not math.isfinite(self.loss))
+        within = replace(
+            self,
+            name=self.name[:64],
+            note=self.note[:MAX_NOTE_CHARS],
+            addresses=tuple(each for each in self.addresses if len(each) <= MAX_ADDRESS_CHARS)[:MAX_ADDRESSES],
+            diverged=diverged,
+            loss=None if diverged else self.loss,
+            tokens_per_second=self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0,
+            last_rounds=tuple(
+                replace(report, reason=report.reason[:MAX_NOTE_CHARS]) for report in self.last_rounds[-MAX_REPORTS:]
+            ),
+            stages=self.stages[:MAX_STAGES],
+        )
+        values: dict[str, Any] = to_wire(within)
         del values["peer"]
-        values["name"] = self.name[:64]
-        values["note"] = self.note[:MAX_NOTE_CHARS]
-        values["addresses"] = [address for address in self.addresses if len(address) <= MAX_ADDRESS_CHARS]
-        values["addresses"] = values["addresses"][:MAX_ADDRESSES]
-        values["diverged"] = self.diverged or (self.loss is not None and not math.isfinite(self.loss))
-        values["loss"] = None if values["diverged"] else self.loss
-        values["tokens_per_second"] = self.tokens_per_second if math.isfinite(self.tokens_per_second) else 0.0
-        values["last_rounds"] = [
-            {**vars(report), "reason": report.reason[:MAX_NOTE_CHARS]} for report in self.last_rounds[-MAX_REPORTS:]
-        ]
-        # Without names, which would be half of the bytes: with 64 stages there would be no room for the rest.
-        values["stages"] = [list(vars(stage).values()) for stage in self.stages[:MAX_STAGES]]
-        for name, default in _ADDED_LATER.items():
-            if values[name] == default:
-                del values[name]
-        if self.serving is not None:
-            values["serving"] = self.serving.to_payload()
         return values
 
     @classmethod
     def from_payload(cls, peer: str, payload: dict[str, Any]) -> PeerRecord:
-        """Check what a peer says about itself.
+        """Return what a peer says about itself.
 
         Args:
             peer: Who signed it (`OpenedRecord.peer`).
             payload: The result of `to_payload`, from the network.
 
         Raises:
-            IntegrityError: A field is missing or unknown, of the wrong type, too long or out of range.
+            IntegrityError: A field is missing, of the wrong type, too long or out of range.
         """
-        known = {field.name for field in fields(cls)} - {"peer"}
         try:
-            checks.expect(
-                known - _ADDED_LATER.keys() <= set(payload) <= known, "fields", "differ from what this version knows"
-            )
-            return cls(peer=peer, **{name: _CHECKS[name](name, payload[name]) for name in payload})
-        except (ValueError, TypeError, KeyError) as error:
+            return from_wire(cls, {**payload, "peer": peer})
+        except IntegrityError as error:
             raise IntegrityError(f"the record of peer {peer[-8:]} is malformed ({error}): ignored") from error
-
-
-def _stage(name: str, value: Any) -> int | None:
-    return None if value is None else checks.count(name, value)
-
-
-def _loss(name: str, value: Any) -> float | None:
-    return None if value is None else checks.number(name, value)
-
-
-def _addresses(name: str, value: Any) -> tuple[str, ...]:
-    checks.expect(
-        isinstance(value, list) and len(value) <= MAX_ADDRESSES, name, f"is not a list of up to {MAX_ADDRESSES}"
-    )
-    return tuple(checks.text(MAX_ADDRESS_CHARS)(name, address) for address in value)
-
-
-def _reports(name: str, value: Any) -> tuple[RoundReport, ...]:
-    checks.expect(isinstance(value, list) and len(value) <= MAX_REPORTS, name, f"is not a list of up to {MAX_REPORTS}")
-    reports = []
-    for report in value:
-        checks.expect(isinstance(report, dict) and set(report) == set(_REPORT_CHECKS), name, "holds something else")
-        reports.append(RoundReport(**{key: check(key, report[key]) for key, check in _REPORT_CHECKS.items()}))
-    return tuple(reports)
-
-
-def _stages(name: str, value: Any) -> tuple[StageReport, ...]:
-    checks.expect(isinstance(value, list) and len(value) <= MAX_STAGES, name, f"is not a list of up to {MAX_STAGES}")
-    stages = []
-    for stage in value:
-        if isinstance(stage, dict):  # As peers sent it that could not say what they saved.
-            checks.expect(set(stage) == set(_FIRST_STAGE_FIELDS), name, "holds something else")
-            stage = [stage[key] for key in _FIRST_STAGE_FIELDS]
-        is_good = isinstance(stage, list) and len(_FIRST_STAGE_FIELDS) <= len(stage) <= len(_STAGE_CHECKS)
-        checks.expect(is_good, name, "holds something else")
-        checked = zip(_STAGE_CHECKS.items(), stage, strict=False)
-        stages.append(StageReport(**{key: check(key, each) for (key, check), each in checked}))
-    checks.expect(len({stage.unit for stage in stages}) == len(stages), name, "names a stage twice")
-    return tuple(stages)
-
-
-_STAGE_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "unit": checks.count,
-    "round": checks.count,
-    "lineage": checks.digest,
-    "digest": checks.digest,
-    "lineage_tokens": checks.count,
-    "tokens_per_second": checks.amount,
-    "waiting": checks.count,
-    "samples": checks.count,
-    "saved_round": checks.count,
-    "saved_digest": checks.digest,
-}
-_FIRST_STAGE_FIELDS = tuple(_STAGE_CHECKS)[:8]
-"""Those before ``saved_round``, which every version sends."""
-_REPORT_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "round": checks.count,
-    "committed": checks.boolean,
-    "reason": checks.text(MAX_NOTE_CHARS),
-    "seconds": checks.amount,
-    "members": checks.count,
-    "contributors": checks.count,
-    "contributed": checks.boolean,
-    "digest": checks.digest,
-    "compute_seconds": checks.amount,
-    "matchmaking_seconds": checks.amount,
-    "transfer_seconds": checks.amount,
-}
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "name": checks.text(64),
-    "version": checks.text(32),
-    "protocol": checks.count,
-    "role": checks.one_of(ROLES),
-    "state": checks.one_of(STATES),
-    "device": checks.text(64),
-    "round": checks.count,
-    "lineage": checks.digest,
-    "digest": checks.digest,
-    "lineage_tokens": checks.count,
-    "round_tokens": checks.count,
-    "loss": _loss,
-    "tokens_per_second": checks.amount,
-    "bytes_sent": checks.count,
-    "bytes_received": checks.count,
-    "reachability": checks.one_of(REACHABILITIES),
-    "addresses": _addresses,
-    "started_at": checks.amount,
-    "last_rounds": _reports,
-    "direct_refusals": checks.count,
-    "trained_tokens": checks.count,
-    "trained_rounds": checks.count,
-    "diverged": checks.boolean,
-    "clock_skew_seconds": checks.number,
-    "note": checks.text(MAX_NOTE_CHARS),
-    "stages": _stages,
-    "failovers": checks.count,
-    "next_stage": _stage,
-    "serving": ServingReport.from_payload,
-}
-_ADDED_LATER: dict[str, int | None] = {"failovers": 0, "next_stage": None, "serving": None}
-"""Sent only by those that have something to say, so that earlier versions read the records of all others."""

@@ -12,15 +12,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from operator import mul
+from typing import Annotated
 
-from p2ptrain.network.records import checks
+from msgspec import Meta
+
+from p2ptrain.network.schema import Amount
 
 BOUNDS = tuple(float(f"{10 ** (step / 8):.3g}") for step in range(-24, 25))
 """Upper bounds of all counts but the last, in seconds, from 1 ms to 1,000 s; what is above has the last one."""
 MAX_TOTAL = 1 << 48
 """A million tokens per second for nine years."""
 MAX_SESSIONS = 1_000_000
+NO_COUNTS = (0,) * (len(BOUNDS) + 1)
+Total = Annotated[int, Meta(ge=0, le=MAX_TOTAL)]
 _TOLERANCE = 1e-3
 """Of sums in floating point."""
 
@@ -34,8 +39,8 @@ class Latencies:
         seconds: The sum of all.
     """
 
-    counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
-    seconds: float = 0.0
+    counts: Annotated[tuple[Total, ...], Meta(min_length=len(BOUNDS) + 1, max_length=len(BOUNDS) + 1)] = NO_COUNTS
+    seconds: Amount = 0.0
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Latencies:
@@ -101,10 +106,10 @@ class ServingTotals:
         token: For each further token, the time since the one before.
     """
 
-    requests: int = 0
-    failed_requests: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
+    requests: Total = 0
+    failed_requests: Total = 0
+    generated_tokens: Total = 0
+    prompt_tokens: Total = 0
     first_token: Latencies = Latencies()
     token: Latencies = Latencies()
 
@@ -138,49 +143,23 @@ class ServingReport:
         totals: Since it started.
     """
 
-    sessions: int
+    sessions: Annotated[int, Meta(ge=0, le=MAX_SESSIONS)]
     totals: ServingTotals
 
-    def to_payload(self) -> list[Any]:
-        """Plain values, without names and empty counts: records have little room."""
+    def __post_init__(self) -> None:
         totals = self.totals
-        counts = [totals.requests, totals.failed_requests, totals.generated_tokens, totals.prompt_tokens]
-        return [self.sessions, *counts, *_packed(totals.first_token), *_packed(totals.token)]
-
-    @classmethod
-    def from_payload(cls, name: str, value: Any) -> ServingReport:
-        """Check what a peer says.
-
-        Raises:
-            ValueError: It is malformed, out of bounds, or contradicts itself.
-        """
-        checks.expect(isinstance(value, list) and len(value) == 9, name, "holds something else")
-        sessions, requests, failed, generated, prompt = (checks.count(name, each) for each in value[:5])
-        is_possible = sessions <= MAX_SESSIONS and max(requests, failed, generated, prompt) <= MAX_TOTAL
-        checks.expect(is_possible, name, "counts more than there can be")
-        first_token, token = _unpacked(name, *value[5:7]), _unpacked(name, *value[7:9])
-        agrees = failed <= requests and first_token.total <= requests and token.total <= generated
-        checks.expect(agrees, name, "contradicts itself")
-        return cls(sessions, ServingTotals(requests, failed, generated, prompt, first_token, token))
+        _expect(totals.failed_requests <= totals.requests, "more requests failed than there were")
+        _expect(totals.first_token.total <= totals.requests, "more first tokens than requests")
+        _expect(totals.token.total <= totals.generated_tokens, "more tokens were timed than generated")
+        for latencies in (totals.first_token, totals.token):
+            # A sum that its own counts rule out would only bend the mean.
+            counts, exceeds = latencies.counts, latencies.counts[-1]
+            least = math.fsum(count * low for count, low in zip(counts, (0.0, *BOUNDS), strict=True))
+            most = math.inf if exceeds else math.fsum(map(mul, counts, BOUNDS))
+            is_possible = least * (1 - _TOLERANCE) <= latencies.seconds <= most * (1 + _TOLERANCE)
+            _expect(is_possible, "a sum of seconds that its counts rule out")
 
 
-def _packed(latencies: Latencies) -> tuple[float, list[int]]:
-    """The sum, and the counts from the first to the last that is not 0, after the number of the first."""
-    used = [index for index, count in enumerate(latencies.counts) if count]
-    return latencies.seconds, [used[0], *latencies.counts[used[0] : used[-1] + 1]] if used else []
-
-
-def _unpacked(name: str, seconds: Any, packed: Any) -> Latencies:
-    seconds = checks.amount(name, seconds)
-    checks.expect(isinstance(packed, list) and len(packed) != 1, name, "holds something else")
-    first, *counts = [checks.count(name, each) for each in packed] or [0]
-    checks.expect(first + len(counts) <= len(BOUNDS) + 1, name, "has more counts than there are bounds")
-    counts = [0] * first + counts + [0] * (len(BOUNDS) + 1 - first - len(counts))
-    checks.expect(sum(counts) <= MAX_TOTAL, name, "counts more than there can be")
-    # A sum that its own counts rule out would only bend the mean.
-    least = math.fsum(count * low for count, low in zip(counts, (0.0, *BOUNDS), strict=True))
-    most = math.inf if counts[-1] else math.fsum(count * high for count, high in zip(counts, BOUNDS, strict=False))
-    checks.expect(
-        least * (1 - _TOLERANCE) <= seconds <= most * (1 + _TOLERANCE), name, "has a sum that its counts rule out"
-    )
-    return Latencies(tuple(counts), seconds)
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

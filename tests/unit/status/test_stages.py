@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, PipelineSpec, TrainingSpec
@@ -47,7 +48,7 @@ def without(*peers: str) -> list[PeerRecord]:
 
 
 def with_stage(record: PeerRecord, unit: int, **changes: Any) -> PeerRecord:
-    stages = tuple(replace(each, **changes) if each.unit == unit else each for each in record.stages)
+    stages = tuple(msgspec.structs.replace(each, **changes) if each.unit == unit else each for each in record.stages)
     return replace(record, stages=stages)
 
 
@@ -318,7 +319,8 @@ def moved_on(records: list[PeerRecord], rounds: int) -> list[PeerRecord]:
     """The same some rounds later, of 1000 tokens each."""
     return [
         replace(record, stages=tuple(
-            replace(each, round=8 + rounds, lineage_tokens=8000 + 1000 * rounds) for each in record.stages
+            msgspec.structs.replace(each, round=8 + rounds, lineage_tokens=8000 + 1000 * rounds)
+            for each in record.stages
         ))
         for record in records
     ]  # fmt: skip

@@ -23,6 +23,7 @@ from p2ptrain.network.records.record import (
     peers_key,
     seal_record,
 )
+from p2ptrain.network.schema import to_wire
 from tests.support.signers import NamedSigner
 
 SWARM, OTHER_SWARM = b"s" * 32, b"o" * 32
@@ -260,20 +261,16 @@ def test_a_field_of_a_report_out_of_bounds_is_refused_by_name(name: str, value: 
         PeerRecord.from_payload("alice", payload)
 
 
-def test_what_was_added_later_is_sent_only_where_there_is_any() -> None:
-    assert "failovers" not in record().to_payload()
-    assert PeerRecord.from_payload("alice", record(failovers=3).to_payload()).failovers == 3
-    with pytest.raises(IntegrityError, match="failovers"):
-        PeerRecord.from_payload("alice", record().to_payload() | {"failovers": -1})
-
-
-def test_missing_and_unknown_fields_are_refused() -> None:
+def test_a_missing_field_is_refused_and_one_of_a_later_version_ignored() -> None:
     payload = record().to_payload()
-    with pytest.raises(IntegrityError, match="fields"):
-        PeerRecord.from_payload("alice", payload | {"admin": True})
+    assert PeerRecord.from_payload("alice", payload | {"admin": True}) == record()
     del payload["round"]
-    with pytest.raises(IntegrityError, match="fields"):
+    with pytest.raises(IntegrityError, match="round"):
         PeerRecord.from_payload("alice", payload)
+
+
+def test_a_payload_names_nobody_but_who_signed_it() -> None:
+    assert PeerRecord.from_payload("alice", record().to_payload() | {"peer": "bob"}).peer == "alice"
 
 
 def test_swarms_have_keys_of_their_own() -> None:
@@ -286,32 +283,13 @@ STAGES = (
     StageReport(2, 7, b"l" * 32, b"d" * 32, 1 << 40, 1234.5, 3, 96, 5, b"s" * 32),
     StageReport(4, 7, b"m" * 32, b"e" * 32, 1 << 41),
 )
-NAMES = [field.name for field in dataclasses.fields(StageReport)]
+NAMES = StageReport.__struct_fields__
 
 
 def test_stages_survive_the_wire() -> None:
     hosting = record(role="stage", stages=STAGES, next_stage=3)
     opened = open_record(sealed(hosting.to_payload()), "peer", SWARM, BOB)
     assert PeerRecord.from_payload("alice", opened.payload) == hosting
-
-
-@pytest.mark.parametrize("num_fields", [8, 9])
-def test_a_report_of_a_stage_without_what_was_added_later_is_read(num_fields: int) -> None:
-    payload = record(stages=STAGES).to_payload()
-    payload["stages"] = [stage[:num_fields] for stage in payload["stages"]]
-    seen = PeerRecord.from_payload("alice", payload).stages
-    assert [stage.saved_digest for stage in seen] == [bytes(32)] * 2
-    assert [dataclasses.replace(stage, saved_round=0) for stage in seen] == [
-        dataclasses.replace(stage, saved_round=0, saved_digest=bytes(32)) for stage in STAGES
-    ]
-
-
-def test_a_report_of_a_stage_by_names_is_read() -> None:
-    payload = record(stages=STAGES).to_payload()
-    payload["stages"] = [dict(sorted(zip(NAMES[:8], stage[:8], strict=True))) for stage in payload["stages"]]
-    seen = PeerRecord.from_payload("alice", payload).stages
-    assert seen[0] == dataclasses.replace(STAGES[0], saved_round=0, saved_digest=bytes(32))
-    assert seen[1] == STAGES[1]
 
 
 def test_a_peer_hosts_sixty_four_stages_at_most_and_says_all_else_beside_them() -> None:
@@ -324,8 +302,8 @@ def test_a_peer_hosts_sixty_four_stages_at_most_and_says_all_else_beside_them() 
     opened = open_record(sealed(sent.to_payload()), "peer", SWARM, BOB)
     assert PeerRecord.from_payload("alice", opened.payload).stages == many[:MAX_STAGES]
     payload = sent.to_payload()
-    payload["stages"] = [list(vars(stage).values()) for stage in many]
-    with pytest.raises(IntegrityError, match="stages is not a list of up to 64"):
+    payload["stages"] = to_wire(many)
+    with pytest.raises(IntegrityError, match=r"stages: .*length <= 64"):
         PeerRecord.from_payload("alice", payload)
 
 
@@ -351,13 +329,14 @@ def test_a_peer_hosts_sixty_four_stages_at_most_and_says_all_else_beside_them() 
 )
 def test_a_field_of_a_stage_out_of_bounds_is_refused_by_name(name: str, value: Any) -> None:
     payload = record(stages=STAGES).to_payload()
-    payload["stages"][1][NAMES.index(name)] = value
-    with pytest.raises(IntegrityError, match=name):
+    place = NAMES.index(name)
+    payload["stages"][1][place] = value
+    with pytest.raises(IntegrityError, match=rf"stages\[1\]\[{place}\]"):
         PeerRecord.from_payload("alice", payload)
 
 
 @pytest.mark.parametrize(
-    "stages", [None, {}, "stages", [1], [[]], [{}], [{"unit": 1}], [[*vars(STAGES[0]).values(), 1]], [vars(STAGES[0])]]
+    "stages", [None, {}, "stages", [1], [[]], [{}], [{"unit": 1}], [dict(zip(NAMES, to_wire(STAGES[0]), strict=True))]]
 )
 def test_what_is_no_list_of_stages_is_refused(stages: Any) -> None:
     with pytest.raises(IntegrityError, match="stages"):
@@ -365,8 +344,10 @@ def test_what_is_no_list_of_stages_is_refused(stages: Any) -> None:
 
 
 def test_a_stage_that_is_named_twice_is_refused() -> None:
-    with pytest.raises(IntegrityError, match="stages names a stage twice"):
-        PeerRecord.from_payload("alice", record(stages=(STAGES[0], STAGES[0])).to_payload())
+    payload = record(stages=STAGES).to_payload()
+    payload["stages"][1][0] = payload["stages"][0][0]
+    with pytest.raises(IntegrityError, match="a stage is named twice"):
+        PeerRecord.from_payload("alice", payload)
 
 
 def test_a_host_is_one_of_each_swarm_whose_unit_it_averages_and_of_no_other() -> None:

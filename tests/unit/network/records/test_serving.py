@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
+import re
 from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
@@ -90,11 +90,6 @@ def test_a_report_survives_the_wire(first: list[float], further: list[float], se
     assert PeerRecord.from_payload("a", record.to_payload()) == record
 
 
-def test_a_record_without_it_is_as_earlier_versions_send_it() -> None:
-    assert "serving" not in trainer("a").to_payload()
-    assert PeerRecord.from_payload("a", trainer("a").to_payload()).serving is None
-
-
 def test_the_largest_report_leaves_room_for_the_rest() -> None:
     most = Latencies((MAX_TOTAL // 64,) * (len(BOUNDS) + 1), MAX_TOTAL / 64 * sum(BOUNDS))
     totals = ServingTotals(MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, MAX_TOTAL, most, most)
@@ -103,65 +98,60 @@ def test_the_largest_report_leaves_room_for_the_rest() -> None:
     def size(record: PeerRecord) -> int:
         return len(seal_record("peer", b"s" * 32, record.to_payload(), 1, 1.0, NamedSigner("a")))
 
-    assert size(largest) - size(trainer("a")) < MAX_RECORD_BYTES // 16
+    assert size(largest) - size(trainer("a")) < MAX_RECORD_BYTES // 12
     assert PeerRecord.from_payload("a", largest.to_payload()) == largest
 
 
-GOOD = served(1000.0).to_payload()
-SESSIONS, REQUESTS, FAILED, GENERATED, PROMPT, FIRST_SECONDS, FIRST, TOKEN_SECONDS, TOKEN = range(9)
+def changed(place: str, value: Any) -> dict[str, Any]:
+    """The payload of a record in which one value of ``serving`` is another one."""
+    payload = trainer("a", serving=served(1000.0)).to_payload()
+    *way, last = ["serving", *place.split(".")]
+    inner = payload
+    for name in way:
+        inner = inner[name]
+    inner[last] = value
+    return payload
+
+
+COUNTS = [0] * (len(BOUNDS) + 1)
 
 
 @pytest.mark.parametrize(
     ("place", "value", "words"),
     [
-        (SESSIONS, 10**6 + 1, "more than there can be"),
-        (SESSIONS, -1, "not a count"),
-        (SESSIONS, True, "not a count"),
-        (REQUESTS, MAX_TOTAL + 1, "more than there can be"),
-        (GENERATED, 2**63 - 1, "more than there can be"),
-        (PROMPT, 1.0, "not a count"),
-        (FAILED, GOOD[REQUESTS] + 1, "contradicts itself"),
-        (REQUESTS, 10, "contradicts itself"),
-        (GENERATED, 1, "contradicts itself"),
-        (FIRST_SECONDS, float("nan"), "not an amount"),
-        (FIRST_SECONDS, float("inf"), "not an amount"),
-        (FIRST_SECONDS, -1.0, "not an amount"),
-        (FIRST_SECONDS, 0.0, "its counts rule out"),
-        (TOKEN_SECONDS, 1e17, "its counts rule out"),
-        (TOKEN_SECONDS, "1", "not an amount"),
-        (FIRST, [1], "something else"),
-        (FIRST, [0, *[1] * 51], "more counts than there are bounds"),
-        (FIRST, [50, 1], "more counts than there are bounds"),
-        (FIRST, [2**62, 1], "more counts than there are bounds"),
-        (FIRST, [0, -1], "not a count"),
-        (FIRST, [0, 1.0], "not a count"),
-        (TOKEN, [49, MAX_TOTAL + 1], "more than there can be"),
-        (TOKEN, {}, "something else"),
-        (TOKEN, None, "something else"),
+        ("sessions", 10**6 + 1, "<= 1000000"),
+        ("sessions", -1, ">= 0"),
+        ("sessions", True, "Expected `int`"),
+        ("totals.requests", MAX_TOTAL + 1, "<= "),
+        ("totals.generated_tokens", 2**63 - 1, "<= "),
+        ("totals.prompt_tokens", 1.0, "Expected `int`"),
+        ("totals.failed_requests", 10**9, "more requests failed"),
+        ("totals.requests", 10, "more first tokens than requests"),
+        ("totals.generated_tokens", 1, "more tokens were timed"),
+        ("totals.first_token.seconds", float("nan"), ">= 0"),
+        ("totals.first_token.seconds", float("inf"), "<= 1e"),
+        ("totals.first_token.seconds", -1.0, ">= 0"),
+        ("totals.first_token.seconds", 0.0, "its counts rule out"),
+        ("totals.token.seconds", 1e17, "its counts rule out"),
+        ("totals.token.seconds", "1", "Expected `float`"),
+        ("totals.first_token.counts", COUNTS[1:], "length"),
+        ("totals.first_token.counts", [*COUNTS, 0], "length"),
+        ("totals.first_token.counts", [-1, *COUNTS[1:]], ">= 0"),
+        ("totals.first_token.counts", [1.0, *COUNTS[1:]], "Expected `int`"),
+        ("totals.token.counts", [MAX_TOTAL + 1, *COUNTS[1:]], "<= "),
+        ("totals.token.counts", {}, "Expected `array`"),
+        ("totals.token", None, "Expected `object`"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(place: int, value: Any, words: str) -> None:
-    payload = trainer("a").to_payload() | {"serving": [*GOOD[:place], value, *GOOD[place + 1 :]]}
-    with pytest.raises(IntegrityError, match=f"serving .*{words}"):
-        PeerRecord.from_payload("a", payload)
+def test_what_cannot_be_is_refused_by_name(place: str, value: Any, words: str) -> None:
+    with pytest.raises(IntegrityError, match=f"serving.*{re.escape(words)}"):
+        PeerRecord.from_payload("a", changed(place, value))
 
 
-@pytest.mark.parametrize("value", [None, 1, "x", {}, [], GOOD[:8], [*GOOD, 0], [[]] * 9])
+@pytest.mark.parametrize("value", [1, "x", {}, [], [[]] * 9])
 def test_what_is_no_report_is_refused(value: Any) -> None:
     with pytest.raises(IntegrityError, match="serving"):
         PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": value})
-
-
-NONSENSE = st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner))
-
-
-@given(st.lists(NONSENSE, min_size=9, max_size=9))
-def test_nonsense_raises_integrity_errors_only(value: list[Any]) -> None:
-    with pytest.raises(IntegrityError):
-        PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": ["no count", *value[1:]]})
-    mixed = [each if isinstance(good, list) else good for each, good in zip(value, GOOD, strict=True)]
-    with contextlib.suppress(IntegrityError):
-        PeerRecord.from_payload("a", trainer("a").to_payload() | {"serving": mixed})
 
 
 def test_totals_that_go_down_in_one_place_are_no_continuation() -> None:

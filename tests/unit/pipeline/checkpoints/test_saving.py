@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from p2ptrain.pipeline.checkpoints.saving import Save, StageSaves
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.checkpoints.stage_list import StageList, read_stage_list
@@ -17,7 +19,7 @@ A, B, C, T = (letter * 32 for letter in (b"a", b"b", b"c", b"t"))
 def tell(view: PipelineView, peer: str, sequence: int, *saved: tuple[int, int, bytes], until: float = LATER) -> None:
     said = record(peer, *(unit for unit, _, _ in saved))
     stages = tuple(
-        replace(stage, saved_round=round, saved_digest=digest)
+        msgspec.structs.replace(stage, saved_round=round, saved_digest=digest)
         for stage, (_, round, digest) in zip(said.stages, saved, strict=True)
     )
     view.update([(replace(said, stages=stages), sequence, until)])

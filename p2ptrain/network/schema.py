@@ -1,0 +1,67 @@
+"""Schemas of messages and records: the one place where bytes of a stranger become typed values.
+
+A schema is a dataclass whose fields have types with bounds, such as `Count` or `Hash`. `from_wire` converts the plain
+values of a message to it and raises one error, which names the field and its bound. `to_wire` is the inverse. A field
+that the schema does not have is ignored, so a later version may add some. A rule between fields belongs into the
+schema's ``__post_init__`` and raises `ValueError`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from p2ptrain.errors import IntegrityError
+
+T = TypeVar("T")
+
+MAX_COUNT = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Amount = Annotated[float, Meta(ge=0.0, le=1e18)]
+"""Not negative and finite."""
+Number = Annotated[float, Meta(ge=-1e12, le=1e12)]
+Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_BYTES = (bytes, bytearray, memoryview)
+
+
+def to_wire(value: object) -> Any:
+    """Return a schema's values as plain ones, which msgpack encodes."""
+    return msgspec.to_builtins(value, builtin_types=_BYTES)
+
+
+def from_wire(schema: type[T], values: object) -> T:
+    """Return the schema that plain values are, in time linear in their size.
+
+    Args:
+        schema: A dataclass, or another type that msgspec converts to.
+        values: What msgpack decoded from a stranger's bytes.
+
+    Raises:
+        IntegrityError: A field is missing, or it has another type, is out of bounds, or is text that cannot be printed.
+    """
+    try:
+        _check_texts(values)
+        return msgspec.convert(values, schema, strict=True, builtin_types=_BYTES)
+    except (msgspec.ValidationError, RecursionError) as error:
+        reason, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".")
+        raise IntegrityError(f"{field}: {reason}" if field else reason) from error
+
+
+def _check_texts(values: object) -> None:
+    """Raise `msgspec.ValidationError` for a text with control characters: logs and terminals print texts."""
+    if isinstance(values, str):
+        if not values.isprintable():
+            raise msgspec.ValidationError(f"Expected printable text, got {values[:32]!r}")
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            try:
+                _check_texts(value)
+            except msgspec.ValidationError as error:
+                reason, _, place = str(error).partition(" - at `$")
+                raise msgspec.ValidationError(f"{reason} - at `$.{str(name)[:32]}{place.rstrip('`')}`") from None
+    elif isinstance(values, list | tuple):
+        for value in values:
+            _check_texts(value)

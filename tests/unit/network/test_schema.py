@@ -1,0 +1,119 @@
+"""Schemas: what fits comes back as it was, and nothing else ever raises another error than one that names the field."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Meta
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.network.schema import MAX_COUNT, Amount, Count, Hash, Number, from_wire, to_wire
+
+
+@dataclass(frozen=True)
+class Inner:
+    name: Annotated[str, Meta(max_length=8)]
+    data: bytes = b""
+
+
+class Short(msgspec.Struct, frozen=True, array_like=True):
+    first: Count
+    second: Number = 0.0
+
+
+@dataclass(frozen=True)
+class Outer:
+    count: Count
+    amount: Amount
+    root: Hash
+    inner: Inner
+    shorts: Annotated[tuple[Short, ...], Meta(max_length=3)] = ()
+    maybe: Inner | None = None
+
+    def __post_init__(self) -> None:
+        if self.count and not self.amount:
+            raise ValueError("a count without an amount")
+
+
+GOOD = Outer(1, 2.5, bytes(32), Inner("ada", b"\0\xff"), (Short(1), Short(2, -1.5)), Inner("bob"))
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.binary(max_size=33),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=6), inner, max_size=6),
+    max_leaves=20,
+)
+
+
+def over_the_wire(value: object) -> Any:
+    return msgpack.unpackb(msgpack.packb(to_wire(value)))
+
+
+@given(
+    st.builds(
+        Outer, st.integers(0, MAX_COUNT), st.floats(1, 1e18), st.binary(min_size=32, max_size=32),
+        st.builds(Inner, st.text("abc é", max_size=8), st.binary(max_size=5)),
+        st.lists(st.builds(Short, st.integers(0, 9), st.floats(-1e12, 1e12)), max_size=3).map(tuple),
+    )
+)  # fmt: skip
+def test_values_survive_the_wire(value: Outer) -> None:
+    assert from_wire(Outer, over_the_wire(value)) == value
+
+
+@given(NONSENSE)
+def test_nonsense_raises_integrity_errors_only(values: Any) -> None:
+    with pytest.raises(IntegrityError):
+        from_wire(Outer, values)
+
+
+@given(st.sampled_from(["count", "amount", "root", "inner", "shorts", "maybe"]), NONSENSE)
+def test_an_error_of_nonsense_in_one_field_names_it(field: str, value: Any) -> None:
+    values = {**over_the_wire(GOOD), field: value}
+    try:
+        from_wire(Outer, values)
+    except IntegrityError as error:
+        said = str(error)
+    else:
+        return
+    assert field in said or "a count without" in said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("count", -1, "count: Expected `int` >= 0"),
+        ("count", True, "count: Expected `int`, got `bool`"),
+        ("count", 1.0, "count: Expected `int`, got `float`"),
+        ("count", 1 << 63, "count: Expected `int` <="),
+        ("amount", float("nan"), "amount: Expected `float` >= 0"),
+        ("amount", "2.5", "amount: Expected `float`, got `str`"),
+        ("root", bytes(31), "root: Expected `bytes` of length >= 32"),
+        ("root", "AAAA", "root: Expected `bytes`, got `str`"),
+        ("inner", {"name": "too long a name"}, "inner.name: Expected `str` of length <= 8"),
+        ("inner", {"name": "\x1b[31m"}, "inner.name: Expected printable text"),
+        ("inner", {"data": b""}, "missing required field `name`"),
+        ("shorts", [[1], [2], [3], [4]], "shorts: Expected `array` of length <= 3"),
+        ("shorts", [[1], [-2]], r"shorts[1][0]: Expected `int` >= 0"),
+        ("amount", 0.0, "a count without an amount"),
+    ],
+)
+def test_the_error_names_the_field_and_its_bound(field: str, value: Any, words: str) -> None:
+    with pytest.raises(IntegrityError) as raised:
+        from_wire(Outer, {**over_the_wire(GOOD), field: value})
+    assert words in str(raised.value)
+
+
+def test_deep_nesting_is_refused() -> None:
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(IntegrityError):
+        from_wire(Outer, {**over_the_wire(GOOD), "inner": deep})
+
+
+def test_a_field_of_a_later_version_is_ignored() -> None:
+    assert from_wire(Outer, over_the_wire(GOOD) | {"later": 1}) == GOOD
