@@ -116,7 +116,7 @@ class _CountingStream(Stream):
         return data
 
     def _name_in(self, header: bytes) -> str:
-        return str(unpack(header, self.remote).get("name", "?"))
+        return str(unpack(header, self.remote, dict).get("name", "?"))
 
     async def close(self) -> None:
         await self._stream.close()

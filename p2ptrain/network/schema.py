@@ -1,14 +1,24 @@
 """Schemas of messages and records: the one place where bytes of a stranger become typed values.
 
-A schema is a dataclass whose fields have types with bounds, such as `Count` or `Hash`. `from_wire` converts the plain
-values of a message to it and raises one error, which names the field and its bound. `to_wire` is the inverse. A field
+A schema is a `Message` or a dataclass whose fields have types with bounds, such as `Count` or `Hash`. `from_wire`
+converts plain values to it and raises one error, which names the field and its bound. `to_wire` is the inverse. A field
 that the schema does not have is ignored, so a later version may add some. A rule between fields belongs into the
 schema's ``__post_init__`` and raises `ValueError`.
+
+Where one of several messages may come, they are subclasses of one tagged base, which is the schema to ask for::
+
+    class FromHost(Message, frozen=True, tag=True): ...
+    class Beat(FromHost, frozen=True, tag="beat"): ...
+    class News(FromHost, frozen=True, tag="news"): ...
+
+    match await channel.receive(FromHost, seconds): ...
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Hashable
+from functools import cache
+from typing import Annotated, Any, TypeVar, Union, cast
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +36,21 @@ Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 _BYTES = (bytes, bytearray, memoryview)
 
 
+class Message(msgspec.Struct, frozen=True):
+    """One message of a protocol."""
+
+
+class Nothing(Message, frozen=True):
+    """A request, or a reply, that says all by its name."""
+
+
+@cache
+def _target(schema: Any) -> Any:
+    """Return what msgspec converts to: a tagged base stands for the messages derived from it."""
+    derived = schema.__subclasses__() if issubclass(schema, Message) else []
+    return Union[tuple(derived)] if derived else schema  # noqa: UP007
+
+
 def to_wire(value: object) -> Any:
     """Return a schema's values as plain ones, which msgpack encodes."""
     return msgspec.to_builtins(value, builtin_types=_BYTES)
@@ -35,15 +60,17 @@ def from_wire(schema: type[T], values: object) -> T:
     """Return the schema that plain values are, in time linear in their size.
 
     Args:
-        schema: A dataclass, or another type that msgspec converts to.
+        schema: A `Message` or a dataclass; a tagged base stands for all messages derived from it.
         values: What msgpack decoded from a stranger's bytes.
 
     Raises:
         IntegrityError: A field is missing, or it has another type, is out of bounds, or is text that cannot be printed.
     """
+    if schema is dict:
+        return cast(T, values)
     try:
         _check_texts(values)
-        return msgspec.convert(values, schema, strict=True, builtin_types=_BYTES)
+        return cast(T, msgspec.convert(values, _target(cast(Hashable, schema)), strict=True, builtin_types=_BYTES))
     except (msgspec.ValidationError, RecursionError) as error:
         reason, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".")

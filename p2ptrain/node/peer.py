@@ -196,7 +196,7 @@ class Peer:
         self._stack.push_async_callback(self.rpc.close)
         await self.rpc.start()
         self.signed = signed or await self._fetch_manifest(digest, addresses)
-        self.rpc.serve("manifest", self._serve_manifest)
+        self.rpc.serve("manifest", dict, self._serve_manifest)
         self.reach = Reach(
             self.identity, settings, self.rpc, lambda: self.transport, self._move, self.membership, self.runtime
         )
@@ -295,7 +295,7 @@ class Peer:
                         [address], max(FIRST_DIAL_SECONDS, min(patience, deadline - loop.time()))
                     )
                     reply = await self.rpc.call(
-                        peer, "manifest", {}, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES
+                        peer, "manifest", {}, dict, MANIFEST_SECONDS, max_reply_bytes=2 * MAX_MANIFEST_BYTES
                     )
                     data = reply.get("manifest")
                     if type(data) is not bytes:

@@ -117,7 +117,7 @@ class Mover:
         self._has_news = asyncio.Event()
         self._tasks = Tasks()
         self._looked = loop.time()
-        rpc.serve("pipeline.stay", self._serve_stay)
+        rpc.serve("pipeline.stay", dict, self._serve_stay)
 
     @property
     def next_stage(self) -> int | None:
@@ -292,7 +292,7 @@ class Mover:
     async def _promises(self, other: str, stage: int, round: int) -> bool:
         """Whether a host of a stage is in that round, or a later one, and promises to stay."""
         try:
-            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, CALL_SECONDS)
+            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, dict, CALL_SECONDS)
         except (PeerError, DeadlineError) as error:
             logger.debug("host %s promises nothing: %s", other[-8:], error)
             return False
@@ -313,7 +313,7 @@ class Mover:
         async def ask(other: str) -> str:
             name = f"{service(leaving.number)}.round"
             try:
-                await self._rpc.call(other, name, request, HAND_OVER_SECONDS + CALL_SECONDS)
+                await self._rpc.call(other, name, request, dict, HAND_OVER_SECONDS + CALL_SECONDS)
             except (PeerError, DeadlineError) as error:
                 logger.debug("host %s takes nothing over: %s", other[-8:], error)
                 return ""

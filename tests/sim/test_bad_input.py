@@ -154,7 +154,7 @@ async def bring(rpc: Rpc, other: RosterMember, header: Mapping[str, object], sen
     async with rpc.open(other.member.rpc.peer_id, "butterfly", dict(header), 5.0) as channel:
         await send(channel, part)
         while True:
-            await channel.receive(60.0)
+            await channel.receive(dict, 60.0)
 
 
 def part_for(evil: RosterMember, other: RosterMember) -> bytes:
@@ -285,7 +285,7 @@ def test_what_an_owner_answers_wrongly_is_counted_against_it(lie: Lie, cause: st
             async def lying(channel: Channel, request: dict[str, object]) -> None:
                 await serve(LyingChannel(channel, lie, lambda data: data), request)  # type: ignore[arg-type]
 
-            evil.member.rpc.serve_channel("butterfly", lying)
+            evil.member.rpc.serve_channel("butterfly", dict, lying)
             runs = [asyncio.create_task(each.butterfly.run()) for each in roster]
             results = await asyncio.gather(*runs[1:], return_exceptions=True)
             await stop(roster, linger=True)

@@ -94,7 +94,7 @@ def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_withou
         def demand_more(butterfly: Butterfly) -> None:
             async def demand_trace(channel: Channel, *rest: Any) -> None:
                 await channel.send({"trace": demand})
-                answers.append(await channel.receive(SPEC.round_seconds))
+                answers.append(await channel.receive(dict, SPEC.round_seconds))
 
             butterfly._served._trace = demand_trace  # type: ignore[method-assign, assignment]
 
@@ -161,7 +161,7 @@ def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_
                     await channel.send_bytes(bytes(len(pieces.view(piece))))
             await channel.send({"done": True})
 
-        evil.rpc.serve_channel("descent.pieces", send_other_bytes)
+        evil.rpc.serve_channel("descent.pieces", dict, send_other_bytes)
         honest = [each for each in started if each is not evil]
         committed, rounds, refused = 0, 0, set[str]()
         while rounds < 6 or not refused:  # Who is asked for pieces is a matter of the round.

@@ -48,7 +48,7 @@ def _offer(source: SimulatedTrainer, head: Head) -> None:
     async def info(peer: str, request: dict[str, Any]) -> dict[str, Any]:
         return {"head": head.to_dict(), "layout": source.state.layout.fingerprint}
 
-    source.rpc.serve("state.info", info)
+    source.rpc.serve("state.info", dict, info)
 
 
 @pytest.mark.parametrize(

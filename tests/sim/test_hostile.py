@@ -161,7 +161,7 @@ def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: str, mem
             channel.send = send_or_not
             await serve(channel, request)
 
-        evil.rpc.serve_channel("butterfly", silent)
+        evil.rpc.serve_channel("butterfly", dict, silent)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, accounts = await start(network, fall_silent)
@@ -287,7 +287,7 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
         for request in requests:
             with pytest.raises(PeerRefusedError) as refusal:
                 async with evil.rpc.open(victim.peer.peer_id, "rally.join", request, 5.0) as channel:
-                    await channel.receive(5.0)
+                    await channel.receive(dict, 5.0)
             assert refusal.value.reason not in ("", "internal error"), request
         assert victim.rpc.refusals[evil.peer.peer_id, "IntegrityError"] == len(requests)
         await go_on(swarm, honest)
@@ -309,7 +309,7 @@ def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refus
             request = {"group": group, "codec": "fp32"}
             async with evil.rpc.open(victim.peer.peer_id, "butterfly", request, 5.0) as channel:
                 with pytest.raises(PeerRefusedError, match=r"not in that group|malformed group id"):
-                    await channel.receive(30.0)
+                    await channel.receive(dict, 30.0)
         assert len(over) >= ROUNDS
         assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
         await go_on(swarm, honest)
@@ -331,7 +331,7 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
                 for victim in honest:
                     try:
                         report = {"head": head, "samples": 1 << 39, "batch": 1, "seconds": 1.0}
-                        await evil.rpc.call(victim.peer.peer_id, "rally.report", report, 3.0)
+                        await evil.rpc.call(victim.peer.peer_id, "rally.report", report, dict, 3.0)
                     except TemporaryError:
                         await asyncio.sleep(0.1)
 
@@ -353,8 +353,8 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
     def corrupt(evil: SimulatedTrainer) -> None:
         boast(evil)
         if stalls:
-            evil.rpc.serve("history.after", never)
-            evil.rpc.serve("state.info", never)
+            evil.rpc.serve("history.after", dict, never)
+            evil.rpc.serve("state.info", dict, never)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, corrupt)
@@ -380,7 +380,7 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
                 channel.send_bytes = send_wrong
                 await serve(channel, request)
 
-            evil.rpc.serve_channel("state.chunks", lying)
+            evil.rpc.serve_channel("state.chunks", dict, lying)
 
         swarm, honest, _ = await start(network, corrupt, history_rounds=1)
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
@@ -415,7 +415,7 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
             head = replace(evil.sync.head, digest=b"w" * 32)
             return {"head": head.to_dict(), "layout": evil.state.layout.fingerprint}
 
-        evil.rpc.serve("state.info", info)
+        evil.rpc.serve("state.info", dict, info)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, corrupt, history_rounds=1)

@@ -141,7 +141,7 @@ def test_a_record_says_at_once_whether_its_host_can_move(seed: int) -> None:
         await asyncio.sleep(SPREADING_SECONDS)
         assert await said_by(reader, host) is None
         for _ in range(3):
-            reply = await reader.rpc.call(host.peer.peer_id, "pipeline.stay", {"stage": 0, "round": 0}, 5.0)
+            reply = await reader.rpc.call(host.peer.peer_id, "pipeline.stay", {"stage": 0, "round": 0}, dict, 5.0)
             assert reply["stays"] is True
         await asyncio.sleep(SPREADING_SECONDS)
         assert await said_by(reader, host) == 0

@@ -31,8 +31,8 @@ class Traffic:
 
     async def start(self, peer: SimulatedPeer) -> None:
         rpc = self.rpcs[peer.name] = Rpc(peer.transport, peer.runtime, SWARM)
-        rpc.serve("work", self._work(peer))
-        rpc.serve_channel("echo", self._echo)
+        rpc.serve("work", dict, self._work(peer))
+        rpc.serve_channel("echo", dict, self._echo)
         await rpc.start()
         for _ in range(4):
             peer.spawn(self._talk(peer, rpc))
@@ -72,7 +72,7 @@ class Traffic:
 
     async def _call(self, rpc: Rpc, other: str, timeout_seconds: float, chance: random.Random) -> None:
         number, seconds = chance.random(), chance.choice([0.0, 0.1, 5.0])
-        reply = await rpc.call(other, "work", {"number": number, "seconds": seconds}, timeout_seconds)
+        reply = await rpc.call(other, "work", {"number": number, "seconds": seconds}, dict, timeout_seconds)
         assert reply["number"] == number
 
     async def _exchange(self, rpc: Rpc, other: str, timeout_seconds: float, chance: random.Random) -> None:

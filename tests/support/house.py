@@ -163,4 +163,4 @@ def _forwards(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 if __name__ == "__main__":
     for figure in figures():
-        print(figure)
+        sys.stdout.write(f"{figure}\n")

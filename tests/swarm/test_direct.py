@@ -109,12 +109,12 @@ def test_a_process_that_dies_or_stops_is_noticed_as_on_any_stream(blow: signal.S
             with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
                 async with rpc.open(peer, "hang", {}, 10, expected_bytes=MUCH) as channel:
-                    await channel.receive(10)
+                    await channel.receive(dict, 10)
                     assert transport.direct.num_dialled > 0
                     os.kill(process.pid, blow)
                     async with asyncio.timeout(60):
                         with pytest.raises(PeerLostError):
-                            await channel.receive(3600)
+                            await channel.receive(dict, 3600)
             await rpc.close()
             rpc.runtime.close()
 

@@ -77,12 +77,12 @@ def test_a_probe_dials_nothing_on_loopback_and_refuses_nonsense_and_floods(
         async with started(tmp_path, "seed") as seed, started(tmp_path, "joiner", seed.link) as joiner:
             for ports in ("22", [0], [65536], [True], list(range(1, 6))):
                 with pytest.raises(PeerRefusedError, match="asked for"):
-                    await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": ports}, 5)
+                    await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": ports}, dict, 5)
             for _ in range(3):
-                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, 5)
+                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, dict, 5)
                 assert reply == {"observed": "127.0.0.1", "reachable": [], "relay": False}
             with pytest.raises(PeerRefusedError, match="too often"):
-                await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, 5)
+                await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": [22]}, dict, 5)
 
     run(main)
 
@@ -132,7 +132,7 @@ def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
             assert not verdicts
             assert [address.partition("/p2p/")[0] for address in seed.link.addresses] == list(listen)
             async with started(tmp_path, "joiner", seed.link) as joiner:
-                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, 5)
+                reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, dict, 5)
                 assert reply["relay"] is True
 
     run(main)
@@ -155,7 +155,7 @@ def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp
                 return any(record.reachability == "relay" for record in seed.membership.records())
 
             await eventually(is_seen)
-            reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, 5)
+            reply = await joiner.rpc.call(seed.identity.peer_id, PROBE, {"ports": []}, dict, 5)
             assert reply["observed"] == "127.0.0.1"
 
     run(main)
@@ -170,7 +170,7 @@ def test_nobody_but_its_own_carrier_can_have_a_peer_carry(tmp_path: Path) -> Non
                 await transport.connect(seed.link.addresses, 5)
                 async with rpc.open(seed.identity.peer_id, CARRY, {}, 5) as channel:
                     with pytest.raises(PeerRefusedError, match="not asked"):
-                        await channel.receive(5)
+                        await channel.receive(dict, 5)
             runtime.close()
 
     run(main)

@@ -76,7 +76,7 @@ def test_a_stopped_process_is_noticed_long_before_a_call_s_deadline() -> None:
             rpc = Rpc(transport, real_runtime(), SWARM)
             with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
-                call = asyncio.create_task(rpc.call(peer, "hang", {}, 3600))
+                call = asyncio.create_task(rpc.call(peer, "hang", {}, dict, 3600))
                 await asyncio.sleep(1)
                 assert not call.done()
                 os.kill(process.pid, signal.SIGSTOP)

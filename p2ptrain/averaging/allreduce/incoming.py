@@ -141,7 +141,7 @@ class ServedStreams:
         """
         exchange = self._exchange
         # Cancelling it would end the channel, on which a farewell may have to go: it ends with the channel.
-        asking = exchange.tasks.call(channel.receive(exchange.spec.round_seconds), "asking")
+        asking = exchange.tasks.call(channel.receive(dict, exchange.spec.round_seconds), "asking")
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         async with Tasks() as tasks:
             certified = tasks.call(exchange.certified.wait(), "certified")
@@ -156,7 +156,7 @@ class ServedStreams:
         exchange = self._exchange
         if exchange.audit is None:
             return None
-        message = await channel.receive(exchange.spec.round_seconds)
+        message = await channel.receive(dict, exchange.spec.round_seconds)
         try:
             return await exchange.audit.admit(sender, codec, check, message.get("commitment"))
         except IntegrityError as error:
@@ -174,7 +174,7 @@ class ServedStreams:
         chunks = exchange.runtime.random.sample(range(count), min(exchange.spec.spot_checks, count, MAX_CHUNKS))
         spans = [attempt.span(exchange.index, chunk) for chunk in chunks]
         await channel.send({"trace": chunks})
-        size = (await channel.receive(seconds)).get("shown")
+        size = (await channel.receive(dict, seconds)).get("shown")
         try:
             if type(size) is not int or not 0 < size <= source.max_bytes(spans):
                 raise IntegrityError("shows something of an impossible size")

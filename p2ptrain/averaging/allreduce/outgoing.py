@@ -185,26 +185,26 @@ class OpenedStreams:
                 await channel.send({"commitment": await audit.commit(index, exchange.part_codec.name, check)})
         except PeerError:
             with contextlib.suppress(PeerError, DeadlineError):  # Perhaps it has said why it ended the stream.
-                self._notes_that_it_gave_up(index, await channel.receive(0.0))
+                self._notes_that_it_gave_up(index, await channel.receive(dict, 0.0))
             raise
-        reply = await channel.receive(deadline - loop.time())
+        reply = await channel.receive(dict, deadline - loop.time())
         if "trace" in reply:
             await self._show_origin(channel, index, reply["trace"])
-            reply = await channel.receive(deadline - loop.time())
+            reply = await channel.receive(dict, deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return False
         if reply.get("have") != len(part):
             raise ProtocolError(channel.remote, "does not say that the part is there")
         exchange.arrived_at[index] = loop.time()
         exchange.agreed.set()
-        reply = await channel.receive(deadline - loop.time())
+        reply = await channel.receive(dict, deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return False
         exchange.masks[index] = self._check_mask(channel.remote, reply.get("mask"))
         if reply.get("refused"):
             exchange.refused_by[index] = str(reply["refused"])[:MAX_REFUSAL_LENGTH]
         exchange.agreed.set()
-        if self._notes_that_it_gave_up(index, await channel.receive(deadline - loop.time())):
+        if self._notes_that_it_gave_up(index, await channel.receive(dict, deadline - loop.time())):
             return False
         if attempt.lists_parts:
             await self._receive_list(channel, index, len(part), deadline)
@@ -237,7 +237,7 @@ class OpenedStreams:
     async def _check_mean(self, audit: Audit, channel: Channel, index: int, tree: SumTree, deadline: float) -> bool:
         """Have some chunks of an owner's share opened, and check them; False when it gave up."""
         exchange, loop = self._exchange, asyncio.get_running_loop()
-        reply = await channel.receive(deadline - loop.time())
+        reply = await channel.receive(dict, deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return False
         try:
@@ -302,12 +302,12 @@ class OpenedStreams:
         """Receive a member's signature of the body; and those that it passes on, should they be needed."""
         attempt, signer, loop = self._exchange.attempt, self._exchange.signer, asyncio.get_running_loop()
         exchange = self._exchange
-        reply = await channel.receive(deadline - loop.time())
+        reply = await channel.receive(dict, deadline - loop.time())
         if self._notes_that_it_gave_up(index, reply):
             return
         if exchange.clears and reply.get("clear") is True:
             exchange.note_clear(index)
-            reply = await channel.receive(deadline - loop.time())
+            reply = await channel.receive(dict, deadline - loop.time())
             if self._notes_that_it_gave_up(index, reply):
                 return
         if "proofs" in reply:
@@ -328,7 +328,7 @@ class OpenedStreams:
                 async with asyncio.timeout(FORWARD_SECONDS):
                     await exchange.certified.wait()
         if attempt.certificate() is None:
-            exchange.note_signatures((await channel.receive(deadline - loop.time())).get("proofs"))
+            exchange.note_signatures((await channel.receive(dict, deadline - loop.time())).get("proofs"))
 
     async def _compare_statements(self, audit: Audit, index: int) -> None:
         """Find out whether an owner told a member, which signed another result, something else than this one."""
@@ -338,7 +338,7 @@ class OpenedStreams:
         peer, limit = members[index], len(members) * MAX_STATEMENT_BYTES
         try:
             async with self._open(peer, request) as channel:
-                reply = await channel.receive(FORWARD_SECONDS + exchange.spec.grace_seconds, limit)
+                reply = await channel.receive(dict, FORWARD_SECONDS + exchange.spec.grace_seconds, limit)
             await exchange.runtime.offload(audit.compare, reply.get("statements"))
         except FalseMeanError as error:
             exchange.find_guilty(error, [])

@@ -90,7 +90,7 @@ class Attempts:
         self._durations: dict[int, deque[float]] = {}
         self._settlements = Settlements(rpc, signer, history)
         self._groups = Groups(rpc.peer_id)
-        rpc.serve_channel("butterfly", self._serve_butterfly, max_request_bytes=MAX_REQUEST_BYTES)
+        rpc.serve_channel("butterfly", dict, self._serve_butterfly, max_request_bytes=MAX_REQUEST_BYTES)
 
     async def close(self) -> None:
         """End everything that was started here."""

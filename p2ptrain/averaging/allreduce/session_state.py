@@ -20,7 +20,6 @@ from p2ptrain.errors import DeadlineError, IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.rpc.frames import Message
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
@@ -226,7 +225,7 @@ class Exchange:
             return False
         return bool(chunk < attempt.num_chunks(owner))
 
-    def farewell(self) -> Message:
+    def farewell(self) -> dict[str, Any]:
         """What a member that gave up says in place of what it owes."""
         complaints = [list(complaint) for complaint in self.own_complaints]
         return {"gave up": self.given_up.result(), "complaints": complaints}
@@ -237,7 +236,7 @@ class Exchange:
         self.slow_to_clear.discard(self.attempt.roster.members[index])
         self.changed()
 
-    def signatures(self) -> Message:
+    def signatures(self) -> dict[str, Any]:
         """All of the result that this member has, for others."""
         return {"proofs": [[peer, proof] for peer, proof in sorted(self.attempt.proofs.items())]}
 
@@ -289,7 +288,7 @@ class Exchange:
         seconds = ANSWER_SHARE * seconds if self.clears else seconds + elapsed
         limit = self.audit.max_answer_bytes(owner, len(chunks))
         try:
-            reply = await channel.receive(seconds)
+            reply = await channel.receive(dict, seconds)
             if isinstance(blamed := reply.get("gave up"), list):
                 self.note_gave_up(owner, blamed, reply.get("complaints"))
                 return False

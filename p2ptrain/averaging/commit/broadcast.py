@@ -157,8 +157,8 @@ class Descent:
         self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
         self._changed = asyncio.Event()
         self._stage = Stage()
-        rpc.serve_channel("descent.result", self._serve_result)
-        rpc.serve_channel("descent.pieces", self._serve_pieces)
+        rpc.serve_channel("descent.result", dict, self._serve_result)
+        rpc.serve_channel("descent.pieces", dict, self._serve_pieces)
 
     def expect(self, cell: Body) -> None:
         """Note that this peer holds a cell's result, and will `conclude` what becomes of it."""
@@ -408,7 +408,7 @@ class Descent:
                         raise ProtocolError(source, "sent a piece that is not of the result")
                     pieces.view(piece)[:] = room
                     pieces.arrived(piece)
-                await channel.receive(deadline - asyncio.get_running_loop().time())
+                await channel.receive(dict, deadline - asyncio.get_running_loop().time())
         except (PeerError, DeadlineError) as error:
             logger.debug("round %d: pieces from peer %s did not come: %s", body.round, source[-8:], error)
 

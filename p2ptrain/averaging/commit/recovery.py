@@ -80,7 +80,7 @@ class Settlements:
         self._history = history
         self._attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         history.find_attempt = self.find
-        rpc.serve("settle", self._serve)
+        rpc.serve("settle", dict, self._serve)
 
     def remember(self, attempt: Attempt) -> None:
         """Keep an attempt so that others can complete theirs from it; only a few are kept."""
@@ -240,7 +240,7 @@ class Settlements:
         if (own := attempt.proofs.get(self._rpc.peer_id)) is not None:
             request["proof"] = own
         try:
-            reply = await self._rpc.call(peer, "settle", request, timeout_seconds)
+            reply = await self._rpc.call(peer, "settle", request, dict, timeout_seconds)
             raw, proofs = reply.get("body"), reply.get("proofs")
             if type(raw) is bytes and isinstance(proofs, list):
                 await self._take_over(attempt, peer, Body.from_bytes(raw), proofs, fetch_seconds)

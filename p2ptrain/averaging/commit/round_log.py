@@ -83,8 +83,8 @@ class History:
         self.codec_of: Callable[[int], Codec] = lambda round_: codec
         self.is_followed: Callable[[], bool] = lambda: False
         self.max_rounds = spec.history_rounds
-        rpc.serve("history.after", self._serve_after)
-        rpc.serve_channel("history.result", self._serve_result)
+        rpc.serve("history.after", dict, self._serve_after)
+        rpc.serve_channel("history.result", dict, self._serve_result)
 
     def add(self, result: Result) -> None:
         """Keep a result that this peer applied; the attempt that gave it need not keep the means any more."""
@@ -191,7 +191,7 @@ class History:
                     means.append(await receive_steadily(channel, len(data), data, RESULT_RATE))
                 else:
                     means.append(await channel.receive_bytes(len(data), timeout_seconds, data))
-            await channel.receive(CALL_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds)
+            await channel.receive(dict, CALL_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds)
         await self.check_means(peer, body, means)
         return means
 

@@ -88,9 +88,9 @@ class Conductor:
         """Called with a peer of this group that follows a leader which is convicted here."""
         self.closed = False
         """Whether this peer leads nobody any more."""
-        rpc.serve_channel("rally.join", self._serve_join)
-        rpc.serve("rally.report", self._serve_report)
-        rpc.serve("rally.pass", self._serve_pass)
+        rpc.serve_channel("rally.join", dict, self._serve_join)
+        rpc.serve("rally.report", dict, self._serve_report)
+        rpc.serve("rally.pass", dict, self._serve_pass)
 
     async def close(self) -> None:
         """Stop leading, for good; followers move on to the next leader."""

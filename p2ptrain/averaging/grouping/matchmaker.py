@@ -102,7 +102,7 @@ class Matchmaker:
         """For who computes what others bring."""
         self.pacing = Pacing(rpc, spec, self.standby, self._conductor, self._place, goal.steps)
         """For who does local steps."""
-        rpc.serve("rally.nudge", self._serve_nudge)
+        rpc.serve("rally.nudge", dict, self._serve_nudge)
 
     @property
     def head(self) -> Head:
@@ -422,7 +422,7 @@ class Matchmaker:
                 else:
                     head = self.head.without_proof().to_dict()
                     request = {"head": head, "samples": samples, "batch": batch_samples, "seconds": seconds}
-                    reply = await self._rpc.call(leader, "rally.report", request, probe_seconds(self._spec))
+                    reply = await self._rpc.call(leader, "rally.report", request, dict, probe_seconds(self._spec))
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:

@@ -219,7 +219,7 @@ class Pacing:
                 reply = self._conductor.take_steps(leader, place.head, told)
             else:
                 request = {"head": place.head.without_proof().to_dict(), **told}
-                reply = await self._rpc.call(leader, "rally.report", request, self._answer_seconds(leader))
+                reply = await self._rpc.call(leader, "rally.report", request, dict, self._answer_seconds(leader))
         except PeerRefusedError:
             self._standby.led_astray(key, leader)
             return

@@ -92,7 +92,7 @@ async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: f
         IntegrityError: Its head is malformed.
         DeadlineError: No answer in time.
     """
-    reply = await rpc.call(peer, "rally.nudge", {"key": list(key), "closing": closing}, timeout_seconds)
+    reply = await rpc.call(peer, "rally.nudge", {"key": list(key), "closing": closing}, dict, timeout_seconds)
     leader = reply.get("leader")
     return Said(
         Head.from_dict(reply.get("head")),

@@ -50,7 +50,7 @@ class Standby:
         self._conductor = conductor
         self._place = place
         self._moved = asyncio.Event()
-        rpc.serve("rally.moved", self._serve_moved)
+        rpc.serve("rally.moved", dict, self._serve_moved)
 
     def moved(self) -> None:
         """Tell those that wait for it that this peer has another head."""
@@ -83,7 +83,7 @@ class Standby:
                     request = {
                         "head": head, "samples": samples, "batch": 0, "seconds": 0.0, "held": held, "wanted": wanted
                     }  # fmt: skip
-                    reply = await self._rpc.call(leader, "rally.report", request, probe_seconds(self._spec))
+                    reply = await self._rpc.call(leader, "rally.report", request, dict, probe_seconds(self._spec))
             except (PeerError, DeadlineError) as error:
                 if leader == self._rpc.peer_id:  # It is leaving.
                     return 0
@@ -112,7 +112,7 @@ class Standby:
                 self._conductor.take_pass(leader, self._place.head)
         else:
             try:
-                reply = await self._rpc.call(leader, "rally.pass", {"head": head}, probe_seconds(self._spec))
+                reply = await self._rpc.call(leader, "rally.pass", {"head": head}, dict, probe_seconds(self._spec))
                 if reply.get("behind") is True:
                     return leader
             except (PeerError, DeadlineError) as error:
@@ -161,7 +161,9 @@ class Standby:
     async def _first_to_move(self, peers: Sequence[str], head: dict[str, Any], seconds: float) -> str:
         async def ask(peer: str) -> str:
             try:
-                reply = await self._rpc.call(peer, "rally.moved", {"head": head, "seconds": seconds}, 2 * seconds + 1)
+                reply = await self._rpc.call(
+                    peer, "rally.moved", {"head": head, "seconds": seconds}, dict, 2 * seconds + 1
+                )
             except (PeerError, DeadlineError):
                 reply = {}
             if reply.get("moved") is not True:

@@ -21,7 +21,7 @@ async def fetch_certificates(
         ProtocolError: The peer sent certificates that do not verify or do not connect.
     """
     request = {"lineage": lineage, "proofs": proofs}
-    reply = await rpc.call(peer, "history.after", request, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
+    reply = await rpc.call(peer, "history.after", request, dict, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
     raw = reply.get("certificates")
     if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
         raise ProtocolError(peer, "sent a malformed history")

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from p2ptrain.averaging.timing.deadlines import beat_seconds, quiet_seconds
 from p2ptrain.errors import DeadlineError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.frames import Message
 from p2ptrain.network.rpc.heartbeat import LATE_SECONDS
 from p2ptrain.tasks import Tasks
 
@@ -70,7 +69,7 @@ async def answer_after_beats(
     round_trip_seconds: float,
     max_bytes: int,
     on_quiet: Callable[[], None] | None = None,
-) -> Message:
+) -> dict[str, Any]:
     """The first message that is no beat.
 
     A peer that joined a group is not taken for quiet before its channel is: its beats compete with what it sends, and
@@ -96,7 +95,7 @@ async def answer_after_beats(
         now, patience = loop.time(), quiet_seconds(grace_seconds, allowance_seconds, round_trip_seconds, latest)
         until = deadline if patient else min(deadline, heard + patience)
         try:
-            message = await channel.receive(max(0.0, until - now), max_bytes)
+            message = await channel.receive(dict, max(0.0, until - now), max_bytes)
         except DeadlineError:
             if loop.time() >= deadline:
                 raise

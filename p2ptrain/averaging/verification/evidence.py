@@ -84,7 +84,7 @@ class EvidenceStore:
 
     def serve(self) -> None:
         """Show others what is known here, and take in what they bring."""
-        self._rpc.serve_channel("evidence", self._serve)
+        self._rpc.serve_channel("evidence", dict, self._serve)
 
     async def add(self, evidence: bytes) -> str:
         """Take in evidence, and bring it to the others if it is news; returns whom it convicts.
@@ -151,17 +151,17 @@ class EvidenceStore:
     async def _offer(self, to: str, accused: str, evidence: bytes) -> None:
         request = {"offer": accused, "bytes": len(evidence)}
         async with self._rpc.open(to, "evidence", request, CALL_SECONDS, expected_bytes=len(evidence)) as channel:
-            if (await channel.receive(TRANSFER_SECONDS)).get("wanted") is True:
+            if (await channel.receive(dict, TRANSFER_SECONDS)).get("wanted") is True:
                 await channel.send_bytes(evidence)
-                await channel.receive(TRANSFER_SECONDS)
+                await channel.receive(dict, TRANSFER_SECONDS)
 
     async def _fetch_all(self, peer: str) -> None:
         async with self._rpc.open(peer, "evidence", {"list": True}, CALL_SECONDS) as channel:
-            accused = (await channel.receive(CALL_SECONDS)).get("accused")
+            accused = (await channel.receive(dict, CALL_SECONDS)).get("accused")
         for name in accused[:MAX_LISTED] if isinstance(accused, list) else []:
             if type(name) is str and len(name) <= MAX_NAME_LENGTH and self._wants(name, peer):
                 async with self._rpc.open(peer, "evidence", {"get": name}, CALL_SECONDS) as channel:
-                    size = (await channel.receive(CALL_SECONDS)).get("bytes")
+                    size = (await channel.receive(dict, CALL_SECONDS)).get("bytes")
                     await self._receive(channel, size)
 
     def _wants(self, accused: str, source: str) -> bool:

@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
@@ -45,7 +46,7 @@ from p2ptrain.network.libp2p.direct_listener import (
 from p2ptrain.network.libp2p.direct_tls import MAX_CERTIFICATE_BYTES, Certificate, TlsSocket, check_certificate
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import host_of, scope
-from p2ptrain.network.rpc.frames import FRAME, Kind, Message, frame, pack, unpack
+from p2ptrain.network.rpc.frames import FRAME, Kind, frame, pack, unpack
 from p2ptrain.network.transport import PeerId
 from p2ptrain.tasks import Tasks
 
@@ -315,7 +316,7 @@ class DirectConnections:
             if not self._asking[peer]:
                 del self._asking[peer]
 
-    def _offer(self, peer: PeerId, request: Message) -> Message:
+    def _offer(self, peer: PeerId, request: dict[str, Any]) -> dict[str, Any]:
         protocol, listener = request.get("protocol"), self._listener
         if listener is None:
             return {"reason": "this peer does not listen for direct connections"}
@@ -328,16 +329,16 @@ class DirectConnections:
         return {"port": listener.port, "certificate": self._certificate.der, "token": token}
 
 
-async def _send(stream: SocketStream, message: Message) -> None:
+async def _send(stream: SocketStream, message: object) -> None:
     await stream.write(frame(Kind.MESSAGE, pack(message)))
 
 
-async def _receive(stream: SocketStream, peer: PeerId) -> Message:
+async def _receive(stream: SocketStream, peer: PeerId) -> dict[str, Any]:
     """One message; raises `ProtocolError` when it is something else, or too long."""
     length, kind = FRAME.unpack(await stream.read(FRAME.size))
     if kind != Kind.MESSAGE or length > MAX_MESSAGE_BYTES:
         raise ProtocolError(peer, f"sent a frame of kind {kind} and {length} bytes where an offer was due")
-    return unpack(await stream.read(length), peer)
+    return unpack(await stream.read(length), peer, dict)
 
 
 async def _tcp(host: str, port: int) -> socket.socket:

@@ -16,15 +16,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerLostError, PeerSilentError, ProtocolError
 from p2ptrain.network.rpc.frame_reader import FrameReader
-from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Buffer, Kind, Message, error_frame, frame, pack, unpack
+from p2ptrain.network.rpc.frames import ACK, END, FRAME, PING, Buffer, Kind, error_frame, frame, pack, unpack
 from p2ptrain.network.rpc.heartbeat import Heartbeat
 from p2ptrain.network.rpc.inbox import Inbox, Sink
 from p2ptrain.network.rpc.rates import Traffic
 from p2ptrain.network.transport import PeerId, Stream
 from p2ptrain.tasks import Tasks
+
+T = TypeVar("T")
 
 SEND_FRAME_BYTES = 256 * 1024
 """The bulk frames written here: short enough to keep cancellation prompt, long enough to cost nothing."""
@@ -86,8 +89,8 @@ class Channel:
 
     # Sending
 
-    async def send(self, message: Message) -> None:
-        """Send one message.
+    async def send(self, message: object) -> None:
+        """Send one message, of any schema.
 
         Raises:
             ValueError: It is too long, or holds what msgpack cannot encode.
@@ -149,21 +152,26 @@ class Channel:
 
     # Receiving
 
-    async def receive(self, timeout_seconds: float, max_bytes: int = 65536) -> Message:
+    async def receive(self, schema: type[T], timeout_seconds: float, max_bytes: int = 65536) -> T:
         """Return the next message.
+
+        Args:
+            schema: Of the message, or of all that may come; see `p2ptrain.network.schema`.
+            timeout_seconds: Deadline for the message.
+            max_bytes: A longer one is a `ProtocolError`.
 
         Raises:
             DeadlineError: None came in time; the channel stays usable.
             PeerLostError: The stream ended, or the peer was silent for too long.
             PeerRefusedError: The peer refused; ``reason`` says why.
-            ProtocolError: It is longer than ``max_bytes``, malformed, or bulk data.
+            ProtocolError: It is longer than ``max_bytes``, does not fit the schema, or is bulk data.
         """
         if not self._inbox:
             await self._wait(timeout_seconds, "a message", message_bytes=max_bytes)
             if not self._inbox and self._failure is not None:
                 raise self._failure
         try:
-            return unpack(self._inbox.pop_message(max_bytes), self.remote)
+            return unpack(self._inbox.pop_message(max_bytes), self.remote, schema)
         except ProtocolError as error:
             raise self._fail(error) from error.__cause__
 
@@ -330,7 +338,7 @@ class Channel:
         """Tell the remote why nothing more will come, and end the channel as `close` does."""
         await self._finish(error_frame(reason))
 
-    async def close(self, last: Message | None = None) -> None:
+    async def close(self, last: object | None = None) -> None:
         """End the channel once the remote has all that was sent, or after `ChannelLimits.linger_seconds`.
 
         Idempotent; never raises for the network's sake.

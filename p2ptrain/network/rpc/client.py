@@ -23,17 +23,19 @@ import copy
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TypeVar
 
 from p2ptrain.errors import DeadlineError, PeerUnreachableError
 from p2ptrain.manifest import PROTOCOL_VERSION
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.frames import MAX_MESSAGE_BYTES, Kind, Message, frame, pack
+from p2ptrain.network.rpc.frames import MAX_MESSAGE_BYTES, Kind, frame, pack
 from p2ptrain.network.rpc.rates import RateLimit, Traffic
 from p2ptrain.network.rpc.server import (
     NOT_SERVED,
     OTHER_PROTOCOL,
     OTHER_SWARM,
     ChannelHandler,
+    Header,
     RequestHandler,
     RpcLimits,
     RpcServer,
@@ -42,6 +44,8 @@ from p2ptrain.network.transport import PeerId, Stream, Transport
 from p2ptrain.runtime import Runtime
 
 __all__ = ["NOT_SERVED", "OTHER_PROTOCOL", "OTHER_SWARM", "PROTOCOL", "Rpc", "RpcLimits"]
+
+T = TypeVar("T")
 
 PROTOCOL = "/p2ptrain/rpc"
 MAX_DIALS_REMEMBERED = 1024
@@ -154,19 +158,27 @@ class Rpc:
 
     # Answering
 
-    def serve(self, name: str, handler: RequestHandler, *, max_request_bytes: int = 65536) -> None:
+    def serve(self, name: str, request: type[T], handler: RequestHandler[T], *, max_request_bytes: int = 65536) -> None:
         """Answer calls of ``name`` with what ``handler(peer, request)`` returns.
 
         A handler that raises a `P2PTrainError` refuses with its message. It is cancelled when the caller is gone.
-        """
-        self._server.serve(self._scope + name, handler, max_request_bytes)
 
-    def serve_channel(self, name: str, handler: ChannelHandler, *, max_request_bytes: int = 65536) -> None:
+        Args:
+            name: What callers ask for.
+            request: The schema of requests (`p2ptrain.network.schema`); others are refused.
+            handler: Returns the reply, of any schema.
+            max_request_bytes: A longer request is refused.
+        """
+        self._server.serve(self._scope + name, request, handler, max_request_bytes)
+
+    def serve_channel(
+        self, name: str, request: type[T], handler: ChannelHandler[T], *, max_request_bytes: int = 65536
+    ) -> None:
         """Run ``handler(channel, request)`` for each channel opened for ``name``; the channel closes when it returns.
 
-        A handler that raises a `P2PTrainError` refuses with its message.
+        A handler that raises a `P2PTrainError` refuses with its message. Arguments as of `serve`.
         """
-        self._server.serve_channel(self._scope + name, handler, max_request_bytes)
+        self._server.serve_channel(self._scope + name, request, handler, max_request_bytes)
 
     def withdraw(self, name: str) -> None:
         """Answer for ``name``, and for all of a scope of that name, no more; what is being served goes on."""
@@ -182,17 +194,19 @@ class Rpc:
         self,
         peer: PeerId,
         name: str,
-        request: Message,
+        request: object,
+        reply: type[T],
         timeout_seconds: float,
         *,
         max_reply_bytes: int = 1 << 20,
-    ) -> Message:
+    ) -> T:
         """Send one request and return the reply.
 
         Args:
             peer: Whom to ask; this peer itself is answered by its own handler.
             name: What is asked for.
-            request: Plain values that msgpack encodes.
+            request: Of the schema that ``name`` is served for.
+            reply: The schema of the reply.
             timeout_seconds: Deadline for dialling, request and reply together.
             max_reply_bytes: A longer reply is a `ProtocolError`.
 
@@ -200,21 +214,21 @@ class Rpc:
             PeerUnreachableError: It cannot be dialled.
             PeerRefusedError: It says no, and why.
             PeerLostError: It died, or went silent, before it replied.
-            ProtocolError: Its reply is malformed or too long.
+            ProtocolError: Its reply does not fit the schema or is too long.
             DeadlineError: No reply in time.
         """
         if peer == self.peer_id:
-            return await self._server.answer_self(peer, self._scope + name, request, timeout_seconds)
+            return await self._server.answer_self(peer, self._scope + name, request, reply, timeout_seconds)
         deadline = asyncio.get_running_loop().time() + timeout_seconds
         async with self.open(peer, name, request, timeout_seconds) as channel:
             left = max(0.0, deadline - asyncio.get_running_loop().time())
             try:
-                return await channel.receive(left, min(max_reply_bytes, MAX_MESSAGE_BYTES))
+                return await channel.receive(reply, left, min(max_reply_bytes, MAX_MESSAGE_BYTES))
             except DeadlineError:
                 raise DeadlineError(f"peer {peer[-8:]} did not answer {name} within {timeout_seconds:g} s") from None
 
     def open(
-        self, peer: PeerId, name: str, request: Message, timeout_seconds: float, *, expected_bytes: int = 0
+        self, peer: PeerId, name: str, request: object, timeout_seconds: float, *, expected_bytes: int = 0
     ) -> AbstractAsyncContextManager[Channel]:
         """Open a channel to ``peer`` for ``name``; it is closed at the end of the block, or aborted by an exception.
 
@@ -238,9 +252,9 @@ class Rpc:
 
     @asynccontextmanager
     async def _open(
-        self, peer: PeerId, name: str, request: Message, timeout_seconds: float, expected_bytes: int
+        self, peer: PeerId, name: str, request: object, timeout_seconds: float, expected_bytes: int
     ) -> AsyncIterator[Channel]:
-        header = pack({"protocol": self._protocol, "swarm": self._swarm, "name": self._scope + name})
+        header = pack(Header(self._protocol, self._swarm, self._scope + name))
         opening = frame(Kind.MESSAGE, header) + frame(Kind.MESSAGE, pack(request))
         self._outbound[peer] += 1
         try:

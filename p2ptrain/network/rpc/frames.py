@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import Any
+from typing import TypeVar
 
 import msgpack
 
-from p2ptrain.errors import ProtocolError
+from p2ptrain.errors import IntegrityError, ProtocolError
+from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.network.transport import PeerId
+
+T = TypeVar("T")
 
 MAX_FRAME_BYTES = 1 << 20
 """The longest payload of a BULK frame, and of any message unless its receiver asks for more."""
@@ -27,7 +30,6 @@ MAX_REASON_BYTES = 1024
 
 FRAME = struct.Struct(">IB")
 
-Message = dict[str, Any]
 Buffer = bytes | bytearray | memoryview
 
 
@@ -43,10 +45,10 @@ class Kind(IntEnum):
     ERROR = 7
 
 
-def pack(message: Message) -> bytes:
+def pack(message: object) -> bytes:
     """Encode one message; raises `ValueError` when it is too long or holds what msgpack cannot encode."""
     try:
-        data: bytes = msgpack.packb(message, use_bin_type=True)
+        data: bytes = msgpack.packb(to_wire(message), use_bin_type=True)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"a message must hold plain values only: {error}") from error
     if len(data) > MAX_MESSAGE_BYTES:
@@ -54,15 +56,22 @@ def pack(message: Message) -> bytes:
     return data
 
 
-def unpack(data: Buffer, peer: PeerId) -> Message:
-    """Decode one message from ``peer``; raises `ProtocolError` when it is not a msgpack map with text keys."""
+def unpack(data: Buffer, peer: PeerId, schema: type[T]) -> T:
+    """Return the message of this schema that ``peer`` sent.
+
+    Raises:
+        ProtocolError: It is not a msgpack map with text keys, or it does not fit the schema.
+    """
     try:
-        message = msgpack.unpackb(data, raw=False)
+        values = msgpack.unpackb(data, raw=False)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ProtocolError(peer, "sent bytes that are not a message") from error
-    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ProtocolError(peer, "sent a message that is not a map")
-    return message
+    try:
+        return from_wire(schema, values)
+    except IntegrityError as error:
+        raise ProtocolError(peer, f"sent a malformed message: {error}") from error
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -16,12 +16,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerLostError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
 from p2ptrain.network.rpc.frame_reader import PIECE_BYTES
-from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, Kind, Message, error_frame, pack, unpack
+from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, Kind, error_frame, pack, unpack
 from p2ptrain.network.rpc.rates import Traffic
+from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId, Stream
 
 logger = logging.getLogger(__name__)
@@ -37,8 +39,25 @@ OTHER_SWARM = "another swarm"
 NOT_SERVED = "is not served by this peer"
 """How the refusal of a name that is not known here ends."""
 
-RequestHandler = Callable[[PeerId, Message], Awaitable[Message]]
-ChannelHandler = Callable[[Channel, Message], Awaitable[None]]
+T = TypeVar("T")
+RequestHandler = Callable[[PeerId, T], Awaitable[object]]
+ChannelHandler = Callable[[Channel, T], Awaitable[None]]
+
+
+class Header(Message, frozen=True):
+    """What every stream begins with.
+
+    Attributes:
+        protocol: The version that the caller speaks.
+        swarm: The digest of its manifest.
+        name: What it asks for.
+
+    Another version may leave some of them out: its caller still learns that it speaks another protocol.
+    """
+
+    protocol: int = -1
+    swarm: bytes = b""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,8 @@ class RpcLimits:
 
 @dataclass(frozen=True)
 class _Service:
-    handler: ChannelHandler
+    request: type
+    handler: ChannelHandler[Any]
     max_request_bytes: int
 
 
@@ -93,7 +113,7 @@ class RpcServer:
         self._limits = limits
         self._traffic = traffic
         self._services: dict[str, _Service] = {}
-        self._local: dict[str, RequestHandler] = {}
+        self._local: dict[str, tuple[type, RequestHandler[Any]]] = {}
         self._inbound: Counter[PeerId] = Counter()
         self._inbound_tasks: dict[asyncio.Task[None], None] = {}
         self._refusing = 0
@@ -117,20 +137,20 @@ class RpcServer:
         if tasks:
             await asyncio.wait(tasks)
 
-    def serve(self, name: str, handler: RequestHandler, max_request_bytes: int) -> None:
+    def serve(self, name: str, request: type[T], handler: RequestHandler[T], max_request_bytes: int) -> None:
         """See `p2ptrain.network.rpc.client.Rpc.serve`."""
 
-        async def answer(channel: Channel, request: Message) -> None:
+        async def answer(channel: Channel, asked: T) -> None:
             async with _until(channel.lost):
-                reply = await handler(channel.remote, request)
+                reply = await handler(channel.remote, asked)
             await channel.close(reply)
 
-        self._local[name] = handler
-        self._services[name] = _Service(answer, max_request_bytes)
+        self._local[name] = (request, handler)
+        self._services[name] = _Service(request, answer, max_request_bytes)
 
-    def serve_channel(self, name: str, handler: ChannelHandler, max_request_bytes: int) -> None:
+    def serve_channel(self, name: str, request: type[T], handler: ChannelHandler[T], max_request_bytes: int) -> None:
         """See `p2ptrain.network.rpc.client.Rpc.serve_channel`."""
-        self._services[name] = _Service(handler, max_request_bytes)
+        self._services[name] = _Service(request, handler, max_request_bytes)
 
     def withdraw(self, name: str) -> None:
         """Answer for a name, and for all of a scope of that name, no more; what is being served goes on."""
@@ -146,15 +166,17 @@ class RpcServer:
             key = ("others", cause)
         self.refusals[key] += 1
 
-    async def answer_self(self, own_id: PeerId, name: str, request: Message, timeout_seconds: float) -> Message:
+    async def answer_self(
+        self, own_id: PeerId, name: str, request: object, reply: type[T], timeout_seconds: float
+    ) -> T:
         """Answer a call of this peer by itself, on copies of request and reply; raises as `Rpc.call` does."""
-        handler = self._local.get(name)
-        if handler is None:
+        if name not in self._local:
             raise PeerRefusedError(own_id, f"{name!r} {NOT_SERVED}")
+        schema, handler = self._local[name]
         try:
             async with asyncio.timeout(timeout_seconds) as deadline:
-                reply = await handler(own_id, unpack(pack(request), own_id))
-                return unpack(pack(reply), own_id)
+                answer = await handler(own_id, unpack(pack(request), own_id, schema))
+                return unpack(pack(answer), own_id, reply)
         except P2PTrainError as error:
             raise PeerRefusedError(own_id, _reason(error)) from error
         except Exception as error:
@@ -198,30 +220,27 @@ class RpcServer:
         if len(self._inbound_tasks) >= self._limits.inbound_streams:
             raise _RefusalError("busy", "too many streams: try again later")
 
-    async def _read_header(self, stream: Stream) -> tuple[_Service, Message]:
+    async def _read_header(self, stream: Stream) -> tuple[_Service, Any]:
         peer = stream.remote
         try:
             async with asyncio.timeout(self._limits.header_seconds):
-                header = unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer)
-                service = self._find(header)
-                request = unpack(await self._read_message(stream, service.max_request_bytes), peer)
-                return service, request
+                service = self._find(unpack(await self._read_message(stream, MAX_HEADER_BYTES), peer, Header))
+                data = await self._read_message(stream, service.max_request_bytes)
+                return service, unpack(data, peer, service.request)
         except TimeoutError:
             raise _RefusalError("slow header", "the header took too long") from None
         except ProtocolError as error:
             raise _RefusalError("malformed header", f"malformed header: {error.reason}") from error
 
-    def _find(self, header: Message) -> _Service:
-        protocol, swarm, name = header.get("protocol"), header.get("swarm"), header.get("name")
-        if protocol != self._protocol:
-            theirs = protocol if isinstance(protocol, int) else "?"
-            raise _RefusalError("other protocol", f"{OTHER_PROTOCOL}{theirs}, this peer speaks {self._protocol}")
-        if swarm != self._swarm:
+    def _find(self, header: Header) -> _Service:
+        if header.protocol != self._protocol:
+            reason = f"{OTHER_PROTOCOL}{header.protocol}, this peer speaks {self._protocol}"
+            raise _RefusalError("other protocol", reason)
+        if header.swarm != self._swarm:
             raise _RefusalError("other swarm", f"{OTHER_SWARM}: this peer has another manifest")
-        service = self._services.get(name) if isinstance(name, str) else None
-        if service is None:
-            raise _RefusalError("unknown name", f"{str(name)[:64]!r} {NOT_SERVED}")
-        return service
+        if header.name not in self._services:
+            raise _RefusalError("unknown name", f"{header.name[:64]!r} {NOT_SERVED}")
+        return self._services[header.name]
 
     async def _read_message(self, stream: Stream, max_bytes: int) -> bytes:
         length, kind = FRAME.unpack(await stream.read(FRAME.size))
@@ -254,7 +273,7 @@ class RpcServer:
             self._refusing -= 1
             stream.abort()
 
-    async def _serve(self, service: _Service, request: Message, channel: Channel) -> None:
+    async def _serve(self, service: _Service, request: object, channel: Channel) -> None:
         peer = channel.remote
         try:
             await service.handler(channel, request)

@@ -50,7 +50,7 @@ class ProbeServer:
         self._transport = transport
         self._asked: Counter[str] = Counter()
         self._window_ends = 0.0
-        rpc.serve(PROBE, self._probe, max_request_bytes=1024)
+        rpc.serve(PROBE, dict, self._probe, max_request_bytes=1024)
 
     async def _probe(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
         ports = request.get("ports")
@@ -118,7 +118,7 @@ async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str
 
 async def _ask_one(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str], ports: Sequence[int]) -> ProbeReport:
     peer = await transport.connect(addresses, CONTACT_SECONDS)
-    reply = await rpc.call(peer, PROBE, {"ports": list(ports)}, PROBE_SECONDS, max_reply_bytes=1024)
+    reply = await rpc.call(peer, PROBE, {"ports": list(ports)}, dict, PROBE_SECONDS, max_reply_bytes=1024)
     observed, reachable = reply.get("observed"), reply.get("reachable")
     if not isinstance(observed, str) or not isinstance(reachable, list):
         raise ProtocolError(peer, "sent something else than a report")

@@ -70,7 +70,7 @@ def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
         except PeerLostError as error:
             logger.debug("the relay cut the connection: %s", error)
 
-    rpc.serve_channel(CARRY, carry, max_request_bytes=64)
+    rpc.serve_channel(CARRY, dict, carry, max_request_bytes=64)
 
 
 class Carrier:

@@ -76,7 +76,7 @@ class Outputs:
     def __init__(self, rpc: Rpc) -> None:
         self._waiting: dict[MicrobatchId, Waiting] = {}
         self._runtime = rpc.runtime
-        rpc.serve_channel(HOME, self._serve)
+        rpc.serve_channel(HOME, dict, self._serve)
 
     def expect(self, id: MicrobatchId, waiting: Waiting) -> None:
         """Let an output come."""

@@ -385,7 +385,7 @@ class Feeder:
             "abandoned": [[id.round, id.number] for id in abandoned],
         }
         try:
-            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, TELL_SECONDS)
+            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, dict, TELL_SECONDS)
         except (PeerError, DeadlineError) as error:
             self._router.failed(host, str(error))
             return False
@@ -400,7 +400,7 @@ class Feeder:
             try:
                 host = self._router.stages[0].draw(0.0)
                 request = {"after": self.round, "seconds": WATCH_SECONDS}
-                reply = await self._rpc.call(host, f"{service(0)}.round", request, WATCH_SECONDS + 5.0)
+                reply = await self._rpc.call(host, f"{service(0)}.round", request, dict, WATCH_SECONDS + 5.0)
             except NoHostError:
                 await asyncio.sleep(0.5)
                 continue
@@ -449,7 +449,7 @@ class Feeder:
         while missing and loop.time() < deadline:
             try:
                 request = {"ids": [[id.round, id.number] for id in missing]}
-                reply = await self._rpc.call(host, f"{service(stage)}.done", request, TELL_SECONDS)
+                reply = await self._rpc.call(host, f"{service(stage)}.done", request, dict, TELL_SECONDS)
             except (PeerError, DeadlineError):
                 return missing
             done = reply.get("done")

@@ -222,7 +222,7 @@ class Caller:
                 await channel.send_bytes(output.data)
                 deadline = asyncio.get_running_loop().time() + self._longest_seconds(hop.stage)
                 while asyncio.get_running_loop().time() < deadline:
-                    message = await channel.receive(limits.quiet_seconds, 1 << 16)
+                    message = await channel.receive(dict, limits.quiet_seconds, 1 << 16)
                     if "beat" not in message:
                         return Reply(0.0, (), await self._gradient(channel, hop, output, message, deadline))
         except (PeerError, DeadlineError) as error:
@@ -284,7 +284,7 @@ class Caller:
         host, num_news, loop = channel.remote, 0, asyncio.get_running_loop()
         deadline = loop.time() + self._longest_seconds(hop.stage)
         while loop.time() < deadline:
-            message = await channel.receive(self._limits.quiet_seconds, 1 << 16)
+            message = await channel.receive(dict, self._limits.quiet_seconds, 1 << 16)
             if "loss" in message:
                 return await self._reply(channel, hop, message, deadline)
             if "beat" in message:

@@ -86,10 +86,10 @@ class HostService:
     def listen(self, rpc: Rpc) -> None:
         """Answer from now on."""
         name = service(self._host.stage)
-        rpc.serve_channel(name, self._serve)
-        rpc.serve(f"{name}.settle", self._serve_settle)
-        rpc.serve(f"{name}.round", self._serve_round)
-        rpc.serve(f"{name}.done", self._serve_done)
+        rpc.serve_channel(name, dict, self._serve)
+        rpc.serve(f"{name}.settle", dict, self._serve_settle)
+        rpc.serve(f"{name}.round", dict, self._serve_round)
+        rpc.serve(f"{name}.done", dict, self._serve_done)
 
     async def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
         """One caller's hop."""

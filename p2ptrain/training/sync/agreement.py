@@ -26,7 +26,7 @@ def serve_agreement(rpc: Rpc, layout: Layout) -> None:
     async def compare(peer: str, request: dict[str, Any]) -> dict[str, Any]:
         return {"fingerprint": layout.fingerprint, "rule": layout.rule}
 
-    rpc.serve(CALL, compare)
+    rpc.serve(CALL, dict, compare)
 
 
 async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ async def check_agreement(rpc: Rpc, layout: Layout, trainers: Sequence[str]) -> 
 
     async def ask(peer: str) -> dict[str, Any] | None:
         try:
-            return await rpc.call(peer, CALL, {}, CALL_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
+            return await rpc.call(peer, CALL, {}, dict, CALL_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
         except (PeerError, DeadlineError) as error:
             logger.debug("peer %s does not say what it trains: %s", peer[-8:], error)
             return None

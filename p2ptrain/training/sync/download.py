@@ -96,7 +96,7 @@ async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) ->
         IntegrityError: The head is malformed.
         DeadlineError: No answer in time.
     """
-    reply = await rpc.call(source, "state.info", {}, timeout_seconds, max_reply_bytes=4 << 20)
+    reply = await rpc.call(source, "state.info", {}, dict, timeout_seconds, max_reply_bytes=4 << 20)
     return Head.from_dict(reply.get("head"))
 
 
@@ -321,7 +321,7 @@ class _Download:
 
         A description is proved by the proof of any chunk; no memory is given to the state before that.
         """
-        hello = await channel.receive(self._times.open_seconds, MAX_DESCRIPTION_BYTES)
+        hello = await channel.receive(dict, self._times.open_seconds, MAX_DESCRIPTION_BYTES)
         if hello.get("layout") != self._layout:
             raise IncompatibleError(f"peer {channel.remote[-8:]} trains a model of another shape")
         if describe:
@@ -390,7 +390,7 @@ class _Download:
             waited: list[asyncio.Future[Any]] = [changed, channel.lost]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if channel.lost.done() and not changed.done():
-            await channel.receive(0.0)  # Raises what ended it.
+            await channel.receive(dict, 0.0)  # Raises what ended it.
 
     async def _check(self, source: PeerId, index: int, received: memoryview) -> None:
         data, stamp, proof = _parts(received, self._partial.cut.chunk_bytes(index))

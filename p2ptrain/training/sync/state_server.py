@@ -54,8 +54,8 @@ class StateServer:
         self._limits = limits or ServeLimits()
         self._active: Counter[PeerId] = Counter()
         self._free_at = 0.0
-        rpc.serve("state.info", self._on_info, max_request_bytes=1024)
-        rpc.serve_channel("state.chunks", self._on_chunks, max_request_bytes=1024)
+        rpc.serve("state.info", dict, self._on_info, max_request_bytes=1024)
+        rpc.serve_channel("state.chunks", dict, self._on_chunks, max_request_bytes=1024)
 
     def is_serving(self) -> bool:
         """Whether a download is under way."""
@@ -102,7 +102,7 @@ class StateServer:
         chunks_left = 4 * cut.num_chunks + MAX_RANGE_CHUNKS  # More than any honest download needs.
         while True:
             try:
-                request = await channel.receive(self._limits.idle_seconds, 1024)
+                request = await channel.receive(dict, self._limits.idle_seconds, 1024)
             except (PeerLostError, DeadlineError):
                 return  # The newcomer has what it wants, or is gone.
             chunks = _asked_chunks(request, cut.num_chunks)

@@ -103,7 +103,7 @@ async def main(name: str, run_dir: str, link: str = "", relay: bool = False, **n
         if not link:
             where["signed"] = SignedManifest.create(Manifest.model_validate(MANIFEST), identity)
         peer = await Peer.start(identity, options, real_runtime("nat"), **where)
-        peer.rpc.serve_channel("echo", echo)
+        peer.rpc.serve_channel("echo", dict, echo)
         peer.set_state("starting" if relay else "training")
         say("joined", peer=identity.peer_id, link=str(peer.link), settle_seconds=settle_seconds)
         teller = asyncio.create_task(tell_standing(peer))

@@ -204,7 +204,7 @@ def follow_poison(orders: Orders, rpc: Rpc) -> None:
     poisoned: dict[bytes, float] = {}
 
     @contextlib.asynccontextmanager
-    async def open_poisoned(peer: str, name: str, request: dict[str, Any], *rest: Any, **options: Any) -> Any:
+    async def open_poisoned(peer: str, name: str, request: Any, *rest: Any, **options: Any) -> Any:
         async with open_(peer, name, request, *rest, **options) as channel:
             if name == "butterfly" and "codec" in request:
                 if orders.poison is not None:

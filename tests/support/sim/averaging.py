@@ -70,7 +70,7 @@ def make_roster(
             channel.beat(beat_seconds(spec.grace_seconds))
             await butterfly.serve(channel, request)
 
-        rpc.serve_channel("butterfly", serve)
+        rpc.serve_channel("butterfly", dict, serve)
         result.append(RosterMember(member, attempt, butterfly, history, settlements))
     return result
 

@@ -23,7 +23,7 @@ async def talkers(network: SimulatedNetwork, server: Server) -> AsyncIterator[tu
         async def serve(channel: Channel, request: dict[str, Any]) -> None:
             await server(channel)
 
-        other.rpc.serve_channel("talk", serve)
+        other.rpc.serve_channel("talk", dict, serve)
         yield caller, other
 
 

@@ -33,7 +33,7 @@ def lie_in_rounds(
     def opened(*args: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
         return lying_open(*args, **options)
 
-    trainer.rpc.serve_channel("butterfly", lying_serve)
+    trainer.rpc.serve_channel("butterfly", dict, lying_serve)
     trainer.rpc.open = opened  # type: ignore[method-assign]
 
 
@@ -48,7 +48,7 @@ def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Messa
         reply = await answer(requests, request)
         await channel.send(reply)
 
-    trainer.rpc.serve_channel("rally.join", join)
+    trainer.rpc.serve_channel("rally.join", dict, join)
     return asked
 
 

@@ -42,16 +42,16 @@ async def serve_scenario(server: Rpc, ended: list[str]) -> None:
     async def echo(channel: Channel, request: dict[str, Any]) -> None:
         try:
             while True:
-                size = (await channel.receive(20))["size"]
+                size = (await channel.receive(dict, 20))["size"]
                 await channel.send_bytes(await channel.receive_bytes(size, 20))
         except BaseException as error:
             ended.append(type(error).__name__)
             raise
 
-    server.serve("double", double)
-    server.serve("refuse", refuse)
-    server.serve("hang", hang_and_tell)
-    server.serve_channel("echo", echo)
+    server.serve("double", dict, double)
+    server.serve("refuse", dict, refuse)
+    server.serve("hang", dict, hang_and_tell)
+    server.serve_channel("echo", dict, echo)
     await server.start()
 
 
@@ -60,19 +60,19 @@ async def run_scenario(
 ) -> None:
     """Let ``caller`` do all that one peer does with another, and check each outcome."""
     peer = server.peer_id
-    assert await caller.call(peer, "double", {"number": 21}, 10) == {"twice": 42, "caller": caller.peer_id}
-    replies = await asyncio.gather(*(caller.call(peer, "double", {"number": n}, 20) for n in range(30)))
+    assert await caller.call(peer, "double", {"number": 21}, dict, 10) == {"twice": 42, "caller": caller.peer_id}
+    replies = await asyncio.gather(*(caller.call(peer, "double", {"number": n}, dict, 20) for n in range(30)))
     assert [reply["twice"] for reply in replies] == list(range(0, 60, 2))
 
     with pytest.raises(PeerRefusedError) as refusal:
-        await caller.call(peer, "refuse", {}, 10)
+        await caller.call(peer, "refuse", {}, dict, 10)
     assert refusal.value.reason == "stage 3 is not hosted here"
     with pytest.raises(PeerRefusedError, match="'nothing' is not served"):
-        await caller.call(peer, "nothing", {}, 10)
+        await caller.call(peer, "nothing", {}, dict, 10)
     with pytest.raises(PeerRefusedError, match="65536 are allowed"):
-        await caller.call(peer, "double", {"number": 1, "fill": bytes(70_000)}, 10)
+        await caller.call(peer, "double", {"number": 1, "fill": bytes(70_000)}, dict, 10)
     with pytest.raises(DeadlineError):
-        await caller.call(peer, "hang", {}, 0.5)
+        await caller.call(peer, "hang", {}, dict, 0.5)
     await until(lambda: ended == ["hang"])
 
     data = random.Random(3).randbytes(NUM_BYTES)
@@ -89,7 +89,7 @@ async def run_scenario(
         await channel.send({"size": 1000})
         await channel.send_bytes(bytes(1001))
         with pytest.raises((PeerRefusedError, ProtocolError), match="not 1000 bytes"):
-            await channel.receive(10)
+            await channel.receive(dict, 10)
     await until(lambda: ended[2:] == ["ProtocolError"])
 
     talking = asyncio.Event()
@@ -100,7 +100,7 @@ async def run_scenario(
             await channel.send_bytes(b"x")
             await channel.receive_bytes(1, 10)
             talking.set()
-            await channel.receive(600)
+            await channel.receive(dict, 600)
 
     waiting = asyncio.create_task(cancelled())
     await talking.wait()

@@ -171,7 +171,7 @@ class Hosts:
     ) -> list[bool]:
         """Tell a host what is settled and what is given up; whether it counted the former."""
         request = {"settled": [[0, number] for number in numbers], "abandoned": [[0, number] for number in abandoned]}
-        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, 5.0)
+        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, dict, 5.0)
         counted: list[bool] = reply["counted"]
         return counted
 
@@ -257,7 +257,7 @@ async def send_raw(
         for each in data:
             await channel.send_bytes(each)
         while True:
-            message = await channel.receive(seconds)
+            message = await channel.receive(dict, seconds)
             if "loss" in message:
                 return message
 
@@ -270,7 +270,7 @@ def lie(member: Member, stage: int, answer: Callable[[Channel, dict[str, Any]], 
             await channel.receive_bytes(payload_bytes(codec, shape), 10.0)
         await answer(channel, request)
 
-    member.rpc.serve_channel(service(stage), serve)
+    member.rpc.serve_channel(service(stage), dict, serve)
 
 
 async def stay(seconds: float = 3600.0) -> None:

@@ -137,7 +137,7 @@ def test_lists_wait_for_a_member_that_learns_late_who_contributed() -> None:
                     channel.send = send
                 await serve(channel, request)
 
-            slow_owner.member.rpc.serve_channel("butterfly", delayed)
+            slow_owner.member.rpc.serve_channel("butterfly", dict, delayed)
             results = await run(roster)
             assert all(isinstance(result, Certificate) for result in results), results
             assert late.attempt.means == roster[0].attempt.means

@@ -74,7 +74,7 @@ def test_a_member_that_never_comes_fails_the_attempt_and_is_named() -> None:
         async with members(network, 3) as swarm:
             roster = make_roster(swarm, make_vectors(3), TOKENS)
             present, absent = roster[:2], roster[2]
-            absent.member.rpc.serve_channel("butterfly", lambda channel, request: asyncio.sleep(60))
+            absent.member.rpc.serve_channel("butterfly", dict, lambda channel, request: asyncio.sleep(60))
             failures = await asyncio.gather(*(each.butterfly.run() for each in present), return_exceptions=True)
             await stop(roster)
             for failure in failures:
@@ -98,7 +98,7 @@ def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(phase: str) -
                 channel.send = lambda message: asyncio.sleep(60) if phase in message else sending(message)
                 await send(channel, request)
 
-            silent.member.rpc.serve_channel("butterfly", serve)
+            silent.member.rpc.serve_channel("butterfly", dict, serve)
             other = asyncio.create_task(silent.butterfly.run())
             with pytest.raises(AttemptFailedError) as failure:
                 await honest.butterfly.run()

@@ -151,7 +151,7 @@ def test_a_result_of_another_roster_is_not_taken_over() -> None:
                 return {"standing": "signed", "body": wrong.to_bytes(), "proofs": []}
 
             for each in roster[1:]:
-                each.member.rpc.serve("settle", lie)
+                each.member.rpc.serve("settle", dict, lie)
             assert await roster[0].settlements.settle(roster[0].attempt) is None
             assert roster[0].attempt.body is None
             assert roster[0].attempt.proofs == {}

@@ -188,7 +188,7 @@ def test_a_malformed_history_is_a_protocol_error(reply: dict[str, object]) -> No
             async def lie(peer: str, request: object) -> dict[str, object]:
                 return reply
 
-            roster[0].member.rpc.serve("history.after", lie)
+            roster[0].member.rpc.serve("history.after", dict, lie)
             with pytest.raises(ProtocolError):
                 await roster[1].history.certificates_after(roster[0].member.rpc.peer_id, b"l" * 32)
 
@@ -204,7 +204,7 @@ def test_a_history_that_does_not_connect_is_refused() -> None:
             async def lie(peer: str, request: object) -> dict[str, object]:
                 return {"certificates": [certificate]}
 
-            roster[0].member.rpc.serve("history.after", lie)
+            roster[0].member.rpc.serve("history.after", dict, lie)
             with pytest.raises(ProtocolError, match="does not connect"):
                 await roster[1].history.certificates_after(
                     roster[0].member.rpc.peer_id, result.certificate.body.lineage

@@ -267,7 +267,7 @@ def test_two_that_send_each_other_on_do_not_spin() -> None:
                     dials += 1
                     await channel.send({"kind": "redirect", "peer": target})
 
-                liar.rpc.serve_channel("rally.join", redirect)
+                liar.rpc.serve_channel("rally.join", dict, redirect)
             member, matchmaker, _ = all_[2]
             with pytest.raises(NoGroupError, match="1 of 3 peers are ready: no quorum"):
                 await matchmaker.find_group(make_ticket(member))
@@ -298,7 +298,7 @@ async def answered(network: SimulatedNetwork, answer: dict[str, object]) -> None
         async def lie(channel: Channel, request: object) -> None:
             await channel.send(answer)
 
-        all_[0][0].rpc.serve_channel("rally.join", lie)
+        all_[0][0].rpc.serve_channel("rally.join", dict, lie)
         member, matchmaker, _ = all_[2]
         try:
             await matchmaker.find_group(make_ticket(member))
@@ -387,7 +387,7 @@ def test_tickets_in_a_roster_are_verified() -> None:
             async def lie(channel: Channel, request: dict[str, object]) -> None:
                 await channel.send({"kind": "roster", "tickets": [request["ticket"], forged.to_wire()]})
 
-            all_[0][0].rpc.serve_channel("rally.join", lie)
+            all_[0][0].rpc.serve_channel("rally.join", dict, lie)
             member, matchmaker, membership = all_[2]
             with pytest.raises(NoGroupError, match="signature"):
                 await matchmaker.find_group(make_ticket(member))

@@ -183,7 +183,7 @@ def test_a_leader_that_answers_nonsense_grants_no_more_than_was_asked_for(reply:
         async def answer(peer: str, request: dict[str, Any]) -> dict[str, Any]:
             return reply
 
-        peers[0].member.rpc.serve("rally.report", answer)
+        peers[0].member.rpc.serve("rally.report", dict, answer)
         assert await peers[1].take_on(0, 0, 4) == (4 if reply.get("granted") == 10**9 else 0)
         assert not peers[1].matchmaker.is_closing()
 
@@ -196,7 +196,7 @@ def test_a_malformed_report_is_refused_and_counted(held: object) -> None:
         leader, other = peers
         request = {"head": HEAD.to_dict(), "samples": 0, "batch": 0, "seconds": 0.0, "held": held, "wanted": 1}
         with pytest.raises(PeerRefusedError, match="out of range"):
-            await other.member.rpc.call(leader.id, "rally.report", request, 5.0)
+            await other.member.rpc.call(leader.id, "rally.report", request, dict, 5.0)
         assert leader.member.rpc.refusals == {(other.id, "IntegrityError"): 1}
 
     run(2, test)
@@ -297,7 +297,7 @@ def test_a_malformed_question_is_refused(seconds: object) -> None:
     async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
         request = {"head": HEAD.to_dict(), "seconds": seconds}
         with pytest.raises(PeerRefusedError, match="malformed question"):
-            await peers[1].member.rpc.call(peers[0].id, "rally.moved", request, 5.0)
+            await peers[1].member.rpc.call(peers[0].id, "rally.moved", request, dict, 5.0)
         assert peers[0].member.rpc.refusals == {(peers[1].id, "IntegrityError"): 1}
 
     run(2, test)

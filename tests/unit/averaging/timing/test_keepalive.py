@@ -117,7 +117,7 @@ def listen(
                 finally:
                     end.cancel()
 
-            asked.rpc.serve_channel("wait", serve)
+            asked.rpc.serve_channel("wait", dict, serve)
             loop = network.loop
             loop.call_later(1.0, fault, network, asked, context=network.context)
             began = loop.time()

@@ -26,7 +26,7 @@ def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
 
     async def server(channel: Channel) -> None:
         for size in sizes:
-            assert await channel.receive(5) == {"size": size}
+            assert await channel.receive(dict, 5) == {"size": size}
             got = await channel.receive_bytes(size, 30)
             await channel.send_bytes(got)
         await channel.send({"done": True})
@@ -40,20 +40,20 @@ def test_messages_and_bulk_buffers_arrive_whole_and_in_order() -> None:
                 into = bytearray(size)
                 assert await channel.receive_bytes(size, 30, memoryview(into)) is not None
                 assert into == data[:size]
-            assert await channel.receive(5) == {"done": True}
+            assert await channel.receive(dict, 5) == {"done": True}
 
     simulate(main, 1)
 
 
 def test_a_server_tells_and_counts_what_a_peer_did_wrong() -> None:
     async def server(channel: Channel) -> None:
-        await channel.receive(5, max_bytes=100)
+        await channel.receive(dict, 5, max_bytes=100)
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, caller, other):
             await channel.send({"data": bytes(1000)})
             with pytest.raises(PeerRefusedError, match="100 are allowed"):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
             assert other.rpc.refusals == {(caller.rpc.peer_id, "ProtocolError"): 1}
 
     simulate(main, 1)
@@ -67,10 +67,10 @@ def test_a_channel_that_ends_early_is_a_lost_peer_but_what_it_sent_is_read_first
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             await asyncio.sleep(2)
-            assert await channel.receive(5) == {"number": 1}
-            assert await channel.receive(5) == {"number": 2}
+            assert await channel.receive(dict, 5) == {"number": 1}
+            assert await channel.receive(dict, 5) == {"number": 2}
             with pytest.raises(PeerLostError, match="ended the channel early"):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
 
     simulate(main, 1)
 
@@ -111,8 +111,8 @@ def test_a_deadline_in_receive_leaves_the_channel_usable() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             with pytest.raises(DeadlineError):
-                await channel.receive(0.5)
-            assert await channel.receive(5) == {"late": True}
+                await channel.receive(dict, 0.5)
+            assert await channel.receive(dict, 5) == {"late": True}
 
     simulate(main, 1)
 
@@ -127,7 +127,7 @@ def test_a_deadline_in_receive_bytes_ends_the_channel() -> None:
             with pytest.raises(DeadlineError):
                 await channel.receive_bytes(1_000_001, 3)
             with pytest.raises(DeadlineError):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
 
     simulate(main, 1)
 
@@ -159,12 +159,12 @@ def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
                     seen.append(error)
                     raise
 
-            other.rpc.serve_channel("talk", serve)
+            other.rpc.serve_channel("talk", dict, serve)
 
             async def talk() -> None:
                 async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
                     if operation == "receive":
-                        await channel.receive(600)
+                        await channel.receive(dict, 600)
                     elif operation == "receive_bytes":
                         await channel.receive_bytes(1000, 600)
                     else:
@@ -188,7 +188,7 @@ def test_cancellation_frees_everything_on_both_sides(operation: str) -> None:
 def test_a_cancelled_receive_kills_the_channel() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, lambda channel: asyncio.sleep(5)) as (channel, _, _):
-            receiving = asyncio.create_task(channel.receive(600))
+            receiving = asyncio.create_task(channel.receive(dict, 600))
             await asyncio.sleep(0)
             receiving.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -207,7 +207,7 @@ def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
     async def receives(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             with pytest.raises(PeerRefusedError, match="no memory for this"):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
 
     async def sends(network: SimulatedNetwork) -> None:
         with pytest.raises(PeerRefusedError, match="no memory for this"):
@@ -227,7 +227,7 @@ def test_a_reason_is_cut_to_a_bounded_length() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             with pytest.raises(PeerRefusedError) as refusal:
-                await channel.receive(5)
+                await channel.receive(dict, 5)
             assert refusal.value.reason == "x" * 1024
 
     simulate(main, 1)
@@ -235,13 +235,13 @@ def test_a_reason_is_cut_to_a_bounded_length() -> None:
 
 def test_several_tasks_may_send_and_frames_stay_whole() -> None:
     async def server(channel: Channel) -> None:
-        numbers = [(await channel.receive(30))["number"] for _ in range(200)]
+        numbers = [(await channel.receive(dict, 30))["number"] for _ in range(200)]
         await channel.send({"sorted": sorted(numbers) == list(range(200))})
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             await asyncio.gather(*(channel.send({"number": n, "fill": bytes(20_000)}) for n in range(200)))
-            assert await channel.receive(30) == {"sorted": True}
+            assert await channel.receive(dict, 30) == {"sorted": True}
 
     simulate(main, 1)
 
@@ -271,7 +271,7 @@ def test_a_stream_rests_when_both_ends_know_that_nothing_more_comes(
                 channel.abort()
             elif ending == "refused":
                 with pytest.raises(PeerRefusedError):
-                    await channel.receive(5)
+                    await channel.receive(dict, 5)
             elif ending == "at once":
                 await until(lambda: other.rpc.num_inbound == 1, 60)
         assert sorted(rested) == (sorted([caller.rpc.peer_id, other.rpc.peer_id]) if ending == "in order" else [])
@@ -302,7 +302,7 @@ def test_a_defect_in_a_channels_own_task_ends_the_channel(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def server(channel: Channel) -> None:
-        await channel.receive(60)
+        await channel.receive(dict, 60)
         await channel.send({"answer": True})
 
     async def main(network: SimulatedNetwork) -> None:
@@ -313,10 +313,10 @@ def test_a_defect_in_a_channels_own_task_ends_the_channel(
 
             monkeypatch.setattr(channel, "_on_end", end)
             await channel.send({"question": True})
-            assert await channel.receive(60) == {"answer": True}
+            assert await channel.receive(dict, 60) == {"answer": True}
             began = network.loop.time()
             with pytest.raises(PeerLostError, match="this end of the channel failed"):
-                await channel.receive(60)
+                await channel.receive(dict, 60)
             assert network.loop.time() - began < 30
             network.loop.errors.clear()
 

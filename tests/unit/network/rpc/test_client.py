@@ -29,8 +29,8 @@ FIXED = LinkModel(latency_seconds=(0.05, 0.05), jitter=0.0)
 def test_a_call_takes_two_round_trips_and_returns_the_reply() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("double", double)
-            reply = await caller.rpc.call(server.rpc.peer_id, "double", {"number": 21}, 5)
+            server.rpc.serve("double", dict, double)
+            reply = await caller.rpc.call(server.rpc.peer_id, "double", {"number": 21}, dict, 5)
             assert reply == {"twice": 42, "caller": caller.rpc.peer_id}
             assert network.loop.time() < 0.201
             await until(lambda: server.rpc.num_inbound == 0)
@@ -51,19 +51,19 @@ def test_a_call_to_oneself_runs_the_handler_on_a_copy() -> None:
                     raise IncompatibleError("not this one")
                 return request
 
-            member.rpc.serve("keep", keep)
-            member.rpc.serve("hang", hang)
+            member.rpc.serve("keep", dict, keep)
+            member.rpc.serve("hang", dict, hang)
             request = {"list": [1, 2]}
-            reply = await member.rpc.call(member.rpc.peer_id, "keep", request, 5)
+            reply = await member.rpc.call(member.rpc.peer_id, "keep", request, dict, 5)
             assert reply == seen[0] == request
             assert seen[0] is not request
             assert reply is not seen[0]
             with pytest.raises(PeerRefusedError, match="not this one"):
-                await member.rpc.call(member.rpc.peer_id, "keep", {"fail": True}, 5)
+                await member.rpc.call(member.rpc.peer_id, "keep", {"fail": True}, dict, 5)
             with pytest.raises(PeerRefusedError, match="not served"):
-                await member.rpc.call(member.rpc.peer_id, "unknown", {}, 5)
+                await member.rpc.call(member.rpc.peer_id, "unknown", {}, dict, 5)
             with pytest.raises(DeadlineError):
-                await member.rpc.call(member.rpc.peer_id, "hang", {}, 5)
+                await member.rpc.call(member.rpc.peer_id, "hang", {}, dict, 5)
             with pytest.raises(ValueError, match="another peer"):
                 member.rpc.open(member.rpc.peer_id, "keep", {}, 5)
 
@@ -74,16 +74,16 @@ def test_what_dials_took_is_remembered_and_doubled_when_they_fail() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
             peer = server.rpc.peer_id
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             assert caller.rpc.dial_seconds(peer) is None
-            await caller.rpc.call(peer, "double", {"number": 1}, 5)
+            await caller.rpc.call(peer, "double", {"number": 1}, dict, 5)
             took = caller.rpc.dial_seconds(peer)
             assert took is not None
             assert took == pytest.approx(0.1)
             network.cut(server.peer)
             for times in (2, 4):
                 with pytest.raises((PeerUnreachableError, DeadlineError)):
-                    await caller.rpc.call(peer, "double", {"number": 1}, 1)
+                    await caller.rpc.call(peer, "double", {"number": 1}, dict, 1)
                 assert caller.rpc.dial_seconds(peer) == times * took
             network.mend(server.peer)
 
@@ -93,10 +93,10 @@ def test_what_dials_took_is_remembered_and_doubled_when_they_fail() -> None:
 def test_both_sides_know_while_they_talk_with_each_other() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", hang)
+            server.rpc.serve("hang", dict, hang)
             sides = [(caller.rpc, server.rpc.peer_id), (server.rpc, caller.rpc.peer_id)]
             assert not any(rpc.is_talking_with(other) for rpc, other in sides)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, 5))
+            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5))
             await asyncio.sleep(1)
             assert all(rpc.is_talking_with(other) for rpc, other in sides)
             with pytest.raises(DeadlineError):
@@ -123,11 +123,13 @@ def test_oversized_and_malformed_replies_are_protocol_errors() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("big", big)
-            assert len((await caller.rpc.call(server.rpc.peer_id, "big", {"size": 500_000}, 5))["data"]) == 500_000
+            server.rpc.serve("big", dict, big)
+            assert (
+                len((await caller.rpc.call(server.rpc.peer_id, "big", {"size": 500_000}, dict, 5))["data"]) == 500_000
+            )
             for size, limit in ((5000, 1000), (200_000, 1000), (2 << 20, 1 << 20)):
                 with pytest.raises(ProtocolError, match="are allowed"):
-                    await caller.rpc.call(server.rpc.peer_id, "big", {"size": size}, 5, max_reply_bytes=limit)
+                    await caller.rpc.call(server.rpc.peer_id, "big", {"size": size}, dict, 5, max_reply_bytes=limit)
 
             async def garbage(stream: Stream) -> None:
                 await stream.write(frame(Kind.MESSAGE, b"\xc1"))
@@ -135,7 +137,7 @@ def test_oversized_and_malformed_replies_are_protocol_errors() -> None:
 
             await server.peer.transport.serve(PROTOCOL, garbage)
             with pytest.raises(ProtocolError, match="not a message"):
-                await caller.rpc.call(server.rpc.peer_id, "big", {}, 5)
+                await caller.rpc.call(server.rpc.peer_id, "big", {}, dict, 5)
 
     simulate(main, 1)
 
@@ -144,7 +146,7 @@ def test_requests_that_cannot_be_sent_are_the_callers_mistake() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
             with pytest.raises(ValueError, match="plain values"):
-                await caller.rpc.call(server.rpc.peer_id, "double", {"object": object()}, 5)
+                await caller.rpc.call(server.rpc.peer_id, "double", {"object": object()}, dict, 5)
             assert caller.peer.transport.num_streams == 0
 
     simulate(main, 1)
@@ -154,20 +156,20 @@ def test_requests_that_cannot_be_sent_are_the_callers_mistake() -> None:
 def test_ten_millisecond_deadlines_fail_in_time_and_leave_nothing(latency_seconds: float) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", hang)
+            server.rpc.serve("hang", dict, hang)
 
             async def listen(channel: Channel, request: dict[str, Any]) -> None:
-                await channel.receive(0.01)
+                await channel.receive(dict, 0.01)
 
-            server.rpc.serve_channel("listen", listen)
+            server.rpc.serve_channel("listen", dict, listen)
             started = network.loop.time()
             with pytest.raises((DeadlineError, PeerUnreachableError)):
-                await caller.rpc.call(server.rpc.peer_id, "hang", {}, 0.01)
+                await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 0.01)
             assert network.loop.time() - started < 1
             started = network.loop.time()
             with pytest.raises((DeadlineError, PeerUnreachableError)):
                 async with caller.rpc.open(server.rpc.peer_id, "listen", {}, 0.01) as channel:
-                    await channel.receive(0.01)
+                    await channel.receive(dict, 0.01)
             assert network.loop.time() - started < 1
             await asyncio.sleep(2 * latency_seconds + 2.5)
             assert caller.peer.transport.num_streams == server.peer.transport.num_streams == 0
@@ -183,8 +185,8 @@ def test_a_call_outlasts_the_heartbeat_while_the_handler_works() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("work", work)
-            assert await caller.rpc.call(server.rpc.peer_id, "work", {}, 300) == {"done": True}
+            server.rpc.serve("work", dict, work)
+            assert await caller.rpc.call(server.rpc.peer_id, "work", {}, dict, 300) == {"done": True}
 
     simulate(main, 1)
 
@@ -193,8 +195,8 @@ def test_a_call_outlasts_the_heartbeat_while_the_handler_works() -> None:
 def test_a_caller_notices_a_silent_server_within_15_seconds(fault: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", hang)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, 600))
+            server.rpc.serve("hang", dict, hang)
+            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 600))
             await asyncio.sleep(7)
             struck_at = network.loop.time()
             getattr(network, fault)(server.peer)
@@ -209,11 +211,11 @@ def test_64_peers_call_each_other_within_a_second_of_virtual_time() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 64) as everyone:
             for member in everyone:
-                member.rpc.serve("double", double)
+                member.rpc.serve("double", dict, double)
 
             async def call_all(caller: Member) -> int:
                 calls = [
-                    caller.rpc.call(other.rpc.peer_id, "double", {"number": 1}, 10)
+                    caller.rpc.call(other.rpc.peer_id, "double", {"number": 1}, dict, 10)
                     for other in everyone
                     if other is not caller
                 ]

@@ -49,7 +49,7 @@ def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> No
     async def expects_message(network: SimulatedNetwork) -> None:
         async with conversation(network, bulk) as (channel, _, _):
             with pytest.raises(ProtocolError, match="a message was due"):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
 
     simulate(lambda network: expects_bulk(network, 0), 1)
     simulate(lambda network: expects_bulk(network, 1), 1)
@@ -80,7 +80,7 @@ def test_malformed_frames_are_protocol_errors(data: bytes, what: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with against(network, server) as channel:
             with pytest.raises(ProtocolError, match=what):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
 
     simulate(main, 1)
 

@@ -24,7 +24,7 @@ def test_an_idle_channel_stays_alive_by_heartbeat() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
-            assert await channel.receive(600) == {"still": "here"}
+            assert await channel.receive(dict, 600) == {"still": "here"}
 
     simulate(main, 1, model=LinkModel(loss=0.05))
 
@@ -44,7 +44,7 @@ def test_a_silent_peer_is_noticed_within_15_seconds(fault: str, side: str) -> No
                 async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
                     while side == "sending":
                         await channel.send_bytes(bytes(1 << 20))
-                    await channel.receive(3600)
+                    await channel.receive(dict, 3600)
 
             talking = asyncio.create_task(talk())
             await asyncio.sleep(20)
@@ -68,7 +68,7 @@ def test_a_peer_that_was_stopped_itself_does_not_blame_the_others() -> None:
             async def talk() -> str:
                 async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
                     try:
-                        await channel.receive(3600)
+                        await channel.receive(dict, 3600)
                     except PeerLostError as error:
                         return error.reason
                     return "?"
@@ -99,7 +99,7 @@ def test_a_channel_that_expects_beats_ends_within_the_silence_that_it_was_told_a
             async def talk() -> None:
                 async with caller.rpc.open(other.rpc.peer_id, "talk", {}, 5) as channel:
                     channel.expect_beats(2.0, lambda last_heard: last_heard + 2.0)
-                    await channel.receive(3600)
+                    await channel.receive(dict, 3600)
 
             talking = asyncio.create_task(talk())
             await asyncio.sleep(60 + seed / 7)
@@ -125,7 +125,7 @@ def test_a_channel_that_expects_beats_asks_when_silence_ends_it() -> None:
             channel.expect_beats(1.0, lambda last_heard: max(last_heard, started + 20.0) + 1.0)
             network.cut(network.peers["peer1"])
             with pytest.raises(PeerSilentError):
-                await channel.receive(3600)
+                await channel.receive(dict, 3600)
             assert 21 <= network.loop.time() - started < 21.5
 
     simulate(main, 1)
@@ -139,7 +139,7 @@ def test_a_slow_bulk_transfer_that_moves_is_not_silence() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             await channel.send_bytes(bytes(1 << 20))
-            assert await channel.receive(600) == {"thanks": True}
+            assert await channel.receive(dict, 600) == {"thanks": True}
             assert network.loop.time() > 60
 
     simulate(main, 1, model=LinkModel(up_bytes_per_second=15_000.0))

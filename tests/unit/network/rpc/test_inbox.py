@@ -59,7 +59,7 @@ def test_a_long_message_is_not_read_before_it_is_asked_for() -> None:
         async with conversation(network, server) as (channel, caller, _):
             await asyncio.sleep(5)
             assert caller.rpc.bytes_received < 100
-            message = await channel.receive(30, max_bytes=MAX_MESSAGE_BYTES)
+            message = await channel.receive(dict, 30, max_bytes=MAX_MESSAGE_BYTES)
             assert len(message["data"]) == 5 << 20
 
     simulate(main, 1)
@@ -68,10 +68,10 @@ def test_a_long_message_is_not_read_before_it_is_asked_for() -> None:
 def test_only_one_task_receives() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, lambda channel: channel.close()) as (channel, _, _):
-            first = asyncio.create_task(channel.receive(5))
+            first = asyncio.create_task(channel.receive(dict, 5))
             await asyncio.sleep(0)
             with pytest.raises(ValueError, match="only one task"):
-                await channel.receive(5)
+                await channel.receive(dict, 5)
             with pytest.raises(PeerLostError):
                 await first
 
@@ -85,7 +85,7 @@ def test_a_second_receiver_does_not_disturb_the_first() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
-            first = asyncio.create_task(channel.receive(5, max_bytes=200_000))
+            first = asyncio.create_task(channel.receive(dict, 5, max_bytes=200_000))
             await asyncio.sleep(0)
             with pytest.raises(ValueError, match="only one task"):
                 await channel.receive_bytes(5, 5)

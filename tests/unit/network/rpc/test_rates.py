@@ -35,8 +35,8 @@ async def pair(network: SimulatedNetwork, sender: RpcLimits, receiver: RpcLimits
         for name, limits in (("sender", sender), ("receiver", receiver))
     ]
     left, right = (member.rpc for member in started)
-    right.serve_channel("take", take)
-    right.serve("echo", echo)
+    right.serve_channel("take", dict, take)
+    right.serve("echo", dict, echo)
     yield left, right
     for member in started:
         await member.rpc.close()
@@ -50,7 +50,7 @@ async def seconds_to_send(sender: Rpc, receiver: Rpc, num_channels: int, num_byt
     async def give() -> None:
         async with sender.open(receiver.peer_id, "take", {"size": share}, 10) as channel:
             await channel.send_bytes(bytes(share))
-            assert await channel.receive(3600) == {"done": True}
+            assert await channel.receive(dict, 3600) == {"done": True}
 
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -112,7 +112,7 @@ def test_a_small_call_waits_for_one_piece_of_a_long_transfer_and_not_for_its_end
             transfer = asyncio.create_task(seconds_to_send(left, right, 1, NUM_BYTES))
             await asyncio.sleep(1)
             started = network.loop.time()
-            await left.call(right.peer_id, "echo", {"fill": bytes(1000)}, 10)
+            await left.call(right.peer_id, "echo", {"fill": bytes(1000)}, dict, 10)
             assert network.loop.time() - started < 2
             assert not transfer.done()
             await transfer

@@ -46,10 +46,10 @@ async def reason(stream: Stream, timeout_seconds: float = 30) -> str:
 def test_a_peer_of_another_version_is_told_so() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 1) as (server,):
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             newer = await start_member(network, network.add_peer("newer"), protocol=2)
             with pytest.raises(PeerRefusedError) as refusal:
-                await newer.rpc.call(server.rpc.peer_id, "double", {"number": 1}, 5)
+                await newer.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
             assert refusal.value.reason == "protocol 2, this peer speaks 1"
             assert server.rpc.refusals == {(newer.rpc.peer_id, "other protocol"): 1}
             await newer.rpc.close()
@@ -60,11 +60,11 @@ def test_a_peer_of_another_version_is_told_so() -> None:
 def test_a_peer_of_another_swarm_is_told_so() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 1) as (server,):
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             other = network.add_peer("other")
             rpc = Rpc(other.transport, other.runtime, b"\x08" * 32)
             with pytest.raises(PeerRefusedError, match="another swarm"):
-                await rpc.call(server.rpc.peer_id, "double", {"number": 1}, 5)
+                await rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
             assert server.rpc.refusals == {(other.peer_id, "other swarm"): 1}
 
     simulate(main, 1)
@@ -74,10 +74,10 @@ def test_an_unknown_name_is_refused_for_calls_and_channels() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
             with pytest.raises(PeerRefusedError, match="'nothing' is not served"):
-                await caller.rpc.call(server.rpc.peer_id, "nothing", {}, 5)
+                await caller.rpc.call(server.rpc.peer_id, "nothing", {}, dict, 5)
             async with caller.rpc.open(server.rpc.peer_id, "nothing", {}, 5) as channel:
                 with pytest.raises(PeerRefusedError, match="'nothing' is not served"):
-                    await channel.receive(5)
+                    await channel.receive(dict, 5)
             assert server.rpc.refusals == {(caller.rpc.peer_id, "unknown name"): 2}
 
     simulate(main, 1)
@@ -97,15 +97,15 @@ def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_priva
 
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("refuse", refuse)
-            server.rpc.serve("fail", fail)
-            server.rpc.serve("time out", time_out)
+            server.rpc.serve("refuse", dict, refuse)
+            server.rpc.serve("fail", dict, fail)
+            server.rpc.serve("time out", dict, time_out)
             with pytest.raises(PeerRefusedError) as refusal:
-                await caller.rpc.call(server.rpc.peer_id, "refuse", {}, 5)
+                await caller.rpc.call(server.rpc.peer_id, "refuse", {}, dict, 5)
             assert refusal.value.reason == "stage 3 is not hosted here"
             for name in ("fail", "time out"):
                 with pytest.raises(PeerRefusedError) as refusal:
-                    await caller.rpc.call(server.rpc.peer_id, name, {}, 5)
+                    await caller.rpc.call(server.rpc.peer_id, name, {}, dict, 5)
                 assert refusal.value.reason == "internal error"
             assert server.rpc.refusals[caller.rpc.peer_id, "internal error"] == 2
 
@@ -121,8 +121,8 @@ def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_priva
         (frame(Kind.MESSAGE, b"\xc1\xc1\xc1"), "malformed header", "not a message"),
         (frame(Kind.MESSAGE, msgpack.packb([1, 2])), "malformed header", "not a map"),
         (frame(Kind.MESSAGE, msgpack.packb({"protocol": 1})), "other swarm", "another swarm"),
-        (header(name=["double"]), "unknown name", "not served"),
-        (header(protocol="x" * 100), "other protocol", "protocol ?"),
+        (header(name=["double"]), "malformed header", "name: Expected `str`"),
+        (header(protocol="x" * 100), "malformed header", "protocol: Expected `int`"),
         (FRAME.pack(100_000, Kind.MESSAGE), "oversized request", "512 are allowed"),
         (frame(Kind.MESSAGE, pack({"protocol": 1, "swarm": SWARM, "name": "double"})) + FRAME.pack(1 << 31, 1),
          "oversized request", "65536 are allowed"),
@@ -132,13 +132,13 @@ def test_a_handlers_deliberate_error_is_the_callers_reason_and_others_stay_priva
 def test_garbage_is_refused_with_a_reason_and_counted(data: bytes, cause: str, text: str) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (stranger, server):
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             stream = await raw(stranger, server)
             await stream.write(data)
             assert text in await reason(stream)
             assert server.rpc.refusals == {(stranger.rpc.peer_id, cause): 1}
             await until(lambda: server.rpc.num_inbound == 0)
-            reply = await stranger.rpc.call(server.rpc.peer_id, "double", {"number": 1}, 5)
+            reply = await stranger.rpc.call(server.rpc.peer_id, "double", {"number": 1}, dict, 5)
             assert reply["twice"] == 2
 
     simulate(main, 1)
@@ -147,7 +147,7 @@ def test_garbage_is_refused_with_a_reason_and_counted(data: bytes, cause: str, t
 def test_a_slow_header_is_cut_off_however_slowly_it_drips() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (stranger, server):
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             stream = await raw(stranger, server)
             opened_at = network.loop.time()
 
@@ -172,10 +172,10 @@ def test_a_flood_of_streams_is_bounded_and_honest_peers_are_served() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 3, limits=limits) as (flooder, honest, server):
-            server.rpc.serve("double", double)
+            server.rpc.serve("double", dict, double)
             streams = await asyncio.gather(*(raw(flooder, server) for _ in range(200)))
             assert server.rpc.num_inbound == 32
-            reply = await honest.rpc.call(server.rpc.peer_id, "double", {"number": 4}, 5)
+            reply = await honest.rpc.call(server.rpc.peer_id, "double", {"number": 4}, dict, 5)
             assert reply["twice"] == 8
             assert server.rpc.refusals == {(flooder.rpc.peer_id, "too many streams"): 168}
             answers = await asyncio.gather(*(reason(stream) for stream in streams), return_exceptions=True)
@@ -211,15 +211,15 @@ def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies() -> None:
 
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 4) as (impatient, mortal, cuttable, server):
-            server.rpc.serve("wait", wait)
+            server.rpc.serve("wait", dict, wait)
             with pytest.raises(DeadlineError):
-                await impatient.rpc.call(server.rpc.peer_id, "wait", {"why": "deadline"}, 1)
-            mortal.peer.spawn(mortal.rpc.call(server.rpc.peer_id, "wait", {"why": "crash"}, 3600))
+                await impatient.rpc.call(server.rpc.peer_id, "wait", {"why": "deadline"}, dict, 1)
+            mortal.peer.spawn(mortal.rpc.call(server.rpc.peer_id, "wait", {"why": "crash"}, dict, 3600))
             await asyncio.sleep(1)
             network.crash(mortal.peer)
             await asyncio.sleep(1)
             assert cancelled == ["deadline", "crash"]
-            call = cuttable.peer.spawn(cuttable.rpc.call(server.rpc.peer_id, "wait", {"why": "cut"}, 3600))
+            call = cuttable.peer.spawn(cuttable.rpc.call(server.rpc.peer_id, "wait", {"why": "cut"}, dict, 3600))
             await asyncio.sleep(1)
             network.cut(cuttable.peer)
             assert await until(lambda: len(cancelled) == 3) < 15
@@ -234,13 +234,13 @@ def test_a_handler_is_cancelled_when_its_caller_gives_up_or_dies() -> None:
 def test_closing_cancels_handlers_and_refuses_newcomers() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (caller, server):
-            server.rpc.serve("hang", hang)
-            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, 600))
+            server.rpc.serve("hang", dict, hang)
+            call = asyncio.create_task(caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 600))
             await asyncio.sleep(1)
             await server.rpc.close()
             with pytest.raises(PeerLostError):
                 await call
             with pytest.raises(PeerRefusedError, match="leaving"):
-                await caller.rpc.call(server.rpc.peer_id, "hang", {}, 5)
+                await caller.rpc.call(server.rpc.peer_id, "hang", {}, dict, 5)
 
     simulate(main, 1)

@@ -211,7 +211,7 @@ def test_a_malformed_question_is_refused_and_counted(question: str, request_: di
             trainer, host = swarm.trainers[0], swarm.hosts[0]
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             with pytest.raises(PeerRefusedError, match=words):
-                await trainer.rpc.call(host.id, f"{host.service}.{question}", request_, 5.0)
+                await trainer.rpc.call(host.id, f"{host.service}.{question}", request_, dict, 5.0)
             assert host.rpc.refusals == {(trainer.rpc.peer_id, "ProtocolError"): 1}
             check_untouched(swarm, 0)
 
@@ -267,7 +267,7 @@ def test_what_is_still_coming_or_comes_early_takes_no_more_memory_than_there_is(
                     if round:
                         await channel.send_bytes(hop.targets.data)
                     while True:
-                        await channel.receive(5.0)
+                        await channel.receive(dict, 5.0)
 
             flooding = [flooder.peer.spawn(flood(number)) for number in range(12)]
             await asyncio.sleep(2.0)

@@ -165,18 +165,22 @@ def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones() -> N
             trainer, host = swarm.trainers[0], swarm.hosts[0]
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             name = f"{host.service}.round"
-            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, {"after": 0, "seconds": 30.0}, 40.0))
-            assert await trainer.rpc.call(host.id, name, {"after": 0, "seconds": 1.0}, 5.0) == {"round": 0}
+            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, {"after": 0, "seconds": 30.0}, dict, 40.0))
+            assert await trainer.rpc.call(host.id, name, {"after": 0, "seconds": 1.0}, dict, 5.0) == {"round": 0}
             ids = await host.host.close_round(1.0)
             host.host.begin_round(1)
             assert await asked == {"round": 1}
             name = f"{host.service}.done"
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, 5.0) == {"done": [False, False]}
+            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
+                "done": [False, False]
+            }
             host.host.remember_done(0, ids)
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, 5.0) == {"done": [True, False]}
+            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
+                "done": [True, False]
+            }
             for round in range(1, 10):
                 host.host.remember_done(round, [])
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0]]}, 5.0) == {"done": [False]}
+            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0]]}, dict, 5.0) == {"done": [False]}
 
     simulate(main, seed=10)
 

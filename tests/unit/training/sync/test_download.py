@@ -149,12 +149,12 @@ def test_a_false_description_is_found_before_memory_is_given_to_it() -> None:
             huge = [["vector", "float32", [1 << 30], 1 << 32]]
             cut = cut_of(specs_from_wire(huge))
             await channel.send({"layout": swarm.layout, "tensors": huge, "num_chunks": cut.num_chunks})
-            await channel.receive(10)
+            await channel.receive(dict, 10)
             stamp = Stamp.of(swarm.head).to_bytes()
             await channel.send_bytes(bytes(cut.chunk_bytes(0)) + stamp + bytes(HASH_BYTES * cut.depth))
-            await channel.receive(10)
+            await channel.receive(dict, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", lie)
+        swarm.sources[0].rpc.serve_channel("state.chunks", dict, lie)
         downloaded = await swarm.download()
         assert swarm.is_right()
         assert "digest" in downloaded.faults[swarm.ids[0]]
@@ -189,9 +189,9 @@ def test_garbage_from_a_source_is_survived(hello: dict[str, Any]) -> None:
     async def check(swarm: Sources) -> None:
         async def lie(channel: Channel, request: dict[str, Any]) -> None:
             await channel.send({"layout": swarm.layout, **hello})
-            await channel.receive(10)
+            await channel.receive(dict, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", lie)
+        swarm.sources[0].rpc.serve_channel("state.chunks", dict, lie)
         downloaded = await swarm.download()
         assert swarm.is_right()
         assert swarm.ids[0] in downloaded.faults
@@ -259,7 +259,7 @@ def test_a_source_that_comes_back_is_resumed() -> None:
             await channel.send({"layout": swarm.layout, "tensors": specs, "num_chunks": cut.num_chunks})
             buffer = memoryview(bytearray(2 * CHUNK_BYTES))
             for _ in range(2):
-                message = await channel.receive(10)
+                message = await channel.receive(dict, 10)
                 for index in range(message["first"], message["first"] + message["count"]):
                     if served[0] % 2 and served[0] != last[0]:
                         last[0] = served[0]
@@ -267,9 +267,9 @@ def test_a_source_that_comes_back_is_resumed() -> None:
                         return
                     served[0] += 1
                     await channel.send_bytes(buffer[: state.read(index, buffer, described[1])])
-            await channel.receive(10)
+            await channel.receive(dict, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", cut_off)
+        swarm.sources[0].rpc.serve_channel("state.chunks", dict, cut_off)
         await swarm.download()
         assert swarm.is_right()
         # Cutting may lose what was under way, not what had arrived.

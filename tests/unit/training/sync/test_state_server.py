@@ -87,10 +87,10 @@ def test_a_greedy_or_broken_newcomer_is_refused(request_: dict[str, Any]) -> Non
     async def check(swarm: Sources) -> None:
         hello = {"describe": True}
         async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", hello, 5.0) as channel:
-            await channel.receive(5.0, 1 << 20)
+            await channel.receive(dict, 5.0, 1 << 20)
             await channel.send(request_)
             with pytest.raises(PeerRefusedError, match="chunks that there are not"):
-                await channel.receive(5.0)
+                await channel.receive(dict, 5.0)
 
     with_sources(1, check)
 
@@ -101,13 +101,13 @@ def test_a_newcomer_cannot_download_for_ever() -> None:
         assert described is not None
         cut = cut_of(described[1])
         async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", {"describe": False}, 5.0) as channel:
-            await channel.receive(5.0)
+            await channel.receive(dict, 5.0)
             for _ in range(4 * NUM_CHUNKS + MAX_RANGE_CHUNKS):
                 await channel.send({"first": 3, "count": 1})
                 await channel.receive_bytes(stamped_bytes(cut.chunk_bytes(3), cut.depth), 30.0)
             await channel.send({"first": 0, "count": 1})
             with pytest.raises(PeerRefusedError, match="too often"):
-                await channel.receive(5.0)
+                await channel.receive(dict, 5.0)
 
     with_sources(1, check)
 
@@ -134,7 +134,7 @@ def test_a_source_that_moves_on_in_the_middle_sends_what_it_holds_and_says_of_wh
         state, source = swarm.states[0], swarm.ids[0]
         cut = cut_of(state.describe()[1])  # type: ignore[index]
         async with swarm.newcomer.rpc.open(source, "state.chunks", {"describe": False}, 5.0) as channel:
-            await channel.receive(5.0)
+            await channel.receive(dict, 5.0)
             for round_ in range(3):
                 assert (await fetch_head(swarm.newcomer.rpc, source)).round == round_
                 await channel.send({"first": 2, "count": 1})
