@@ -28,6 +28,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "overhead": ["benchmarks.bench_overhead"],
     "download": ["benchmarks.bench_download"],
     "transport": ["benchmarks.bench_transport"],
+    "direct": ["benchmarks.bench_direct"],
     "equal_tokens": ["benchmarks.bench_equal_tokens"],
     "convergence": ["benchmarks.bench_convergence", "--only", "DiLoCo", "SparseLoCo", "streaming"],
     "moshpit": ["benchmarks.bench_moshpit"],
@@ -111,6 +112,8 @@ def headlines(name: str, found: Any) -> list[tuple[str, str, str]]:
             for way, one in found["direct_to_daemons"].items()
             for what, field in (("speed", "speed"), ("CPU", "cpu"))
         ]
+    if name == "direct":
+        return [(f"{name}: CPU a byte, {of}", f"{value:.2f}", "") for of, value in found["cpu_ratios"].items()]
     if name == "equal_tokens":
         ratio = found["loss_ratio"]
         return [(f"{name}: held-out loss, of one process", f"{ratio['median']:.4f}", _percent(ratio["spread"]))]

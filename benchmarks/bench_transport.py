@@ -3,14 +3,13 @@
 Two processes on loopback move megabytes one way and both ways, in turn:
 
 * ``daemons``: a stream through both daemons
-* ``direct``: the same through a direct connection (`p2ptrain.network.libp2p.direct`), TLS 1.3 on the event loop
-* ``threads``: blocking TLS 1.3 sockets, in a thread for each direction; no stream of ours, for comparison (and safe
-  here only because each direction has a connection of its own: OpenSSL's are not for two threads)
+* ``direct``: the same through a direct connection (`p2ptrain.network.libp2p.direct`)
 * ``tcp``: plain TCP on the event loop, for comparison
 
-CPU seconds are those of all processes, daemons included.
+CPU seconds are those of all processes, daemons included. `benchmarks.bench_direct` compares ways to encrypt.
 
     python -m benchmarks.bench_transport --json results/transport.json
+    python -m benchmarks.bench_transport --quick
 """
 
 from __future__ import annotations
@@ -20,11 +19,8 @@ import asyncio
 import contextlib
 import json
 import signal
-import socket
-import ssl
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Protocol
@@ -36,13 +32,12 @@ from benchmarks.harness import Measured, cpu_seconds, report
 from benchmarks.peers import LoopbackPeer, loopback_peer
 from benchmarks.workers import Workers
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.libp2p.direct_tls import Certificate
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
 PIECE_BYTES = 1 << 20
-KINDS = ("daemons", "direct", "threads", "tcp")
+KINDS = ("daemons", "direct", "tcp")
 WAYS = {"one way": 1, "both ways": 2}
 SETUPS = 50
 
@@ -67,7 +62,7 @@ def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, 
             workers.start("--worker", "--megabytes", str(megabytes))
         workers.tell_all(json.dumps(workers.hear_all(START_SECONDS)))
         workers.hear_all(START_SECONDS)
-        workers.tell_all(json.dumps([one["ports"] for one in workers.hear_all(START_SECONDS)]))
+        workers.tell_all(json.dumps([one["port"] for one in workers.hear_all(START_SECONDS)]))
         processes, first = workers.processes(), workers.all[0]
 
         def timed(command: str) -> tuple[float, float]:
@@ -95,7 +90,7 @@ def measure(megabytes: int, turns: int, log: str | None) -> dict[str, dict[str, 
 
 async def serve(megabytes: int) -> None:
     """One of the two processes; the first moves what it is told on stdin."""
-    loop, certificate = asyncio.get_running_loop(), Certificate()
+    loop = asyncio.get_running_loop()
     num_bytes = megabytes * PIECE_BYTES
     async with loopback_peer() as peer:
         await peer.transport.serve("/benchmark/1", lambda stream: _answer(stream, num_bytes, 1))
@@ -114,26 +109,19 @@ async def serve(megabytes: int) -> None:
             task.add_done_callback(tasks.discard)
 
         tcp = await loop.create_server(lambda: SocketStream(on_connected), "127.0.0.1", 0)
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            ports = [tcp.sockets[0].getsockname()[1], listening.getsockname()[1]]
-            say(ports=ports)
-            theirs = next(one for one in json.loads(await hear()) if one != ports)
-            serving = loop.run_in_executor(None, _serve_threads, listening, certificate, num_bytes)
-            while command := await hear():
-                kind, directions = command.split()
-                started = time.monotonic()
-                if kind == "threads":
-                    await _by_threads(theirs[1], certificate, num_bytes, int(directions))
-                elif kind == "tcp":
-                    _, pipe = await loop.create_connection(SocketStream, "127.0.0.1", theirs[0])
-                    await pipe.write(bytes([int(directions)]))
-                    await _move(pipe, num_bytes, int(directions))
-                    pipe.abort()
-                else:
-                    await _by_streams(peer, other, kind == "direct", num_bytes, int(directions))
-                say(seconds=time.monotonic() - started)
-            listening.shutdown(socket.SHUT_RDWR)
-            await serving
+        say(port=(port := tcp.sockets[0].getsockname()[1]))
+        theirs = next(one for one in json.loads(await hear()) if one != port)
+        while command := await hear():
+            kind, directions = command.split()
+            started = time.monotonic()
+            if kind == "tcp":
+                _, pipe = await loop.create_connection(SocketStream, "127.0.0.1", theirs)
+                await pipe.write(bytes([int(directions)]))
+                await _move(pipe, num_bytes, int(directions))
+                pipe.abort()
+            else:
+                await _by_streams(peer, other, kind == "direct", num_bytes, int(directions))
+            say(seconds=time.monotonic() - started)
         tcp.close()
 
 
@@ -176,67 +164,18 @@ async def _read(pipe: Pipe, num_bytes: int) -> None:
         await pipe.read_into(piece)
 
 
-# Blocking TLS in threads: a connection for each direction
-
-
-async def _by_threads(port: int, certificate: Certificate, num_bytes: int, directions: int) -> None:
-    async with asyncio.TaskGroup() as group:
-        for is_sender in (True, False)[:directions]:
-            group.create_task(asyncio.to_thread(_dial_thread, port, certificate, num_bytes, is_sender))
-
-
-def _context(certificate: Certificate, is_server: bool) -> ssl.SSLContext:
-    context = certificate.context(certificate.der, is_server=is_server)
-    context.verify_mode = ssl.CERT_NONE  # the other process has another one, and nothing is at stake
-    return context
-
-
-def _dial_thread(port: int, certificate: Certificate, num_bytes: int, is_sender: bool) -> None:
-    with (
-        socket.create_connection(("127.0.0.1", port)) as raw,
-        _context(certificate, False).wrap_socket(raw) as connection,
-    ):
-        connection.sendall(bytes([is_sender]))
-        (_send if is_sender else _receive)(connection, num_bytes)
-        connection.recv(1) if is_sender else connection.sendall(b".")
-
-
-def _serve_threads(listening: socket.socket, certificate: Certificate, num_bytes: int) -> None:
-    def answer(raw: socket.socket) -> None:
-        with _context(certificate, True).wrap_socket(raw, server_side=True) as connection:
-            is_receiver = connection.recv(1) == b"\x01"
-            (_receive if is_receiver else _send)(connection, num_bytes)
-            connection.sendall(b".") if is_receiver else connection.recv(1)
-
-    while True:
-        try:
-            raw, _ = listening.accept()
-        except OSError:  # shut down
-            return
-        threading.Thread(target=answer, args=(raw,), daemon=True).start()
-
-
-def _send(connection: ssl.SSLSocket, num_bytes: int) -> None:
-    piece = bytes(PIECE_BYTES)
-    for _ in range(num_bytes // PIECE_BYTES):
-        connection.sendall(piece)
-
-
-def _receive(connection: ssl.SSLSocket, num_bytes: int) -> None:
-    piece, left = memoryview(bytearray(PIECE_BYTES)), num_bytes
-    while left:
-        left -= connection.recv_into(piece[: min(left, PIECE_BYTES)])
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=256, help="MiB to move in each direction")
     parser.add_argument("--turns", type=int, default=7, help="measurements of each")
+    parser.add_argument("--quick", action="store_true", help="32 MiB, 2 turns")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.megabytes, options.turns = 32, 2
     if options.worker:
         uvloop.run(serve(options.megabytes))
         return

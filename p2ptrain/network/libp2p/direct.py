@@ -1,70 +1,65 @@
-"""Direct connections: TCP and TLS 1.3 from process to process, for streams that carry much.
+"""Direct connections: encrypted records over TCP from process to process, for streams that carry much.
 
-Between two daemons bytes pass through four processes' sockets and are encrypted by the daemons; a direct connection
-leaves the daemons out. Peers agree on one over a stream between their daemons, which has authenticated both::
+Bytes between two daemons pass through the sockets of four processes; a direct connection leaves the daemons out. Peers
+agree on one over a stream between their daemons, which authenticates both::
 
     dialler                                                    listener
-      | over the daemons: {protocol, certificate}                |
-      | -------------------------------------------------------> |  makes an offer (`DirectListener.offer`)
-      |                 {port, certificate, token}               |
+      | over the daemons: Ask(protocol, key)                     |
+      | -------------------------------------------------------> |  `DirectListener.offer`
+      |                             Offer(port, key), or Refusal |
       | <------------------------------------------------------- |
       | TCP to an address of the connection between the daemons  |
-      | TLS 1.3: both present exactly the certificates named     |
-      | token --------------------------------------> ACCEPTED   |
+      | name, READY -------------------------------------> READY |
       | START, and the stream begins                             |
 
-What a relay carries, who listens nowhere, and whoever cannot be dialled stays with the daemons:
-`DirectConnections.open` returns None then, at once for a while after a failure. One connection carries one stream at a
-time. As making one takes several round trips and milliseconds of CPU, one whose stream ended in order is kept for a
-minute: the listener writes ACCEPTED once it is through with that stream, too, and START begins the next.
+Name and keys are derived from the two ends' keys for this connection (`p2ptrain.network.libp2p.direct_records`). If no
+connection comes about, `DirectConnections.open` returns None, and does so at once for some time.
 
-The security argument is in ``docs/architecture.md`` ("Direct connections").
+A connection carries one stream at a time. After a stream that ended in order it is kept for a minute: the listener
+sends READY again, and START begins the next stream. ``docs/explanation/security.md`` has the security argument.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated, TypeVar
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec import Meta
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
-from p2ptrain.network.libp2p.direct_listener import (
-    ACCEPTED,
-    START,
-    TOKEN_BYTES,
-    DirectLimits,
-    DirectListener,
-    OfferRefusedError,
-    server_name,
-)
-from p2ptrain.network.libp2p.direct_tls import MAX_CERTIFICATE_BYTES, Certificate, TlsSocket, check_certificate
+from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener, OfferRefusedError
+from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.reachability import host_of, scope
-from p2ptrain.network.rpc.frames import FRAME, Kind, frame, pack, unpack
+from p2ptrain.network.rpc import frames
+from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
-from p2ptrain.tasks import Tasks
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-OFFERS = "/p2ptrain/direct/1"
+OFFERS = "/p2ptrain/direct/2"
 """The name of the streams over which offers are asked for."""
 
-MAX_MESSAGE_BYTES = 2 * MAX_CERTIFICATE_BYTES
+MAX_MESSAGE_BYTES = 512
 ASKING_SECONDS = 5.0
-"""For a peer that asks for an offer to say so."""
+"""Deadline for a peer to ask, and to take the answer."""
 MAX_ASKING = 64
 MAX_ASKING_PER_PEER = 4
 
 DIAL_SECONDS = 3.0
-"""From asking for an offer to a connection that is accepted; the daemons take over after that."""
+"""Deadline for a connection that is ready; the daemons carry the stream otherwise."""
 TCP_SECONDS = 1.0
-"""A port that is filtered does not answer at all; one retransmission fits in, if only just."""
+"""A filtered port does not answer; one retransmission fits in, if only just."""
+READY_SECONDS = 1.0
+"""Deadline for the listener to be through with the last stream; a new connection is dialled otherwise."""
 MAX_HOSTS = 2
 MAX_SPARES = 32
 FIRST_REST_SECONDS = 30.0
@@ -72,12 +67,32 @@ LONGEST_REST_SECONDS = 900.0
 MAX_RESTS = 1024
 
 
-@dataclass(frozen=True)
-class _Rest:
-    """How long a peer that could not be dialled is not dialled."""
+PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""Of X25519, made for one connection."""
 
-    until: float
-    seconds: float
+
+class Ask(Message, frozen=True):
+    """Request for an offer to open streams of a protocol."""
+
+    protocol: Annotated[str, Meta(max_length=128)]
+    key: PublicKey
+
+
+class Answer(Message, frozen=True, tag=True):
+    """Reply to `Ask`."""
+
+
+class Offer(Answer, frozen=True, tag="offer"):
+    """Permission to connect to a port once, within `DirectLimits.offer_seconds`."""
+
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    key: PublicKey
+
+
+class Refusal(Answer, frozen=True, tag="refusal"):
+    """No offer, and why."""
+
+    reason: Annotated[str, Meta(max_length=200)]
 
 
 class _CannotDialError(Exception):
@@ -88,6 +103,7 @@ class DirectConnections:
     """Dials peers directly, and listens for those that do.
 
     Args:
+        own_id: This peer's id.
         control: Reaches peers over the daemon.
         on_stream: Called with peer, protocol and connection when a peer begins a stream.
         served: The protocols that peers may open streams for.
@@ -99,23 +115,22 @@ class DirectConnections:
 
     def __init__(
         self,
+        own_id: PeerId,
         control: DaemonControl,
-        on_stream: Callable[[PeerId, str, TlsSocket], None],
+        on_stream: Callable[[PeerId, str, SealedSocket], None],
         served: Collection[str],
         limits: DirectLimits | None = None,
     ) -> None:
         self.num_dialled = 0
+        self._own_id = own_id
         self._limits = limits or DirectLimits()
         self._control = control
         self._on_stream = on_stream
         self._served = served
-        self._certificate = Certificate()
         self._listener: DirectListener | None = None
         self._asking: Counter[PeerId] = Counter()
-        self._spares: dict[tuple[PeerId, str], tuple[TlsSocket, asyncio.TimerHandle]] = {}
-        self._tasks = Tasks()
-        self._preparing: dict[tuple[PeerId, str], asyncio.Task[None]] = {}
-        self._rests: dict[PeerId, _Rest] = {}
+        self._spares: dict[tuple[PeerId, str], tuple[SealedSocket, asyncio.TimerHandle]] = {}
+        self._rests: dict[PeerId, tuple[float, float]] = {}
         self._closed = False
 
     @property
@@ -128,11 +143,6 @@ class DirectConnections:
         """Where this peer listens; 0 if nowhere."""
         return self._listener.port if self._listener is not None else 0
 
-    @property
-    def num_spares(self) -> int:
-        """Connections that wait for the next stream."""
-        return len(self._spares)
-
     async def start(self, hosts: Sequence[str], port: int) -> None:
         """Listen at a port of ``hosts`` (IP addresses; if there are any), and answer peers that ask for offers.
 
@@ -141,13 +151,12 @@ class DirectConnections:
             DaemonGone, DaemonRefusal: The daemon does not take part.
         """
         if hosts:
-            self._listener = DirectListener(self._certificate, hosts, port, self._on_stream, self._limits)
+            self._listener = DirectListener(self._own_id, hosts, port, self._on_stream, self._limits)
         await self._control.serve_stream(OFFERS, self._answer)
 
     async def close(self) -> None:
         """End all connections; idempotent."""
         self._closed = True
-        await self._tasks.close()
         for key in list(self._spares):
             self._drop(key)
         if self._listener is not None:
@@ -155,48 +164,43 @@ class DirectConnections:
 
     # Dialling
 
-    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> TlsSocket | None:
+    async def open(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
         """A connection whose other end runs the handler of ``protocol``; None where there is none to be had in time."""
         loop, key = asyncio.get_running_loop(), (peer, protocol)
         deadline = loop.time() + min(DIAL_SECONDS, timeout_seconds)
-        preparing = self._preparing.get(key)
-        if preparing is not None:
-            await asyncio.wait([preparing], timeout=deadline - loop.time())
-        connection = self._drop(key, is_taken=True)
-        rest = self._rests.get(peer)
-        if connection is None and rest is not None and loop.time() < rest.until:
-            return None
-        try:
-            if connection is None:
-                connection = await self._dial(peer, protocol, deadline - loop.time())
-            if connection is None:
-                return None
-            await connection.write(START)
-        except OSError:  # it ended a moment ago
-            return None
-        connection.on_rest = partial(self._take_back, key, connection)
-        return connection
+        spare, timer = self._spares.pop(key, (None, None))
+        if timer is not None:
+            timer.cancel()
+        if spare is not None and not spare.is_closing:
+            try:
+                async with asyncio.timeout(min(READY_SECONDS, timeout_seconds)):
+                    return await _begin(spare)
+            except (OSError, EOFError, TimeoutError) as error:
+                logger.debug("a direct connection to peer %s is not used again: %r", peer[-8:], error)
+        until, _ = self._rests.get(peer, (0.0, 0.0))
+        return None if loop.time() < until else await self._dial(peer, protocol, deadline - loop.time())
 
-    def _take_back(self, key: tuple[PeerId, str], connection: TlsSocket) -> bool:
+    def _take_back(self, key: tuple[PeerId, str], connection: SealedSocket) -> bool:
         """Keep a connection on which a stream has ended for the next one; False if there is no need for it."""
-        if self._closed or connection.num_unread > len(ACCEPTED) or key in self._preparing or key in self._spares:
+        if self._closed or key in self._spares or len(self._spares) >= MAX_SPARES:
             return False
-        if len(self._spares) + len(self._preparing) >= MAX_SPARES:
-            return False
-        task = self._tasks.start(self._prepare(key, connection), f"direct-spare-{key[0][-8:]}")
-        self._preparing[key] = task
-        task.add_done_callback(lambda _: self._preparing.pop(key, None))
+        timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
+        self._spares[key] = (connection, timer)
         return True
 
-    async def _dial(self, peer: PeerId, protocol: str, timeout_seconds: float) -> TlsSocket | None:
-        """A new connection; None, and the peer rests, when there is none to be had."""
+    def _drop(self, key: tuple[PeerId, str]) -> None:
+        connection, timer = self._spares.pop(key)
+        timer.cancel()
+        connection.abort()
+
+    async def _dial(self, peer: PeerId, protocol: str, timeout_seconds: float) -> SealedSocket | None:
+        """A stream on a new connection; None, and the peer rests, when there is none to be had."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 hosts = await self._hosts_of(peer)
                 if not hosts:
                     return None  # a relay is between, for now, or there is no connection yet
-                offer = await self._ask(peer, protocol)
-                connection = await self._connect(hosts, offer)
+                connection = await self._connect(hosts, peer, protocol)
         except (_CannotDialError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal, ProtocolError) as error:
             self._rest(peer, str(error) or "no answer in time")
             return None
@@ -213,88 +217,46 @@ class DirectConnections:
         near = sorted((address for address in ways if host_of(address)), key=scope, reverse=True)
         return list(dict.fromkeys(map(host_of, near)))[:MAX_HOSTS]
 
-    async def _ask(self, peer: PeerId, protocol: str) -> tuple[int, bytes, bytes]:
-        """Port, certificate and token of an offer."""
-        stream = await self._control.open_stream(peer, OFFERS)
+    async def _connect(self, hosts: Sequence[str], peer: PeerId, protocol: str) -> SealedSocket:
+        """Ask for an offer, and dial ``hosts`` in turn."""
+        private = X25519PrivateKey.generate()
+        own_key = private.public_key().public_bytes_raw()
+        offer = await self._ask(peer, Ask(protocol, own_key))
         try:
-            await _send(stream, {"protocol": protocol, "certificate": self._certificate.der})
-            reply = await _receive(stream, peer)
-        finally:
-            stream.abort()
-        port, token = reply.get("port"), reply.get("token")
-        if "reason" in reply:
-            raise _CannotDialError(f"the peer says: {str(reply['reason'])[:100]}")
-        if type(port) is not int or not 0 < port < 65536 or not isinstance(token, bytes) or len(token) != TOKEN_BYTES:
-            raise _CannotDialError("the peer sent a malformed offer")
-        try:
-            return port, check_certificate(reply.get("certificate")), token
+            name, sealing, opening = agree(private, offer.key, self._own_id, peer, protocol, own_key, offer.key)
         except ValueError as error:
-            raise _CannotDialError(f"the peer sent {error}") from error
-
-    async def _connect(self, hosts: Sequence[str], offer: tuple[int, bytes, bytes]) -> TlsSocket:
-        """Dial ``hosts`` in turn."""
-        refusal = ""
+            raise _CannotDialError("the peer's key is none") from error
+        # All hosts get the same first bytes, and only one that answers gets more: no nonce is used for two records.
+        hello, refusal = name + sealing.mark(Kind.READY), ""
         for host in hosts:
+            connection = SealedSocket(sealing, opening, partial(self._take_back, (peer, protocol)))
             try:
-                return await self._connect_to(host, *offer)
+                await _tcp(connection, host, offer.port)
+                return await _begin(connection, hello)
             except (OSError, EOFError, TimeoutError) as error:
-                refusal = f"{host} port {offer[0]}: {error or 'no answer in time'}"
+                refusal = f"{host} port {offer.port}: {error or 'no answer in time'}"
         raise _CannotDialError(refusal)
 
-    async def _connect_to(self, host: str, port: int, certificate: bytes, token: bytes) -> TlsSocket:
-        context = self._certificate.context(certificate, is_server=False)
-        connection, is_accepted = TlsSocket(), False
+    async def _ask(self, peer: PeerId, ask: Ask) -> Offer:
+        stream = await self._control.open_stream(peer, OFFERS)
         try:
-            connected = await _tcp(host, port)
-            await asyncio.get_running_loop().create_connection(
-                lambda: connection, sock=connected, ssl=context, server_hostname=server_name(token),
-                ssl_handshake_timeout=2 * DIAL_SECONDS,
-            )  # fmt: skip
-            if connection.remote_certificate != certificate:
-                raise _CannotDialError("the listener presents another certificate than the peer named")
-            await connection.write(token)
-            is_accepted = await connection.read(len(ACCEPTED)) == ACCEPTED
-            if not is_accepted:
-                raise _CannotDialError("the listener does not accept its own offer")
-            return connection
+            await _send(stream, ask)
+            answer = await _receive(stream, peer, Answer)
         finally:
-            if not is_accepted:
-                connection.abort()
+            stream.abort()
+        if isinstance(answer, Refusal):
+            raise _CannotDialError(f"the peer says: {answer.reason}")
+        assert isinstance(answer, Offer)
+        return answer
 
     def _rest(self, peer: PeerId, reason: str) -> None:
         """Leave a peer to the daemons for a while, and for longer every time."""
-        before = self._rests.pop(peer, None)
-        seconds = FIRST_REST_SECONDS if before is None else min(2 * before.seconds, LONGEST_REST_SECONDS)
+        _, before = self._rests.pop(peer, (0.0, FIRST_REST_SECONDS / 2))
+        seconds = min(2 * before, LONGEST_REST_SECONDS)
         while len(self._rests) >= MAX_RESTS:
             del self._rests[next(iter(self._rests))]
-        self._rests[peer] = _Rest(asyncio.get_running_loop().time() + seconds, seconds)
+        self._rests[peer] = (asyncio.get_running_loop().time() + seconds, seconds)
         logger.info("peer %s is not reached directly, but through the daemon: %s", peer[-8:], reason)
-
-    # Connections that are used again
-
-    async def _prepare(self, key: tuple[PeerId, str], connection: TlsSocket) -> None:
-        """Wait until the other end is through with the last stream, too."""
-        is_ready = False
-        try:
-            async with asyncio.timeout(DIAL_SECONDS):
-                is_ready = await connection.read(len(ACCEPTED)) == ACCEPTED
-        except (OSError, EOFError, TimeoutError) as error:
-            logger.debug("a direct connection to peer %s is not used again: %s", key[0][-8:], error)
-        finally:
-            if not is_ready:
-                connection.abort()
-        if is_ready:
-            timer = asyncio.get_running_loop().call_later(self._limits.spare_seconds, self._drop, key)
-            self._spares[key] = (connection, timer)
-
-    def _drop(self, key: tuple[PeerId, str], *, is_taken: bool = False) -> TlsSocket | None:
-        """Take the spare connection out, and end it unless somebody takes it; None if there is no living one."""
-        connection, timer = self._spares.pop(key, (None, None))
-        if timer is not None:
-            timer.cancel()
-        if connection is not None and not is_taken:
-            connection.abort()
-        return connection if connection is not None and not connection.is_closing else None
 
     # Answering
 
@@ -306,7 +268,7 @@ class DirectConnections:
         self._asking[peer] += 1
         try:
             async with asyncio.timeout(ASKING_SECONDS):
-                await _send(stream, self._offer(peer, await _receive(stream, peer)))
+                await _send(stream, self._answer_to(peer, await _receive(stream, peer, Ask)))
                 await stream.read(1)  # until the asker ends the stream: closing first could lose the answer
         except (OSError, EOFError, TimeoutError, ProtocolError) as error:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
@@ -316,39 +278,42 @@ class DirectConnections:
             if not self._asking[peer]:
                 del self._asking[peer]
 
-    def _offer(self, peer: PeerId, request: dict[str, Any]) -> dict[str, Any]:
-        protocol, listener = request.get("protocol"), self._listener
-        if listener is None:
-            return {"reason": "this peer does not listen for direct connections"}
-        if not isinstance(protocol, str) or protocol not in self._served:
-            return {"reason": "this peer does not serve that"}
+    def _answer_to(self, peer: PeerId, ask: Ask) -> Offer | Refusal:
+        if self._listener is None:
+            return Refusal("this peer does not listen for direct connections")
+        if ask.protocol not in self._served:
+            return Refusal("this peer does not serve that")
         try:
-            token = listener.offer(peer, protocol, check_certificate(request.get("certificate")))
+            return Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key))
         except (ValueError, OfferRefusedError) as error:
-            return {"reason": str(error)}
-        return {"port": listener.port, "certificate": self._certificate.der, "token": token}
+            return Refusal(str(error))
 
 
-async def _send(stream: SocketStream, message: object) -> None:
-    await stream.write(frame(Kind.MESSAGE, pack(message)))
+async def _tcp(connection: SealedSocket, host: str, port: int) -> None:
+    async with asyncio.timeout(TCP_SECONDS):
+        await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
 
 
-async def _receive(stream: SocketStream, peer: PeerId) -> dict[str, Any]:
-    """One message; raises `ProtocolError` when it is something else, or too long."""
-    length, kind = FRAME.unpack(await stream.read(FRAME.size))
-    if kind != Kind.MESSAGE or length > MAX_MESSAGE_BYTES:
-        raise ProtocolError(peer, f"sent a frame of kind {kind} and {length} bytes where an offer was due")
-    return unpack(await stream.read(length), peer, dict)
-
-
-async def _tcp(host: str, port: int) -> socket.socket:
-    """A TCP connection within `TCP_SECONDS`."""
-    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+async def _begin(connection: SealedSocket, hello: bytes = b"") -> SealedSocket:
+    """Begin a stream once the other end is ready; ends the connection when it raises."""
     try:
-        connection.setblocking(False)
-        async with asyncio.timeout(TCP_SECONDS):
-            await asyncio.get_running_loop().sock_connect(connection, (host, port))
+        if hello:
+            await SocketStream.write(connection, hello)
+        await connection.expect(Kind.READY)
+        await connection.mark(Kind.START)
     except BaseException:
-        connection.close()
+        connection.abort()
         raise
     return connection
+
+
+async def _send(stream: SocketStream, message: Message) -> None:
+    await stream.write(frames.frame(frames.Kind.MESSAGE, frames.pack(message)))
+
+
+async def _receive(stream: SocketStream, peer: PeerId, schema: type[T]) -> T:
+    """One message; raises `ProtocolError` when it is something else, or too long."""
+    length, kind = frames.FRAME.unpack(await stream.read(frames.FRAME.size))
+    if kind != frames.Kind.MESSAGE or length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(peer, f"sent a frame of kind {kind} and {length} bytes where an offer was due")
+    return frames.unpack(await stream.read(length), peer, schema)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from p2ptrain.errors import PeerLostError
-from p2ptrain.network.libp2p.direct_tls import TlsSocket
+from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from p2ptrain.network.transport import PeerId, Stream
 
@@ -79,7 +79,7 @@ class PeerStream(Stream):
             self._on_end(self)
 
     async def rest(self) -> None:
-        if not self._closed and isinstance(self._socket, TlsSocket) and self._socket.rest():
+        if not self._closed and isinstance(self._socket, SealedSocket) and self._socket.rest():
             self._closed = self._is_given_back = True
             self._on_end(self)
         else:

@@ -32,7 +32,7 @@ class Libp2pSettings:
             other (`p2ptrain.network.libp2p.direct`); ``off`` neither dials such connections nor listens for them.
         direct_port: The TCP port to listen at for those; 0 takes any free one.
         direct_from_bytes: How much a stream must be expected to carry for that: what a connection costs beyond a stream
-            between the daemons is what 3 or 4 MB cost less.
+            between the daemons is what 2 or 3 MB cost less, and other streams use it afterwards.
     """
 
     listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
@@ -48,7 +48,7 @@ class Libp2pSettings:
     max_streams: int = 1024
     direct: Literal["auto", "off"] = "auto"
     direct_port: int = 0
-    direct_from_bytes: int = 4 << 20
+    direct_from_bytes: int = 2 << 20
 
     def __post_init__(self) -> None:
         for address in (*self.listen, *self.announce):

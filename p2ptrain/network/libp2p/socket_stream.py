@@ -20,21 +20,24 @@ class SocketStream(asyncio.BufferedProtocol):
 
     Args:
         on_connected: Called once with this object when a server accepted the connection.
+        buffer_bytes: Read ahead of the reader; then the other end is held back.
 
     Attributes:
         num_arrived: Bytes that the daemon, or the peer itself, handed over so far.
     """
 
-    _pause_above = 0
-    """`write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy."""
+    _cut: type[Exception] = EOFError
+    """What reading raises at the end of the socket."""
 
-    def __init__(self, on_connected: Callable[[SocketStream], None] | None = None) -> None:
+    def __init__(
+        self, on_connected: Callable[[SocketStream], None] | None = None, buffer_bytes: int = BUFFER_BYTES
+    ) -> None:
         self.num_arrived = 0
         self._on_connected = on_connected
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._start = self._end = 0
+        self._buffer = memoryview(bytearray(buffer_bytes))
+        self._start = self._end = self._wanted = 0
         self._target: memoryview | None = None
         self._arrival: asyncio.Future[None] | None = None
         self._is_paused = False
@@ -50,10 +53,6 @@ class SocketStream(asyncio.BufferedProtocol):
 
     async def read(self, num_bytes: int) -> bytes:
         """Return exactly ``num_bytes`` bytes; see `read_into`."""
-        if self._end - self._start >= num_bytes:
-            data = bytes(self._buffer[self._start : self._start + num_bytes])
-            self._consume(num_bytes)
-            return data
         whole = bytearray(num_bytes)
         await self.read_into(memoryview(whole))
         return bytes(whole)
@@ -67,7 +66,7 @@ class SocketStream(asyncio.BufferedProtocol):
         """
         ready = min(len(view), self._end - self._start)
         view[:ready] = self._buffer[self._start : self._start + ready]
-        self._consume(ready)
+        self.consume(ready)
         if ready == len(view):
             return
         if self._ended is not None:
@@ -79,19 +78,30 @@ class SocketStream(asyncio.BufferedProtocol):
         finally:
             self._target = self._arrival = None
 
-    def _consume(self, num_bytes: int) -> None:
+    async def peek(self, num_bytes: int) -> memoryview:
+        """Return the next bytes, at most half of the buffer, which stay unread until they are consumed.
+
+        Raises as `read_into`; nothing is lost when it is cancelled.
+        """
+        while self._end - self._start < num_bytes:
+            if self._ended is not None:
+                raise self._ended
+            self._wanted, self._arrival = num_bytes, self._loop.create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        return self._buffer[self._start : self._start + num_bytes]
+
+    def consume(self, num_bytes: int) -> None:
+        """Drop the next bytes, which have arrived."""
         self._start += num_bytes
         if self._start == self._end:
             self._start = self._end = 0
-        if self._is_paused and self._end - self._start <= BUFFER_BYTES // 2 and not self.is_closing:
+        if self._is_paused and self._end - self._start <= len(self._buffer) // 2 and not self.is_closing:
             assert self._transport is not None
             self._is_paused = False
             self._transport.resume_reading()
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that arrived and that nobody has read."""
-        return self._end - self._start
 
     async def write(self, *parts: bytes | bytearray | memoryview) -> None:
         """Write all of ``parts`` at once; they are not referenced any more when this returns.
@@ -116,6 +126,10 @@ class SocketStream(asyncio.BufferedProtocol):
         await self.drain()
         assert self._transport is not None
         self._transport.close()
+        await self.wait_gone()
+
+    async def wait_gone(self) -> None:
+        """Return when the connection has ended."""
         await asyncio.shield(self._gone)
 
     def abort(self) -> None:
@@ -127,18 +141,19 @@ class SocketStream(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
-        self._transport.set_write_buffer_limits(high=self._pause_above, low=0)
+        # `write` may return only once nothing of the caller's buffer is referenced any more: uvloop does not copy.
+        self._transport.set_write_buffer_limits(high=0, low=0)
         if self._on_connected is not None:
             self._on_connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_reading(exc or EOFError("the stream ended"))
+        self._end_reading(exc or self._cut("the stream ended"))
         self._writable.set()
         if not self._gone.done():
             self._gone.set_result(None)
 
     def eof_received(self) -> bool:
-        self._end_reading(EOFError("the stream ended"))
+        self._end_reading(self._cut("the stream ended"))
         return True  # What is being written may still arrive.
 
     def _end_reading(self, error: BaseException) -> None:
@@ -156,10 +171,10 @@ class SocketStream(asyncio.BufferedProtocol):
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._target is not None and len(self._target):
             return self._target
-        if self._end == BUFFER_BYTES:
+        if self._end == len(self._buffer):
             # There is room at the front, or reading would be paused.
             left = self._end - self._start
-            self._buffer[:left] = bytes(self._buffer[self._start : self._end])
+            self._buffer[:left] = self._buffer[self._start : self._end]
             self._start, self._end = 0, left
         return self._buffer[self._end :]
 
@@ -171,7 +186,9 @@ class SocketStream(asyncio.BufferedProtocol):
                 self._arrival.set_result(None)
             return
         self._end += nbytes
-        if self._end == BUFFER_BYTES and self._start == 0 and not self.is_closing:
+        if self._end == len(self._buffer) and self._start == 0 and not self.is_closing:
             assert self._transport is not None
             self._is_paused = True
             self._transport.pause_reading()
+        if self._arrival is not None and self._end - self._start >= self._wanted and not self._arrival.done():
+            self._arrival.set_result(None)

@@ -68,7 +68,7 @@ class Libp2pTransport(Transport):
         self._serving = Tasks()
         self._wrong_peers = WrongPeers()
         self._accept: dict[str, Callable[[PeerId, SocketStream], None]] = {}
-        self.direct = DirectConnections(control, self._accept_direct, self._accept.keys())
+        self.direct = DirectConnections(peer_id, control, self._accept_direct, self._accept.keys())
         self._closed = False
 
     @classmethod

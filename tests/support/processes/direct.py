@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import cast
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonRefusal
 from p2ptrain.network.libp2p.direct import DirectConnections
 from p2ptrain.network.libp2p.direct_listener import DirectLimits
-from p2ptrain.network.libp2p.direct_tls import Certificate, TlsSocket
+from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
 from tests.support.processes.daemons import eventually
 
@@ -81,9 +83,9 @@ class DirectPeer:
     def __init__(self, name: str, network: dict[str, FakeControl], limits: DirectLimits) -> None:
         self.name = name
         self.control = FakeControl(name, network)
-        self.streams: asyncio.Queue[tuple[str, str, TlsSocket]] = asyncio.Queue()
+        self.streams: asyncio.Queue[tuple[str, str, SealedSocket]] = asyncio.Queue()
         self.direct = DirectConnections(
-            cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,), limits
+            name, cast(DaemonControl, self.control), lambda *found: self.streams.put_nowait(found), (BULK,), limits
         )
 
 
@@ -114,7 +116,7 @@ async def until(condition: Callable[[], bool]) -> None:
     await eventually(holds)
 
 
-async def opened(a: DirectPeer, b: DirectPeer) -> tuple[TlsSocket, TlsSocket]:
+async def opened(a: DirectPeer, b: DirectPeer) -> tuple[SealedSocket, SealedSocket]:
     """Both ends of a stream that ``a`` opens to ``b``."""
     near = await a.direct.open(b.name, BULK, 5)
     assert near is not None
@@ -123,32 +125,36 @@ async def opened(a: DirectPeer, b: DirectPeer) -> tuple[TlsSocket, TlsSocket]:
     return near, far
 
 
-async def dial(
-    peer: DirectPeer, certificate: Certificate, name: str | None, token: bytes = b"", trusts: bytes | None = None
-) -> TlsSocket:
-    """Dial a peer's port as anybody can; raises what the event loop raises."""
-    stream = TlsSocket()
-    context = certificate.context(trusts or peer.direct._certificate.der, is_server=False)
-    await asyncio.get_running_loop().create_connection(
-        lambda: stream, "127.0.0.1", peer.direct.port, ssl=context, server_hostname=name or ""
-    )
-    if token:
-        await stream.write(token)
-    return stream
+class Dialler:
+    """What a peer that was made an offer knows: the way in for tests that go wrong on it.
 
+    Attributes:
+        hello: The first bytes to send.
+    """
 
-def offer(peer: DirectPeer, to: str, certificate: Certificate) -> bytes:
-    """A token, as if ``to`` had asked for it over the daemons."""
-    listener = peer.direct._listener
-    assert listener is not None
-    return listener.offer(to, BULK, certificate.der)
+    def __init__(self, listener: DirectPeer, name: str) -> None:
+        private, direct = X25519PrivateKey.generate(), listener.direct._listener
+        assert direct is not None
+        key = private.public_key().public_bytes_raw()
+        terms = (name, listener.name, BULK, key, direct.offer(name, BULK, key))
+        self.name, self.sealing, self.opening = agree(private, terms[-1], *terms)
+        self.hello = self.name + self.sealing.mark(Kind.READY)
+        self._port = direct.port
 
+    async def connect(self, hello: bytes | None = None) -> SealedSocket:
+        """Connect, and send the first bytes, or others."""
+        stream = SealedSocket(self.sealing, self.opening, lambda _: False)
+        await asyncio.get_running_loop().create_connection(lambda: stream, "127.0.0.1", self._port)
+        await SocketStream.write(stream, self.hello if hello is None else hello)
+        return stream
 
-async def is_refused(stream: TlsSocket) -> bool:
-    try:
-        await stream.read(1)
-    except (OSError, EOFError):
+    async def is_let_in(self, hello: bytes | None = None) -> bool:
+        """Whether the listener accepts the first bytes."""
+        stream = await self.connect(hello)
+        try:
+            await stream.expect(Kind.READY)
+        except (OSError, EOFError):
+            return False
+        finally:
+            stream.abort()
         return True
-    finally:
-        stream.abort()
-    return False

@@ -6,17 +6,20 @@ import asyncio
 import os
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from p2ptrain.errors import ResourceError
-from p2ptrain.network.libp2p import direct, direct_tls
-from p2ptrain.network.libp2p.direct import OFFERS
-from p2ptrain.network.libp2p.direct_listener import TOKEN_BYTES, DirectLimits
-from p2ptrain.network.libp2p.direct_tls import Certificate, TlsSocket
+from p2ptrain.errors import ProtocolError, ResourceError
+from p2ptrain.network.libp2p import direct
+from p2ptrain.network.libp2p.direct import OFFERS, Answer, Ask, Offer, Refusal
+from p2ptrain.network.libp2p.direct_listener import DirectLimits
+from p2ptrain.network.libp2p.direct_records import SealedSocket
 from p2ptrain.network.libp2p.socket_stream import SocketStream
-from p2ptrain.network.rpc.frames import Kind, frame, pack
+from p2ptrain.network.rpc.frames import Kind, frame, pack, unpack
+from p2ptrain.network.schema import Message, to_wire
+from tests.support.fuzz import malformed, wires
 from tests.support.processes.direct import BULK, HERE, DirectPeer, direct_peers, opened, until
 
 Main = Callable[[], Awaitable[None]]
@@ -89,7 +92,7 @@ def test_an_abort_is_the_end_of_the_stream_at_the_other_end(run: Callable[[Main]
             near.abort()
             with pytest.raises((EOFError, OSError)):
                 await far.read(1)
-            await until(lambda: b.direct._listener is not None and b.direct._listener.num_connections <= 1)
+            await until(lambda: b.direct._listener is not None and b.direct._listener._connections.total() <= 1)
 
     run(main)
 
@@ -121,7 +124,7 @@ def test_streams_at_a_time_have_a_connection_each_and_one_is_kept(run: Callable[
             assert ends[0][0] is not ends[1][0]
             assert [near.rest() and far.rest() for near, far in ends] == [True, False]
             ends[1][0].abort()
-            await until(lambda: a.direct.num_spares == 1)
+            await until(lambda: len(a.direct._spares) == 1)
 
     run(main)
 
@@ -130,53 +133,28 @@ def test_streams_at_a_time_have_a_connection_each_and_one_is_kept(run: Callable[
 def test_a_listener_that_is_not_ready_again_is_dialled_anew(
     run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, word: bytes
 ) -> None:
-    monkeypatch.setattr(direct, "DIAL_SECONDS", 1.0)
+    monkeypatch.setattr(direct, "READY_SECONDS", 0.3)
 
     async def main() -> None:
         async with direct_peers() as (a, b):
             near, far = await opened(a, b)
-            assert near.rest()
             if word:
                 await far.write(word)
-            await until(lambda: near.is_closing)
-            assert a.direct.num_spares == 0
+            assert near.rest()
             again, _ = await opened(a, b)
             assert again is not near
+            assert near.is_closing
             again.abort()
 
     run(main)
 
 
-def test_what_is_on_its_way_is_no_rest(run: Callable[[Main], None]) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            await far.write(b"more")
-            await until(lambda: near.num_unread == 4)
-            assert not near.rest()
-            near.abort()
-
-    run(main)
-
-
-def test_no_stream_begins_on_an_old_connection(run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with direct_peers() as (a, b):
-            near, far = await opened(a, b)
-            monkeypatch.setattr(direct_tls, "MAX_AGE_SECONDS", 0.0)
-            assert not near.rest()
-            assert not far.rest()
-            near.abort()
-
-    run(main)
-
-
-async def spare(a: DirectPeer, b: DirectPeer) -> TlsSocket:
+async def spare(a: DirectPeer, b: DirectPeer) -> SealedSocket:
     """A connection from ``a`` to ``b`` that waits for a stream."""
     near, far = await opened(a, b)
     assert near.rest()
     assert far.rest()
-    await until(lambda: a.direct.num_spares == 1)
+    await until(lambda: len(a.direct._spares) == 1)
     return near
 
 
@@ -195,8 +173,8 @@ def test_spare_connections_end_after_a_while(run: Callable[[Main], None]) -> Non
     async def main() -> None:
         async with direct_peers(limits=DirectLimits(spare_seconds=0.2)) as (a, b):
             await spare(a, b)
-            await until(lambda: a.direct.num_spares == 0)
-            await until(lambda: b.direct._listener is not None and b.direct._listener.num_connections == 0)
+            await until(lambda: len(a.direct._spares) == 0)
+            await until(lambda: b.direct._listener is not None and not b.direct._listener._connections)
 
     run(main)
 
@@ -226,7 +204,7 @@ def test_rests_grow_and_end(run: Callable[[Main], None], monkeypatch: pytest.Mon
             assert await a.direct.open("b", BULK, 5) is None
             await asyncio.sleep(0.12)
             assert await a.direct.open("b", BULK, 5) is None
-            assert a.direct._rests["b"].seconds == pytest.approx(0.2)
+            assert a.direct._rests["b"][1] == pytest.approx(0.2)
             b.direct._served = (BULK,)
             await asyncio.sleep(0.22)
             near, _ = await opened(a, b)
@@ -274,61 +252,82 @@ def test_only_addresses_of_the_daemons_connections_are_dialled(run: Callable[[Ma
     run(main)
 
 
-def test_a_listener_with_another_certificate_than_named_gets_nothing(run: Callable[[Main], None]) -> None:
+def test_who_sits_on_the_path_gets_nothing(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers("abm") as (a, b, m):
-            # Whoever sits on the path sends the connection to itself.
+            # It sends the connection to itself, although it has seen no key.
             assert b.direct._listener is not None
-            assert m.direct._listener is not None
             b.direct._listener.port = m.direct.port
-            m.direct._listener._offers = b.direct._listener._offers
             assert await a.direct.open("b", BULK, 5) is None
-            assert m.streams.empty()
+            assert m.direct.refusals == {"unknown name": 1}
             assert b.streams.empty()
 
     run(main)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"port": 0},
-        {"port": 65536},
-        {"port": "1"},
-        {"port": True},
-        {"token": b"short"},
-        {"token": None},
-        {"certificate": b""},
-        {"certificate": b"x" * 500},
-        {"certificate": None},
-        {"certificate": b"x" * 5000},
-        {"reason": {"a": 1}},
-    ],
-)
-def test_a_malformed_offer_leads_nowhere(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize("mistaken", ["a", "b"])
+def test_a_connection_is_bound_to_both_peers(run: Callable[[Main], None], mistaken: str) -> None:
     async def main() -> None:
         async with direct_peers() as (a, b):
-            answer = {"port": b.direct.port, "token": bytes(TOKEN_BYTES), "certificate": Certificate().der, **change}
-
-            async def lie(peer: str, stream: SocketStream) -> None:
-                await stream.read(1)
-                await stream.write(frame(Kind.MESSAGE, pack(answer)))
-
-            await b.control.serve_stream(OFFERS, lie)
+            assert b.direct._listener is not None
+            if mistaken == "a":
+                a.direct._own_id = "c"
+            else:
+                b.direct._listener._own_id = "c"
             assert await a.direct.open("b", BULK, 5) is None
+            assert b.direct.refusals == {"unknown name": 1}
+
+    run(main)
+
+
+async def answered(a: DirectPeer, b: DirectPeer, answer: bytes) -> SealedSocket | None:
+    """What ``a`` makes of this answer of ``b`` to its question for an offer."""
+
+    async def lie(peer: str, stream: SocketStream) -> None:
+        await stream.read(1)
+        await stream.write(answer)
+
+    await b.control.serve_stream(OFFERS, lie)
+    return await a.direct.open("b", BULK, 5)
+
+
+@pytest.mark.parametrize("key", [bytes(32), bytes([1]) + bytes(31)], ids=["zero", "one"])
+def test_keys_that_lead_to_a_known_secret_lead_nowhere(run: Callable[[Main], None], key: bytes) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            assert isinstance(b.direct._answer_to("a", Ask(BULK, key)), Refusal)
+            offer = frame(Kind.MESSAGE, pack(Offer(b.direct.port, key)))
+            assert await answered(a, b, offer) is None
             assert "b" in a.direct._rests
 
-    asyncio.run(main())
+    run(main)
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [{}, {"protocol": 5}, {"protocol": "/other"}, {"protocol": BULK}, {"protocol": BULK, "certificate": b"garbage"}],
-)
-def test_a_malformed_request_is_offered_nothing(request_: dict[str, Any]) -> None:
+@pytest.mark.parametrize("answer", [b"", frame(Kind.MESSAGE, b"?"), frame(Kind.BULK, b"?"), b"\x00\xff\xff\xff\x01"])
+def test_a_malformed_answer_leads_nowhere(run: Callable[[Main], None], answer: bytes) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            assert await answered(a, b, answer) is None
+            assert "b" in a.direct._rests
+
+    run(main)
+
+
+MESSAGES: list[type[Message]] = [Ask, Answer]
+
+
+@given(st.data(), st.sampled_from(MESSAGES))
+def test_messages_within_their_bounds_are_read_and_others_refused(data: st.DataObject, schema: type[Message]) -> None:
+    right, wrong = data.draw(wires(schema)), data.draw(malformed(schema))
+    assert to_wire(unpack(pack(right), "a", schema)) == right
+    with pytest.raises(ProtocolError):
+        unpack(pack(wrong), "a", schema)
+
+
+def test_what_is_not_served_is_offered_to_nobody() -> None:
     async def main() -> None:
         async with direct_peers() as (_, b):
-            assert set(b.direct._offer("a", request_)) == {"reason"}
+            assert isinstance(b.direct._answer_to("a", Ask("/other", bytes(range(32)))), Refusal)
 
     asyncio.run(main())
 

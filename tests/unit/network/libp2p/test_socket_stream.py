@@ -113,3 +113,22 @@ def test_writing_to_an_aborted_stream_raises(run: Callable[[Scenario], None]) ->
             await theirs.read(1)
 
     run(scenario)
+
+
+def test_a_peek_waits_for_all_that_it_is_asked_for_and_takes_nothing(run: Callable[[Scenario], None]) -> None:
+    async def scenario(ours: SocketStream, theirs: SocketStream) -> None:
+        size = 7 * BUFFER_BYTES // 16
+        for number in range(20):
+            piece = bytes([number]) * size
+            peeking = asyncio.create_task(theirs.peek(size))
+            await ours.write(piece[:-1])
+            await asyncio.sleep(0)
+            assert not peeking.done()
+            await ours.write(piece[-1:])
+            assert await peeking == await theirs.peek(size) == piece
+            theirs.consume(size)
+        ours.abort()
+        with pytest.raises((EOFError, OSError)):
+            await theirs.peek(1)
+
+    run(scenario)

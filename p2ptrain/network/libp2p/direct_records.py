@@ -1,0 +1,229 @@
+"""Encrypted records over TCP between two peers: key schedule, record format, and the socket that speaks it.
+
+As in TLS, a record is a piece of a stream that is encrypted and authenticated by itself::
+
+    u32 length (big endian) | u8 kind | length bytes, encrypted with AES-256-GCM | 16 bytes of tag
+    `------- authenticated -------'
+
+Each direction of a connection has a key of its own, and a record's number in its direction is the nonce. So a record
+that was changed, left out, repeated, moved or sent back to its sender fails authentication, and the connection ends.
+`docs/explanation/security.md` describes the protocol, its limits and what it defends against.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+
+from p2ptrain.network.libp2p.socket_stream import SocketStream
+
+Buffer = bytes | bytearray | memoryview
+
+LABEL = b"p2ptrain direct connection 1"
+KEY_BYTES, NAME_BYTES, NONCE_BYTES, TAG_BYTES = 32, 16, 12, 16
+HEADER = struct.Struct(">IB")
+OVERHEAD_BYTES = HEADER.size + TAG_BYTES
+HELLO_BYTES = NAME_BYTES + OVERHEAD_BYTES
+"""A dialler's first bytes: the connection's name, and READY."""
+RECORD_BYTES = 256 * 1024
+"""The longest plaintext of a record: what a bulk frame of `p2ptrain.network.rpc` carries."""
+SEALED_BYTES = RECORD_BYTES + 1024
+"""Buffer for records that are being sent: the header of a bulk frame and its payload."""
+BUFFER_BYTES = 2 * SEALED_BYTES
+"""Buffer for received records; with room for one it would be full, and reading paused, at the end of each."""
+RECORDS_PER_KEY = 1 << 16
+"""At most 16 GiB, or 2^30 blocks, which leaves an attacker an advantage of 2^-69 over chance."""
+
+
+class Kind(IntEnum):
+    """The kinds of records. All but DATA are empty."""
+
+    READY = 1
+    """The sender knows the keys, and has finished the last stream."""
+    START = 2
+    """The dialler begins a stream."""
+    DATA = 3
+    END = 4
+    """The sender has sent everything, and closes the connection."""
+
+
+def agree(own: X25519PrivateKey, remote_key: bytes, *transcript: str | bytes) -> tuple[bytes, Cipher, Cipher]:
+    """Derive the secrets of a connection from both ends' keys and everything that was agreed on.
+
+    Returns:
+        The connection's name, the cipher of the dialler's records, and that of the listener's.
+
+    Raises:
+        ValueError: ``remote_key`` is no public key, or one that leads to a known secret.
+    """
+    shared = own.exchange(X25519PublicKey.from_public_bytes(remote_key))
+    fields = (each.encode() if isinstance(each, str) else each for each in transcript)
+    salt = hashlib.sha256(b"".join(len(each).to_bytes(2, "big") + each for each in fields)).digest()
+    derived = HKDF(SHA256(), 2 * KEY_BYTES + NAME_BYTES, salt, LABEL).derive(shared)
+    return derived[2 * KEY_BYTES :], Cipher(derived[:KEY_BYTES]), Cipher(derived[KEY_BYTES : 2 * KEY_BYTES])
+
+
+class Cipher:
+    """The key of one direction: seals records at one end, and opens them at the other in the same order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._aead = AESGCM(key)
+        self._num_records = 0
+
+    def seal(self, kind: Kind, data: Buffer, into: memoryview) -> int:
+        """Write the next record to the start of ``into``; return its length."""
+        end = OVERHEAD_BYTES + len(data)
+        into[: HEADER.size] = header = HEADER.pack(len(data), kind)
+        self._aead.encrypt_into(self._nonce, data, header, into[HEADER.size : end])
+        self._advance()
+        return end
+
+    def mark(self, kind: Kind) -> bytes:
+        """Return the next record, which is empty."""
+        record = bytearray(OVERHEAD_BYTES)
+        self.seal(kind, b"", memoryview(record))
+        return bytes(record)
+
+    def open(self, record: Buffer, into: Buffer) -> None:
+        """Decrypt the next record into ``into``, which is as long as its plaintext.
+
+        Raises:
+            InvalidTag: This is not the record that the other end sent next; ``into`` holds garbage.
+        """
+        self._aead.decrypt_into(self._nonce, record[HEADER.size :], record[: HEADER.size], into)
+        self._advance()
+
+    def opens(self, kind: Kind, record: bytes) -> bool:
+        """True if ``record`` is the next one, empty and of this kind."""
+        try:
+            self.open(record, bytearray())
+        except InvalidTag:
+            return False
+        return record[: HEADER.size] == HEADER.pack(0, kind)
+
+    @property
+    def _nonce(self) -> bytes:
+        return self._num_records.to_bytes(NONCE_BYTES, "big")
+
+    def _advance(self) -> None:
+        self._num_records += 1
+        if self._num_records % RECORDS_PER_KEY == 0:
+            self._key = HKDFExpand(SHA256(), KEY_BYTES, LABEL + b", next key").derive(self._key)
+            self._aead = AESGCM(self._key)
+
+
+class SealedSocket(SocketStream):
+    """A `SocketStream` whose bytes travel in records, and that tells a connection that was cut from one that ended.
+
+    Reading raises `OSError` where a connection was cut or a record is not authentic. A write that fails or is cancelled
+    ends the connection.
+
+    Args:
+        sealing: For what this end sends.
+        opening: For what the other end sends.
+        on_rest: Takes the connection back when a stream on it has ended in order; returns whether it does.
+    """
+
+    _cut = ConnectionResetError
+
+    def __init__(self, sealing: Cipher, opening: Cipher, on_rest: Callable[[SealedSocket], bool]) -> None:
+        super().__init__(buffer_bytes=BUFFER_BYTES)
+        self._sealing = sealing
+        self._opening = opening
+        self._on_rest = on_rest
+        self._writing = asyncio.Lock()
+        self._sealed = memoryview(bytearray(SEALED_BYTES))
+        self._spare = memoryview(bytearray(RECORD_BYTES))
+        self._unread = self._spare[:0]
+        self._over: Exception | None = None
+
+    def rest(self) -> bool:
+        """Give the connection back after a stream has ended in order; False if it has to end, too."""
+        return not self.is_closing and self._on_rest(self)
+
+    async def write(self, *parts: Buffer) -> None:
+        async with self._writing:
+            end = 0
+            for part in parts:
+                for start in range(0, len(part), RECORD_BYTES):
+                    data = memoryview(part)[start : start + RECORD_BYTES]
+                    if end + OVERHEAD_BYTES + len(data) > SEALED_BYTES:
+                        await self._send(self._sealed[:end])
+                        end = 0
+                    end += self._sealing.seal(Kind.DATA, data, self._sealed[end:])
+            await self._send(self._sealed[:end])
+
+    async def mark(self, kind: Kind) -> None:
+        """Send an empty record."""
+        async with self._writing:
+            await self._send(self._sealing.mark(kind))
+
+    async def _send(self, records: Buffer) -> None:
+        try:
+            await super().write(records)
+        except BaseException:
+            self.abort()  # after a cancellation the event loop may still hold the buffer
+            raise
+
+    async def close(self) -> None:
+        await self.mark(Kind.END)
+        await super().close()
+
+    async def read_into(self, view: memoryview) -> None:
+        """As `SocketStream.read_into`; where it raises, ``view`` may hold bytes that nobody sent."""
+        while len(view):
+            if not len(self._unread):
+                data = await self._next(Kind.DATA, view)
+                if len(data) <= len(view):
+                    view = view[len(data) :]
+                    continue
+                self._unread = data
+            length = min(len(view), len(self._unread))
+            view[:length] = self._unread[:length]
+            view, self._unread = view[length:], self._unread[length:]
+
+    async def expect(self, kind: Kind) -> None:
+        """Read the next record, which is an empty one of this kind; raises as `read_into` does."""
+        if len(self._unread):
+            raise self._broken("a stream went on after its end")
+        await self._next(kind, self._spare)
+
+    async def _next(self, due: Kind, view: memoryview) -> memoryview:
+        """Return the data of the next record; it is at the start of ``view`` if it fits in there."""
+        if self._over is not None:
+            raise self._over
+        length, kind = HEADER.unpack(await self.peek(HEADER.size))
+        if length > RECORD_BYTES:
+            raise self._broken(f"a record of {length} bytes was announced")
+        record = await self.peek(OVERHEAD_BYTES + length)
+        data = (view if length <= len(view) else self._spare)[:length]
+        try:
+            self._opening.open(record, data)
+        except InvalidTag:
+            raise self._broken("a record is not authentic") from None
+        self.consume(len(record))
+        if kind == Kind.END:
+            self._over = EOFError("the stream ended")
+            raise self._over
+        if kind != due or (length > 0) != (due == Kind.DATA):
+            raise self._broken(f"a record of kind {kind} with {length} bytes came where {due.name} was due")
+        return data
+
+    def _broken(self, reason: str) -> Exception:
+        self.abort()
+        self._over = ConnectionAbortedError(reason)
+        return self._over
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # there is no half of a connection

@@ -1,0 +1,63 @@
+"""Messages drawn from their schema's own bounds, and others that are just outside of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from p2ptrain.network.schema import Message
+
+Values = st.SearchStrategy[dict[str, Any]]
+
+_SAMPLES: tuple[Any, ...] = (None, True, 1, 0.5, "text", b"bytes", [], {}, [[]] * 3)
+
+
+def wires(schema: type[Message]) -> Values:
+    """Return what msgpack decodes from messages of a schema, or of those derived from a tagged base."""
+    return st.one_of([st.fixed_dictionaries(_fields(each)[0]) for each in _leaves(schema)])
+
+
+def malformed(schema: type[Message]) -> Values:
+    """Return the same with one field missing, of another type, or out of its bounds."""
+    found: list[Values] = []
+    for leaf in _leaves(schema):
+        right, wrong = _fields(leaf)
+        for name, values in wrong.items():
+            found.append(st.fixed_dictionaries({**right, name: values}))
+            found.append(st.fixed_dictionaries({each: right[each] for each in right if each != name}))
+    return st.one_of(found)
+
+
+def _leaves(schema: type[Message]) -> list[type[Message]]:
+    return schema.__subclasses__() or [schema]
+
+
+def _fields(schema: type[Message]) -> tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStrategy[Any]]]:
+    """Strategies for right values of all fields, and for wrong ones of those that are required."""
+    info = inspect.type_info(schema)
+    assert isinstance(info, inspect.StructType)
+    both = {field.encode_name: _values(field.type) for field in info.fields}
+    if info.tag_field is not None:
+        both[info.tag_field] = st.just(info.tag), st.sampled_from(["", "other", 1, None])
+    optional = {field.encode_name for field in info.fields if not field.required}
+    return {name: each[0] for name, each in both.items()}, {
+        name: each[1] for name, each in both.items() if name not in optional
+    }
+
+
+def _values(kind: inspect.Type) -> tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]:
+    match kind:
+        case inspect.IntType(ge=int(low), le=int(high)):
+            return st.integers(low, high), _wrong(int, [low - 1, high + 1])
+        case inspect.BytesType(min_length=low, max_length=int(high)):
+            return st.binary(min_size=low or 0, max_size=high), _wrong(bytes, [bytes(high + 1)])
+        case inspect.StrType(min_length=low, max_length=int(high)):
+            text = st.text(st.characters(categories=["L", "N", "P"]), min_size=low or 0, max_size=high)
+            return text, _wrong(str, ["x" * (high + 1), "\x1b[2J"])
+    raise NotImplementedError(f"no values for {kind}: add them")
+
+
+def _wrong(right: type, out_of_bounds: list[Any]) -> st.SearchStrategy[Any]:
+    return st.sampled_from([*out_of_bounds, *(each for each in _SAMPLES if type(each) is not right)])
