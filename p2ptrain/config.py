@@ -98,7 +98,7 @@ class NetworkSection(Section):
     force_reachability: Literal["public", "private"] | None = None
     """Skip finding out, and take this as the answer."""
     direct: Literal["auto", "off"] = "auto"
-    """``auto`` moves bulk data over encrypted connections of its own, past the daemon, where peers can reach each other."""
+    """``auto`` moves bulk data over connections of its own, past the daemon, where peers can reach each other."""
     direct_port: int = Field(0, ge=0, le=65535)
     """TCP port to listen at for those, on the addresses of ``listen``; 0 takes any free one."""
 

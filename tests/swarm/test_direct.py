@@ -11,6 +11,7 @@ import uvloop
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Nothing
 from p2ptrain.network.transport import Stream
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import ECHO, RPC_SERVER, echo, loopback_transport, peer_process, run
@@ -20,7 +21,7 @@ MUCH = 1 << 30
 
 HANG = """
 async def hang(channel, request):
-    await channel.send({"direct": True})
+    await channel.send(request)
     await asyncio.sleep(3600)
 """
 SERVER = RPC_SERVER.format(handler=HANG, serve="serve_channel")
@@ -108,13 +109,13 @@ def test_a_process_that_dies_or_stops_is_noticed_as_on_any_stream(blow: signal.S
             rpc = Rpc(transport, real_runtime(), SWARM)
             with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
-                async with rpc.open(peer, "hang", {}, 10, expected_bytes=MUCH) as channel:
-                    await channel.receive(dict, 10)
+                async with rpc.open(peer, "hang", Nothing(), 10, expected_bytes=MUCH) as channel:
+                    await channel.receive(Nothing, 10)
                     assert transport.direct.num_dialled > 0
                     os.kill(process.pid, blow)
                     async with asyncio.timeout(60):
                         with pytest.raises(PeerLostError):
-                            await channel.receive(dict, 3600)
+                            await channel.receive(Nothing, 3600)
             await rpc.close()
             rpc.runtime.close()
 

@@ -14,6 +14,7 @@ import uvloop
 
 from p2ptrain.errors import PeerLostError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import RPC_SERVER, eventually, loopback_transport, peer_process
 from tests.support.sim.rpc_scenario import run_scenario, serve_scenario
@@ -76,7 +77,7 @@ def test_a_stopped_process_is_noticed_long_before_a_call_s_deadline() -> None:
             rpc = Rpc(transport, real_runtime(), SWARM)
             with peer_process(SERVER) as (process, told):
                 peer = await transport.connect(told["addresses"], 10)
-                call = asyncio.create_task(rpc.call(peer, "hang", {}, dict, 3600))
+                call = asyncio.create_task(rpc.call(peer, "hang", Nothing(), Nothing, 3600))
                 await asyncio.sleep(1)
                 assert not call.done()
                 os.kill(process.pid, signal.SIGSTOP)

@@ -29,6 +29,7 @@ RPC_SERVER = """
 import asyncio, json, sys
 from pathlib import Path
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import real_runtime
 from tests.support.processes.daemons import loopback_transport
 
@@ -37,7 +38,7 @@ from tests.support.processes.daemons import loopback_transport
 async def main():
     async with loopback_transport() as (_, transport):
         rpc = Rpc(transport, real_runtime(), bytes([7]) * 32)
-        rpc.{serve}("hang", hang)
+        rpc.{serve}("hang", Nothing, hang)
         await rpc.start()
         sys.stdout.write(json.dumps({{"addresses": await transport.addresses()}}) + "\\n")
         sys.stdout.flush()
