@@ -84,6 +84,7 @@ def _check_texts(values: object) -> None:
             raise msgspec.ValidationError(f"Expected printable text, got {values[:32]!r}")
     elif isinstance(values, dict):
         for name, value in values.items():
+            _check_texts(name)
             try:
                 _check_texts(value)
             except msgspec.ValidationError as error:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from p2ptrain.network.schema import Message
+from p2ptrain.errors import ProtocolError
+from p2ptrain.network.rpc.frames import pack, unpack
+from p2ptrain.network.schema import Message, to_wire
 
 Values = st.SearchStrategy[dict[str, Any]]
 
@@ -24,9 +28,10 @@ def malformed(schema: type[Message]) -> Values:
     found: list[Values] = []
     for leaf in _leaves(schema):
         right, wrong = _fields(leaf)
-        for name, values in wrong.items():
-            found.append(st.fixed_dictionaries({**right, name: values}))
-            found.append(st.fixed_dictionaries({each: right[each] for each in right if each != name}))
+        found += [st.fixed_dictionaries({**right, name: values}) for name, values in wrong.items()]
+        optional = {field.encode_name for field in msgspec.structs.fields(leaf) if not field.required}
+        missing = [name for name in right if name not in optional]
+        found += [st.fixed_dictionaries({each: right[each] for each in right if each != name}) for name in missing]
     return st.one_of(found)
 
 
@@ -35,16 +40,13 @@ def _leaves(schema: type[Message]) -> list[type[Message]]:
 
 
 def _fields(schema: type[Message]) -> tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStrategy[Any]]]:
-    """Strategies for right values of all fields, and for wrong ones of those that are required."""
+    """Strategies for right and for wrong values of all fields."""
     info = inspect.type_info(schema)
     assert isinstance(info, inspect.StructType)
     both = {field.encode_name: _values(field.type) for field in info.fields}
     if info.tag_field is not None:
         both[info.tag_field] = st.just(info.tag), st.sampled_from(["", "other", 1, None])
-    optional = {field.encode_name for field in info.fields if not field.required}
-    return {name: each[0] for name, each in both.items()}, {
-        name: each[1] for name, each in both.items() if name not in optional
-    }
+    return {name: right for name, (right, _) in both.items()}, {name: wrong for name, (_, wrong) in both.items()}
 
 
 def _values(kind: inspect.Type) -> tuple[st.SearchStrategy[Any], st.SearchStrategy[Any]]:
@@ -61,3 +63,11 @@ def _values(kind: inspect.Type) -> tuple[st.SearchStrategy[Any], st.SearchStrate
 
 def _wrong(right: type, out_of_bounds: list[Any]) -> st.SearchStrategy[Any]:
     return st.sampled_from([*out_of_bounds, *(each for each in _SAMPLES if type(each) is not right)])
+
+
+def check(schema: type[Message], data: st.DataObject) -> None:
+    """Assert that a message within its bounds is read as it was sent, and that others are refused."""
+    right = data.draw(wires(schema))
+    assert to_wire(unpack(pack(right), "peer", schema)) == right
+    with pytest.raises(ProtocolError):
+        unpack(pack(data.draw(malformed(schema))), "peer", schema)

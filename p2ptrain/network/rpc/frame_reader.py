@@ -8,7 +8,15 @@ owner asks for it, so nobody can fill this peer's memory by announcing a large f
 from __future__ import annotations
 
 from p2ptrain.errors import PeerRefusedError, ProtocolError
-from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, MAX_REASON_BYTES, Kind
+from p2ptrain.network.rpc.frames import (
+    FRAME,
+    MAX_FRAME_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_BYTES,
+    Kind,
+    Refusal,
+    unpack,
+)
 from p2ptrain.network.rpc.heartbeat import Heartbeat
 from p2ptrain.network.rpc.inbox import Inbox, Sink, too_long
 from p2ptrain.network.rpc.rates import Traffic
@@ -59,8 +67,8 @@ class FrameReader:
         elif kind in (Kind.BULK, Kind.BULK_END):
             await self._read_bulk(length, kind)
         elif kind == Kind.ERROR and length <= MAX_REASON_BYTES:
-            reason = (await self._read(length)).decode("utf-8", "replace")
-            raise PeerRefusedError(self._remote, reason)
+            refusal = unpack(await self._read(length), self._remote, Refusal)
+            raise PeerRefusedError(self._remote, refusal.reason)
         elif length:
             raise ProtocolError(self._remote, f"sent a frame of kind {kind} with {length} bytes")
         elif kind not in (Kind.PING, Kind.END, Kind.ACK):

@@ -3,19 +3,20 @@
 Wire format: frames of ``u32 length (big endian) | u8 kind | payload``. A bulk buffer is any number of BULK frames and
 one BULK_END, so that its length is checked exactly. END is the last frame of whoever closes, and is answered by ACK, so
 that the closing side knows that all it wrote has arrived before it lets go of the stream.
-ERROR refuses, with a reason for people. A message is a msgpack map with text keys.
+ERROR refuses; its payload is a `Refusal`. A message is a msgpack map with text keys.
 """
 
 from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgpack
+from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError, ProtocolError
-from p2ptrain.network.schema import from_wire, to_wire
+from p2ptrain.network.schema import Message, from_wire, to_wire
 from p2ptrain.network.transport import PeerId
 
 T = TypeVar("T")
@@ -26,7 +27,8 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_MESSAGE_BYTES = 16 << 20
 """The longest message; its receiver must ask for that much."""
 
-MAX_REASON_BYTES = 1024
+MAX_REASON_CHARACTERS = 512
+MAX_REASON_BYTES = 4 * MAX_REASON_CHARACTERS + 32
 
 FRAME = struct.Struct(">IB")
 
@@ -43,6 +45,12 @@ class Kind(IntEnum):
     END = 5
     ACK = 6
     ERROR = 7
+
+
+class Refusal(Message, frozen=True):
+    """Why nothing more will come, in words for people."""
+
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
 
 
 def pack(message: object) -> bytes:
@@ -85,5 +93,6 @@ ACK = frame(Kind.ACK)
 
 
 def error_frame(reason: str) -> bytes:
-    """The frame that refuses, cut to a bounded length."""
-    return frame(Kind.ERROR, reason.encode("utf-8", "replace")[:MAX_REASON_BYTES])
+    """The frame that refuses, for a reason that is cut to what fits and printable."""
+    text = "".join(each if each.isprintable() else " " for each in reason[:MAX_REASON_CHARACTERS])
+    return frame(Kind.ERROR, pack(Refusal(text)))

@@ -16,7 +16,9 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerLostError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel, ChannelLimits
@@ -55,9 +57,9 @@ class Header(Message, frozen=True):
     Another version may leave some of them out: its caller still learns that it speaks another protocol.
     """
 
-    protocol: int = -1
-    swarm: bytes = b""
-    name: str = ""
+    protocol: Annotated[int, Meta(ge=-1, le=1 << 31)] = -1
+    swarm: Annotated[bytes, Meta(max_length=64)] = b""
+    name: Annotated[str, Meta(max_length=128)] = ""
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ def test_an_error_of_nonsense_in_one_field_names_it(field: str, value: Any) -> N
         ("root", "AAAA", "root: Expected `bytes`, got `str`"),
         ("inner", {"name": "too long a name"}, "inner.name: Expected `str` of length <= 8"),
         ("inner", {"name": "\x1b[31m"}, "inner.name: Expected printable text"),
+        ("inner", {"\x1b[31m": "\x07"}, "inner: Expected printable text"),
         ("inner", {"data": b""}, "missing required field `name`"),
         ("shorts", [[1], [2], [3], [4]], "shorts: Expected `array` of length <= 3"),
         ("shorts", [[1], [-2]], r"shorts[1][0]: Expected `int` >= 0"),

@@ -10,7 +10,7 @@ import pytest
 
 from p2ptrain.errors import DeadlineError, PeerLostError, PeerRefusedError, ResourceError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.frames import FRAME, error_frame
+from p2ptrain.network.rpc.frames import FRAME, MAX_REASON_BYTES, error_frame
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
 from tests.support.sim.channels import conversation, talkers
@@ -218,17 +218,17 @@ def test_an_error_frame_reaches_receiver_and_sender_with_its_reason() -> None:
     simulate(sends, 1)
 
 
-def test_a_reason_is_cut_to_a_bounded_length() -> None:
-    assert len(error_frame("é" * 5000)) == FRAME.size + 1024
+def test_a_reason_is_cut_to_a_bounded_length_and_printable() -> None:
+    assert len(error_frame("\U0001f600" * 5000)) <= FRAME.size + MAX_REASON_BYTES
 
     async def server(channel: Channel) -> None:
-        raise ResourceError("x" * 5000)
+        raise ResourceError("\x1b[2J\n\udc80" + "x" * 5000)
 
     async def main(network: SimulatedNetwork) -> None:
         async with conversation(network, server) as (channel, _, _):
             with pytest.raises(PeerRefusedError) as refusal:
                 await channel.receive(dict, 5)
-            assert refusal.value.reason == "x" * 1024
+            assert refusal.value.reason == " [2J  " + "x" * 506
 
     simulate(main, 1)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p2ptrain.errors import PeerLostError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, frame
+from p2ptrain.network.rpc.frames import FRAME, MAX_FRAME_BYTES, MAX_MESSAGE_BYTES, Kind, Refusal, frame, pack
+from p2ptrain.network.rpc.server import Header
+from p2ptrain.network.schema import Message
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
+from tests.support.fuzz import check
 from tests.support.sim.channels import against, conversation
 
 
@@ -66,6 +71,8 @@ def test_a_message_where_bulk_is_due_and_the_reverse_are_protocol_errors() -> No
         (FRAME.pack(5, Kind.PING), "kind 4 with 5 bytes"),
         (FRAME.pack(0, 99), "unknown kind 99"),
         (FRAME.pack(5000, Kind.ERROR), "kind 7 with 5000 bytes"),
+        (frame(Kind.ERROR, pack({"reason": "\x1b[2J"})), "printable"),
+        (frame(Kind.ERROR, b"no"), "not a message"),
         (frame(Kind.ACK), "acknowledged"),
         (frame(Kind.MESSAGE, b"\xc1"), "not a message"),
         (frame(Kind.MESSAGE, b"\x91" * 3000), "not a message"),
@@ -83,6 +90,11 @@ def test_malformed_frames_are_protocol_errors(data: bytes, what: str) -> None:
                 await channel.receive(dict, 5)
 
     simulate(main, 1)
+
+
+@given(st.data(), st.sampled_from([Header, Refusal]))
+def test_what_opens_and_refuses_a_stream_keeps_its_bounds(data: st.DataObject, schema: type[Message]) -> None:
+    check(schema, data)
 
 
 @pytest.mark.parametrize("cut_after", [0, 3, 5, 50])

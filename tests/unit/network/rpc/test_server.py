@@ -15,7 +15,7 @@ from p2ptrain.errors import (
     PeerRefusedError,
 )
 from p2ptrain.network.rpc.client import PROTOCOL, Rpc, RpcLimits
-from p2ptrain.network.rpc.frames import FRAME, Kind, frame, pack
+from p2ptrain.network.rpc.frames import FRAME, Kind, Refusal, frame, pack, unpack
 from p2ptrain.network.rpc.server import MAX_CONCURRENT_REFUSALS, MAX_COUNTED_REFUSALS
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.network.transport import Stream
@@ -38,9 +38,9 @@ async def reason(stream: Stream, timeout_seconds: float = 30) -> str:
     async with asyncio.timeout(timeout_seconds):
         length, kind = FRAME.unpack(await stream.read(FRAME.size))
         assert kind == Kind.ERROR
-        text = (await stream.read(length)).decode()
+        refusal = unpack(await stream.read(length), stream.remote, Refusal)
     stream.abort()
-    return text
+    return refusal.reason
 
 
 def test_a_peer_of_another_version_is_told_so() -> None:
