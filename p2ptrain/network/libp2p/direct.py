@@ -6,7 +6,7 @@ agree on one over a stream between their daemons, which authenticates both::
     dialler                                                    listener
       | over the daemons: Ask(protocol, key)                     |
       | -------------------------------------------------------> |  `DirectListener.offer`
-      |                             Offer(port, key), or Refusal |
+      |                 Offer(port, key), or an ERROR |
       | <------------------------------------------------------- |
       | TCP to an address of the connection between the daemons  |
       | name, READY -------------------------------------> READY |
@@ -31,7 +31,7 @@ from typing import Annotated, TypeVar
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from msgspec import Meta
 
-from p2ptrain.errors import ProtocolError
+from p2ptrain.errors import PeerError, PeerRefusedError, PeerUnreachableError, ProtocolError
 from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRefusal
 from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener, OfferRefusedError
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 OFFERS = "/p2ptrain/direct/2"
 """The name of the streams over which offers are asked for."""
 
-MAX_MESSAGE_BYTES = 512
 ASKING_SECONDS = 5.0
 """Deadline for a peer to ask, and to take the answer."""
 MAX_ASKING = 64
@@ -78,25 +77,11 @@ class Ask(Message, frozen=True):
     key: PublicKey
 
 
-class Answer(Message, frozen=True, tag=True):
-    """Reply to `Ask`."""
-
-
-class Offer(Answer, frozen=True, tag="offer"):
+class Offer(Message, frozen=True):
     """Permission to connect to a port once, within `DirectLimits.offer_seconds`."""
 
     port: Annotated[int, Meta(ge=1, le=65535)]
     key: PublicKey
-
-
-class Refusal(Answer, frozen=True, tag="refusal"):
-    """No offer, and why."""
-
-    reason: Annotated[str, Meta(max_length=200)]
-
-
-class _CannotDialError(Exception):
-    """No direct connection comes about; the message says why."""
 
 
 class DirectConnections:
@@ -201,8 +186,8 @@ class DirectConnections:
                 if not hosts:
                     return None  # a relay is between, for now, or there is no connection yet
                 connection = await self._connect(hosts, peer, protocol)
-        except (_CannotDialError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal, ProtocolError) as error:
-            self._rest(peer, str(error) or "no answer in time")
+        except (PeerError, OSError, EOFError, TimeoutError, DaemonGone, DaemonRefusal) as error:
+            self._rest(peer, error.reason if isinstance(error, PeerError) else str(error) or "no answer in time")
             return None
         self._rests.pop(peer, None)
         self.num_dialled += 1
@@ -225,7 +210,7 @@ class DirectConnections:
         try:
             name, sealing, opening = agree(private, offer.key, self._own_id, peer, protocol, own_key, offer.key)
         except ValueError as error:
-            raise _CannotDialError("the peer's key is none") from error
+            raise ProtocolError(peer, "sent a key that is none") from error
         # All hosts get the same first bytes, and only one that answers gets more: no nonce is used for two records.
         hello, refusal = name + sealing.mark(Kind.READY), ""
         for host in hosts:
@@ -235,19 +220,15 @@ class DirectConnections:
                 return await _begin(connection, hello)
             except (OSError, EOFError, TimeoutError) as error:
                 refusal = f"{host} port {offer.port}: {error or 'no answer in time'}"
-        raise _CannotDialError(refusal)
+        raise PeerUnreachableError(peer, refusal)
 
     async def _ask(self, peer: PeerId, ask: Ask) -> Offer:
         stream = await self._control.open_stream(peer, OFFERS)
         try:
-            await _send(stream, ask)
-            answer = await _receive(stream, peer, Answer)
+            await stream.write(_message(ask))
+            return await _receive(stream, peer, Offer)
         finally:
             stream.abort()
-        if isinstance(answer, Refusal):
-            raise _CannotDialError(f"the peer says: {answer.reason}")
-        assert isinstance(answer, Offer)
-        return answer
 
     def _rest(self, peer: PeerId, reason: str) -> None:
         """Leave a peer to the daemons for a while, and for longer every time."""
@@ -268,9 +249,9 @@ class DirectConnections:
         self._asking[peer] += 1
         try:
             async with asyncio.timeout(ASKING_SECONDS):
-                await _send(stream, self._answer_to(peer, await _receive(stream, peer, Ask)))
+                await stream.write(self._answer_to(peer, await _receive(stream, peer, Ask)))
                 await stream.read(1)  # until the asker ends the stream: closing first could lose the answer
-        except (OSError, EOFError, TimeoutError, ProtocolError) as error:
+        except (OSError, EOFError, TimeoutError, PeerError) as error:
             logger.debug("peer %s asked for no offer: %r", peer[-8:], error)
         finally:
             stream.abort()
@@ -278,15 +259,15 @@ class DirectConnections:
             if not self._asking[peer]:
                 del self._asking[peer]
 
-    def _answer_to(self, peer: PeerId, ask: Ask) -> Offer | Refusal:
+    def _answer_to(self, peer: PeerId, ask: Ask) -> bytes:
         if self._listener is None:
-            return Refusal("this peer does not listen for direct connections")
+            return frames.error_frame("this peer does not listen for direct connections")
         if ask.protocol not in self._served:
-            return Refusal("this peer does not serve that")
+            return frames.error_frame("this peer does not serve that")
         try:
-            return Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key))
+            return _message(Offer(self._listener.port, self._listener.offer(peer, ask.protocol, ask.key)))
         except (ValueError, OfferRefusedError) as error:
-            return Refusal(str(error))
+            return frames.error_frame(str(error))
 
 
 async def _tcp(connection: SealedSocket, host: str, port: int) -> None:
@@ -307,13 +288,16 @@ async def _begin(connection: SealedSocket, hello: bytes = b"") -> SealedSocket:
     return connection
 
 
-async def _send(stream: SocketStream, message: Message) -> None:
-    await stream.write(frames.frame(frames.Kind.MESSAGE, frames.pack(message)))
+def _message(message: Message) -> bytes:
+    return frames.frame(frames.Kind.MESSAGE, frames.pack(message))
 
 
 async def _receive(stream: SocketStream, peer: PeerId, schema: type[T]) -> T:
-    """One message; raises `ProtocolError` when it is something else, or too long."""
+    """Return one message; raises `PeerRefusedError` for an ERROR, and `ProtocolError` for anything else."""
     length, kind = frames.FRAME.unpack(await stream.read(frames.FRAME.size))
-    if kind != frames.Kind.MESSAGE or length > MAX_MESSAGE_BYTES:
+    if kind not in (frames.Kind.MESSAGE, frames.Kind.ERROR) or length > frames.MAX_REASON_BYTES:
         raise ProtocolError(peer, f"sent a frame of kind {kind} and {length} bytes where an offer was due")
-    return frames.unpack(await stream.read(length), peer, schema)
+    data = await stream.read(length)
+    if kind == frames.Kind.ERROR:
+        raise PeerRefusedError(peer, frames.unpack(data, peer, frames.Refusal).reason)
+    return frames.unpack(data, peer, schema)
