@@ -11,6 +11,9 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.tasks import Tasks
 
@@ -20,6 +23,7 @@ ANSWER_SECONDS = 3.0
 GRACE_SECONDS = 0.5
 """How much longer than the first address of a peer its others may take."""
 
+Port = Annotated[int, Meta(ge=1, le=65535)]
 MAX_PROBED_PORTS = 4
 
 _BANNER = b"\x13/multistream/1.0.0\n"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgpack
 import msgspec
 import pytest
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from msgspec import inspect
 
 from p2ptrain.errors import ProtocolError
 from p2ptrain.network.rpc.frames import pack, unpack
-from p2ptrain.network.schema import Message, to_wire
+from p2ptrain.network.schema import Message
 
 Values = st.SearchStrategy[dict[str, Any]]
 
@@ -58,16 +60,20 @@ def _values(kind: inspect.Type) -> tuple[st.SearchStrategy[Any], st.SearchStrate
         case inspect.StrType(min_length=low, max_length=int(high)):
             text = st.text(st.characters(categories=["L", "N", "P"]), min_size=low or 0, max_size=high)
             return text, _wrong(str, ["x" * (high + 1), "\x1b[2J"])
+        case inspect.VarTupleType(item_type=item, max_length=int(high)):
+            right, wrong = _values(item)
+            too_long = st.lists(right, min_size=high + 1, max_size=high + 1)
+            return st.lists(right, max_size=high), too_long | st.lists(wrong, min_size=1, max_size=high) | _wrong(list)
     raise NotImplementedError(f"no values for {kind}: add them")
 
 
-def _wrong(right: type, out_of_bounds: list[Any]) -> st.SearchStrategy[Any]:
+def _wrong(right: type, out_of_bounds: Sequence[Any] = ()) -> st.SearchStrategy[Any]:
     return st.sampled_from([*out_of_bounds, *(each for each in _SAMPLES if type(each) is not right)])
 
 
 def check(schema: type[Message], data: st.DataObject) -> None:
     """Assert that a message within its bounds is read as it was sent, and that others are refused."""
     right = data.draw(wires(schema))
-    assert to_wire(unpack(pack(right), "peer", schema)) == right
+    assert msgpack.unpackb(pack(unpack(pack(right), "peer", schema))) == right
     with pytest.raises(ProtocolError):
         unpack(pack(data.draw(malformed(schema))), "peer", schema)

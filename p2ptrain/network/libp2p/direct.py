@@ -36,7 +36,7 @@ from p2ptrain.network.libp2p.control import DaemonControl, DaemonGone, DaemonRef
 from p2ptrain.network.libp2p.direct_listener import DirectLimits, DirectListener, OfferRefusedError
 from p2ptrain.network.libp2p.direct_records import Kind, SealedSocket, agree
 from p2ptrain.network.libp2p.socket_stream import SocketStream
-from p2ptrain.network.reachability import host_of, scope
+from p2ptrain.network.reachability import Port, host_of, scope
 from p2ptrain.network.rpc import frames
 from p2ptrain.network.schema import Message
 from p2ptrain.network.transport import PeerId
@@ -80,7 +80,7 @@ class Ask(Message, frozen=True):
 class Offer(Message, frozen=True):
     """Permission to connect to a port once, within `DirectLimits.offer_seconds`."""
 
-    port: Annotated[int, Meta(ge=1, le=65535)]
+    port: Port
     key: PublicKey
 
 

@@ -11,14 +11,17 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated
 
-from p2ptrain.errors import DeadlineError, PeerError, ProtocolError, TemporaryError
+from msgspec import Meta
+
+from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import (
     ANSWER_SECONDS,
     MAX_PROBED_PORTS,
+    Port,
     ProbeReport,
     Scope,
     host_of,
@@ -27,6 +30,7 @@ from p2ptrain.network.reachability import (
     tcp_ports,
 )
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Message
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,24 @@ MAX_PROBES = 200
 PROBE_WINDOW_SECONDS = 60.0
 
 
+class ProbeRequest(Message, frozen=True):
+    """Asks to be dialled at these ports."""
+
+    ports: Annotated[tuple[Port, ...], Meta(max_length=MAX_PROBED_PORTS)]
+
+
+class ProbeReply(Message, frozen=True):
+    """The fields of `ProbeReport`, as the peer that was asked sends them."""
+
+    observed: Annotated[str, Meta(max_length=64)]
+    reachable: Annotated[tuple[Port, ...], Meta(max_length=MAX_PROBED_PORTS)]
+    is_relay: bool
+
+    def __post_init__(self) -> None:
+        if self.observed and host_of(as_multiaddr(self.observed)) != self.observed:
+            raise ValueError("observed: not an IP address")
+
+
 class ProbeServer:
     """Tells callers whether this peer can dial them, and whether it relays."""
 
@@ -50,23 +72,18 @@ class ProbeServer:
         self._transport = transport
         self._asked: Counter[str] = Counter()
         self._window_ends = 0.0
-        rpc.serve(PROBE, dict, self._probe, max_request_bytes=1024)
+        rpc.serve(PROBE, ProbeRequest, self._probe, max_request_bytes=1024)
 
-    async def _probe(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        ports = request.get("ports")
-        if not isinstance(ports, list) or len(ports) > MAX_PROBED_PORTS:
-            raise ProtocolError(peer, f"asked for something else than up to {MAX_PROBED_PORTS} ports")
-        if not all(type(port) is int and 0 < port < 65536 for port in ports):
-            raise ProtocolError(peer, "asked for a port that is none")
+    async def _probe(self, peer: str, request: ProbeRequest) -> ProbeReply:
         self._count(peer)
         transport = self._transport()
         observed = await self._observed(transport, peer)
-        reachable: list[int] = []
+        reachable: tuple[int, ...] = ()
         # Dialling one's own loopback for a stranger would show it what listens there.
         if observed and scope(as_multiaddr(observed)) is not Scope.LOOPBACK:
-            answers = await together("probe", (speaks_libp2p(observed, port) for port in ports))
-            reachable = [port for port, answer in zip(ports, answers, strict=True) if answer]
-        return {"observed": observed, "reachable": reachable, "relay": self.is_relay}
+            answers = await together("probe", (speaks_libp2p(observed, port) for port in request.ports))
+            reachable = tuple(port for port, answer in zip(request.ports, answers, strict=True) if answer)
+        return ProbeReply(observed, reachable, self.is_relay)
 
     async def _observed(self, transport: Libp2pTransport, peer: str) -> str:
         hosts = [host_of(address) for remote, address in await transport.connections() if remote == peer]
@@ -116,16 +133,13 @@ async def ask_back(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str
     return reports
 
 
-async def _ask_one(rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str], ports: Sequence[int]) -> ProbeReport:
+async def _ask_one(
+    rpc: Rpc, transport: Libp2pTransport, addresses: Sequence[str], ports: tuple[int, ...]
+) -> ProbeReport:
     peer = await transport.connect(addresses, CONTACT_SECONDS)
-    reply = await rpc.call(peer, PROBE, {"ports": list(ports)}, dict, PROBE_SECONDS, max_reply_bytes=1024)
-    observed, reachable = reply.get("observed"), reply.get("reachable")
-    if not isinstance(observed, str) or not isinstance(reachable, list):
-        raise ProtocolError(peer, "sent something else than a report")
-    if observed and host_of(as_multiaddr(observed)) != observed:
-        raise ProtocolError(peer, "sent something else than an address")
-    found = tuple(port for port in ports if port in reachable)
-    return ProbeReport(peer, observed, found, reply.get("relay") is True)
+    reply = await rpc.call(peer, PROBE, ProbeRequest(ports), ProbeReply, PROBE_SECONDS, max_reply_bytes=1024)
+    found = tuple(port for port in ports if port in reply.reachable)
+    return ProbeReport(peer, reply.observed, found, reply.is_relay)
 
 
 def as_multiaddr(host: str) -> str:

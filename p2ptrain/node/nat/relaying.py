@@ -24,6 +24,7 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.reachability import scope, tcp_ports
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Nothing
 from p2ptrain.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIte
 def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
     """Send back what a carrier sends through a relay."""
 
-    async def carry(channel: Channel, request: dict[str, Any]) -> None:
+    async def carry(channel: Channel, request: Nothing) -> None:
         if not is_carrier(channel.remote):
             raise ProtocolError(channel.remote, "is not asked to carry anything")
         try:
@@ -70,7 +71,7 @@ def serve_carry(rpc: Rpc, is_carrier: Callable[[str], bool]) -> None:
         except PeerLostError as error:
             logger.debug("the relay cut the connection: %s", error)
 
-    rpc.serve_channel(CARRY, dict, carry, max_request_bytes=64)
+    rpc.serve_channel(CARRY, Nothing, carry, max_request_bytes=64)
 
 
 class Carrier:
@@ -104,7 +105,7 @@ class Carrier:
             except PeerError:  # the peer has no place there yet
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            async with self._rpc.open(peer, CARRY, {}, DIAL_SECONDS) as channel:
+            async with self._rpc.open(peer, CARRY, Nothing(), DIAL_SECONDS) as channel:
                 if await self._is_relayed(peer):
                     await channel.send_bytes(bytes(CARRIED_BYTES))
                     await channel.receive_bytes(CARRIED_BYTES, PROOF_SECONDS)
