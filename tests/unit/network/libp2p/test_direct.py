@@ -239,6 +239,20 @@ def test_a_port_that_does_not_answer_is_given_up_soon(
     run(main)
 
 
+def test_a_dial_that_is_cancelled_leaves_nothing_behind(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (a, b):
+            with socket.create_server(("127.0.0.1", 0)) as silent:
+                assert b.direct._listener is not None
+                b.direct._listener.port = silent.getsockname()[1]
+                for seconds in (0.001, 0.01, 0.1):
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(a.direct.open("b", BULK, 5), seconds)
+            assert not a.direct._rests
+
+    run(main)
+
+
 def test_only_addresses_of_the_daemons_connections_are_dialled(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers() as (a, _):

@@ -113,6 +113,27 @@ def test_who_is_slow_is_cut_off(run: Callable[[Main], None], num_bytes: int) -> 
     run(main)
 
 
+def test_a_listener_that_closes_waits_for_nobody(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with direct_peers() as (_, b):
+            silent = await asyncio.open_connection("127.0.0.1", b.direct.port)
+            known = await Dialler(b, "a").connect()
+            await known.expect(Kind.READY)
+            begun = await Dialler(b, "a").connect()
+            await begun.expect(Kind.READY)
+            await begun.mark(Kind.START)
+            await b.streams.get()
+            async with asyncio.timeout(2):
+                await b.direct.close()
+                assert await silent[0].read() == b""
+                for stream in (known, begun):
+                    with pytest.raises(OSError):  # noqa: PT011 - cut, in one way or another
+                        await stream.read(1)
+            silent[1].transport.abort()
+
+    run(main)
+
+
 def test_who_goes_away_is_counted(run: Callable[[Main], None]) -> None:
     async def main() -> None:
         async with direct_peers() as (_, b):
