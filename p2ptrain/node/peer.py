@@ -332,7 +332,7 @@ class Peer:
         """Take part in averaging with this state; the synchronizer is closed with the peer.
 
         Raises:
-            ManifestError: The manifest names a codec that this version does not have.
+            IncompatibleError, ManifestError: This machine does not have the manifest's codec or rule.
         """
         from p2ptrain.training.state.vector_codec import vector_codec
         from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -369,16 +369,15 @@ class Peer:
         self._stack.push_async_callback(end)
 
     def _warm_up_codecs(self) -> None:
-        """Check that the manifest's codec is known here, and compile; meanwhile codecs give the same bits with torch.
+        """Check that this machine has the manifest's codec and rule, and compile; meanwhile torch gives the same bits.
 
         Raises:
-            ManifestError: It is not.
+            IncompatibleError, ManifestError: It does not.
         """
-        from p2ptrain.codecs import codec_names, warm_up
+        from p2ptrain.codecs import warm_up
+        from p2ptrain.node.extensions import check_extensions
 
-        name = self.manifest.averaging.codec
-        if name not in codec_names():
-            raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
+        check_extensions(self.manifest)
 
         def warm() -> None:
             with self.jobs("preparing the codecs", ""):

@@ -46,7 +46,7 @@ class Encoded:
             values; None when it was not reduced here, or its encoding lost nothing.
         own_mean: The same, encoded.
         mean_codec: How.
-        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.vector.aggregation.feedback_scale`.
+        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.vector.rules.feedback_scale`.
     """
 
     vector: torch.Tensor

@@ -132,20 +132,19 @@ def check_compatible(manifest: Manifest) -> None:
     """Refuse a swarm that this version cannot take part in.
 
     Raises:
-        IncompatibleError: Its protocol, model family or codec is not known here; says what to do.
+        IncompatibleError: Its protocol, model family, codec or rule is not known here; says what to do.
         UsageError: It trains a custom model, which only its own script can build.
     """
-    from p2ptrain.codecs import codec_names
     from p2ptrain.manifest import PROTOCOL_VERSION
     from p2ptrain.models import check_reads_text
+    from p2ptrain.node.extensions import check_extensions
 
     if manifest.protocol != PROTOCOL_VERSION:
         raise IncompatibleError(
             f"the swarm speaks protocol {manifest.protocol}, this version {PROTOCOL_VERSION}:"
             " install the swarm's version"
         )
-    if manifest.averaging.codec not in codec_names():
-        raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
+    check_extensions(manifest)
     check_reads_text(manifest.model)
 
 

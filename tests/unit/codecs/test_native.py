@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
+from p2ptrain.codecs import CodecError, codec_names, get_codec, warm_up
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
-from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec
+from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec, agree
 from p2ptrain.native import build, load, load_functions
 from p2ptrain.native.load import Function, Functions
 from tests.support.tools import needed
@@ -205,9 +205,9 @@ def test_functions_that_compute_something_else_are_not_used(
 ) -> None:
     wrong = {**functions, "int8": {**functions["int8"], "accumulate": functions["int8"]["decode"]}}
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", lambda: wrong)
-    assert not warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", lambda: wrong)
+    assert not warm_up()
     assert [name for name in codecs if not codecs[name].functions] == ["int8"]
     assert "int8 differs" in caplog.text
 
@@ -222,18 +222,18 @@ def test_warming_up_gives_every_codec_its_functions_and_is_done_once(
         return functions
 
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", load_once)
-    assert warm.warm_up()
-    assert warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", load_once)
+    assert warm_up()
+    assert warm_up()
     assert len(calls) == 1
 
 
 def test_without_a_library_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", dict)
-    assert not warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", dict)
+    assert not warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
 
 
@@ -249,11 +249,11 @@ def idle(refused: int) -> Function:
 @every_codec
 def test_functions_that_compute_something_else_are_noticed(name: str, functions: Functions) -> None:
     codec, own = fresh(name), functions[name]
-    assert warm.agree(codec, own)
+    assert agree(codec, own)
     for operation in own.keys() - {"validate"}:
         for refused in (0, 1):
             wrong = {**own, operation: idle(refused)}
-            assert not warm.agree(codec, wrong), operation
+            assert not agree(codec, wrong), operation
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one version of each function")
@@ -268,7 +268,7 @@ def test_native_codecs_of_other_cpus_compute_the_same_bits(
     library.write_bytes(build.build_library())
     found = load.open_library(library)
     for name in NAMES:
-        assert warm.agree(fresh(name), found[name]), name
+        assert agree(fresh(name), found[name]), name
 
 
 @every_codec
