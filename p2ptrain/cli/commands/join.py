@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         "link": str(link),
         "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
         "network.auto_nat": True,
+        "network.directory": link.directory or None,
         "stop_after.minutes": arguments.minutes,
         "stop_after.rounds": arguments.rounds,
     }
@@ -170,11 +171,19 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
             f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
             f" device {resources.device}, {threads}, about {human_bytes(memory)} of memory",
             f"sends      {manifest.averaging.codec} updates every {steps}{'; ' + ', '.join(caps) if caps else ''}",
-            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
-            " public to the swarm; none of your files are",
-            f"writes     {config.run_dir}",
+            *_exposes(config),
         ]
     )
+
+
+def _exposes(config: PeerConfig) -> list[str]:
+    directory = config.network.directory
+    return [
+        f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
+        " public to the swarm; none of your files are",
+        *([f"tells      {directory} the same"] if directory else []),
+        f"writes     {config.run_dir}",
+    ]
 
 
 def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
@@ -213,9 +222,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
             *(feeds if config.role != "stage" else []),
             f"sends      {manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
             f"{'; ' + ', '.join(caps) if caps else ''}",
-            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
-            " public to the swarm; none of your files are",
-            f"writes     {config.run_dir}",
+            *_exposes(config),
         ]
     )
 
