@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from p2ptrain.codecs import CodecError, codec_names, get_codec, warm_up
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
+from p2ptrain.codecs.conformance import fingerprint
 from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec, agree
 from p2ptrain.native import build, load, load_functions
 from p2ptrain.native.load import Function, Functions
@@ -257,18 +258,34 @@ def test_functions_that_compute_something_else_are_noticed(name: str, functions:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one version of each function")
-@pytest.mark.parametrize(("cpu", "flag"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512vl")])
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("sse2", ("-march=x86-64",)),
+        ("avx2", ("-march=x86-64-v3",)),
+        ("avx512vl", ("-march=x86-64-v4",)),
+        ("sse2", ("-DCLONES", "-DHAS_AVX512=0", "-DHAS_AVX2=0")),
+        ("f16c", ("-DCLONES", "-DHAS_AVX512=0", "-DHAS_AVX2=1")),
+        ("avx512vl", ("-DCLONES", "-DHAS_AVX512=1", "-DHAS_AVX2=1")),
+    ],
+    ids=str,
+)
 def test_native_codecs_of_other_cpus_compute_the_same_bits(
-    cpu: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if flag not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this CPU has no {flag}")
-    monkeypatch.setattr(build, "VARIANTS", ((f"-march={cpu}",),))
+    monkeypatch.setattr(build, "VARIANTS", (options,))
     library = tmp_path / "codecs.so"
     library.write_bytes(build.build_library())
     found = load.open_library(library)
     for name in NAMES:
         assert agree(fresh(name), found[name]), name
+        codec = fresh(name)
+        codec.functions = found[name]
+        assert fingerprint(codec) == fingerprint(fresh(name))
+        if name in ("fp16", "bf16"):
+            check_all_16_bit_numbers(fresh(name), codec)
 
 
 @every_codec
@@ -288,7 +305,10 @@ def test_native_codecs_compute_the_same_in_several_threads(name: str, functions:
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_all_numbers_of_16_bits_decode_and_encode_alike(name: str, functions: Functions) -> None:
-    plain, native = pair(name, functions)
+    check_all_16_bit_numbers(*pair(name, functions))
+
+
+def check_all_16_bit_numbers(plain: NativeCodec, native: NativeCodec) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     decoded = [torch.empty(1 << 16) for _ in range(2)]
     for codec, out in zip((plain, native), decoded, strict=True):
