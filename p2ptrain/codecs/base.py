@@ -88,7 +88,6 @@ class Codec(Decoder):
     sparse: bool = False
 
     def part(self, low: int, high: int) -> Codec:
-        """See `Decoder.part`."""
         return self
 
     def encode(self, vector: torch.Tensor) -> bytearray:

@@ -136,7 +136,6 @@ class BlockwiseCodec(NativeCodec):
         scales[...] = scale.numpy()
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
@@ -259,11 +258,9 @@ class Int8Codec(BlockwiseCodec):
         return num_values
 
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
-        """See `BlockwiseCodec.write_codes`."""
         out.copy_(rounded)
 
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
-        """See `BlockwiseCodec.read_codes`."""
         np.copyto(out, codes)
 
 
@@ -293,7 +290,6 @@ class Int4Codec(BlockwiseCodec):
         out.copy_(codes[:, :half])
 
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
-        """See `BlockwiseCodec.read_codes`."""
         half, rest = _halves(out.shape[1])
         np.copyto(out[:, :half], codes & np.uint8(15))
         np.copyto(out[:, half:], codes[:, :rest] >> np.uint8(4))

@@ -48,7 +48,6 @@ class Fp32Codec(NativeCodec):
             target[piece] = values[piece]
 
     def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
-        """See `Codec.encoded_view`."""
         return check_vector(vector).numpy().data.cast("B") if sys.byteorder == "little" else None
 
     def largest(self, data: Buffer, num_values: int) -> float:
@@ -60,7 +59,6 @@ class Fp32Codec(NativeCodec):
         return max(-least, greatest)
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out).numpy()
         np.copyto(values, byte_array(data, self.encoded_bytes(len(values)), self.name).view("<f4"))
 
@@ -80,7 +78,6 @@ class Fp32Codec(NativeCodec):
             values[piece].add_(terms)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         done = self._run_native("validate", array.ctypes.data, 0, num_values)
         source = array.view("<f4")[done:]
@@ -127,7 +124,6 @@ class _SixteenBitCodec(NativeCodec):
             target[piece] = bits[:length]
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
@@ -160,7 +156,6 @@ class _SixteenBitCodec(NativeCodec):
             values[piece].add_(part)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         done = self._run_native("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
         bits, exponent = array.view("<u2")[done:], np.uint16(self.exponent)

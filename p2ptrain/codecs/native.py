@@ -43,7 +43,6 @@ class NativeCodec(Codec):
     refusal: str
 
     def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
-        """See `Codec.squared_norms`."""
         from p2ptrain.codecs.arrays import byte_array
         from p2ptrain.codecs.norms import HALVED_COLUMNS, halved
 

@@ -102,7 +102,6 @@ class HttpDirectory(Directory):
         return True
 
     async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
-        """See `Directory.look_up`."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 answer = await self._ask(key)
@@ -124,7 +123,6 @@ class HttpDirectory(Directory):
         return entries
 
     async def close(self) -> None:
-        """See `Directory.close`."""
         await self._client.aclose()
 
     async def _ask(self, key: str) -> Answer:

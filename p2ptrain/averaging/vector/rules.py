@@ -46,7 +46,6 @@ class WeightedRule(Rule):
     """A weighted sum of the contributions. Unless overridden, each weighs its `counted_tokens`."""
 
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        """See `Rule.shares`."""
         counted = counted_tokens(spec, tokens)
         total = sum(counted)
         return [count / total for count in counted]
@@ -66,7 +65,6 @@ class VotingRule(Rule):
     """Any function of all contributions, in which each has one vote whatever its tokens."""
 
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-        """See `Rule.shares`."""
         return [1 / len(tokens)] * len(tokens)
 
     @abstractmethod
@@ -107,7 +105,6 @@ class CenteredClip(VotingRule):
     name = "centered_clip"
 
     def combine(self, spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
-        """See `VotingRule.combine`."""
         return centered_clip(parts, spec.center_ratio, CENTERED_CLIP_ITERATIONS)
 
 
@@ -118,7 +115,6 @@ class Trimmed(VotingRule):
     by_coordinate = True
 
     def combine(self, spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
-        """See `VotingRule.combine`."""
         return trimmed(parts, spec.trim_fraction)
 
 
@@ -129,7 +125,6 @@ class Median(VotingRule):
     by_coordinate = True
 
     def combine(self, spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
-        """See `VotingRule.combine`."""
         return median(parts)
 
 
