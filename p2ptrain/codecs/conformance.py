@@ -7,6 +7,7 @@ author's test pins it, and so finds machines that differ.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import struct
@@ -174,10 +175,14 @@ def _check_refusals(codec: Codec) -> None:
 
 
 def _check_foreign_bytes(codec: Codec) -> None:
-    """Check that bytes of a stranger are refused, or decode to finite numbers within `Codec.largest`."""
+    """Check that bytes of a stranger are refused, or decode to finite numbers within `Codec.largest`, in bounds."""
     generator = np.random.default_rng(0)
     for num_values in (1, 40, codec.block_size + 3):
         for data in _foreign(codec, num_values, generator):
+            around = torch.full((num_values + 128,), 7.0)
+            with contextlib.suppress(CodecError):
+                codec.decode_into(data, around[64:-64])
+            require(bool((around[:64] == 7).all() and (around[-64:] == 7).all()), "any bytes leave other memory alone")
             try:
                 codec.validate(data, num_values)
             except CodecError:
