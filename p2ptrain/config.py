@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import explain, register_root
-from p2ptrain.sections import Section
+from p2ptrain.manifest.sections import Section
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?(bytes|byte|bits|bit|b)?(?:/s|ps)?\s*$")

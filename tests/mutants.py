@@ -679,14 +679,14 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest is signed by its organizer",
-        "manifest.py",
+        "manifest/__init__.py",
         'if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):',
         "if False:",
         "unit/test_manifest.py -k did_not_sign",
     ),
     Mutant(
         "a manifest has the digest of the link",
-        "manifest.py",
+        "manifest/__init__.py",
         "if digest is not None and actual != digest:",
         "if False:",
         "unit/test_manifest.py -k another_manifest",

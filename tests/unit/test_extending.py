@@ -14,13 +14,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from p2ptrain import manifest
 from p2ptrain.averaging.vector.conformance import check_rule
-from p2ptrain.averaging.vector.rules import get_rule
+from p2ptrain.averaging.vector.rules import RULES, get_rule
 from p2ptrain.codecs import get_codec
 from p2ptrain.codecs.conformance import check_codec, fingerprint
 from p2ptrain.errors import ConfigError, IncompatibleError
 from p2ptrain.manifest import Manifest, ModelSpec
-from p2ptrain.models import Span, build_model, build_stage, num_parameters
+from p2ptrain.models import FAMILIES, Span, build_model, build_stage, num_parameters
 from p2ptrain.network.factory import DirectoryOptions, start_directory
 from p2ptrain.network.records.record import peers_key, seal_record
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
@@ -45,9 +46,9 @@ def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_seed_pins_the_package_and_peers_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = Manifest.model_validate({**LAB, "packages": ()})
-    assert with_packages(manifest).packages == ("lab-extensions==1.0",)
-    assert Manifest.model_validate(LAB) == with_packages(manifest)
+    found = with_packages(Manifest.model_validate({**LAB, "packages": ()}))
+    assert found.packages == ("lab-extensions==1.0",)
+    assert Manifest.model_validate(LAB) == found
     with pytest.raises(IncompatibleError, match=r"pip install 'lab-extensions==2\.0'"):
         check_extensions(Manifest.model_validate({**LAB, "packages": ["lab-extensions==2.0"]}))
 
@@ -71,8 +72,8 @@ def test_the_rule_passes_its_check_and_counts_by_square_roots() -> None:
 
 def test_peers_average_with_the_codec_and_the_rule() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        manifest = make_manifest(codec="sign", aggregation="square_root", min_peers=3, spot_checks=2)
-        swarm = SimulatedSwarm(network, manifest, 0)
+        spec = make_manifest(codec="sign", aggregation="square_root", min_peers=3, spot_checks=2)
+        swarm = SimulatedSwarm(network, spec, 0)
         for name in "abc":
             swarm.start(name)
         await swarm.until(lambda: swarm.in_agreement(3), 600.0, "rounds are committed")
@@ -115,6 +116,10 @@ def test_peers_find_each_other_in_the_folder(tmp_path: Path) -> None:
         await a.close()
 
     asyncio.run(main())
+
+
+def test_the_manifest_knows_which_names_are_p2ptrain_s_own() -> None:
+    assert (FAMILIES.own, RULES.own) == (manifest.OWN_FAMILIES, manifest.RULES)
 
 
 def test_the_page_names_entry_points_that_are_there() -> None:

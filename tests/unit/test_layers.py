@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"native"}),
     frozenset(
         {
-            "buffers", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime", "sections",
+            "buffers", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime",
             "signing", "tasks", "_version",
         }
     ),

@@ -15,7 +15,7 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
-from p2ptrain.sections import Need, Section
+from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
 PROTOCOL_VERSION = 1
