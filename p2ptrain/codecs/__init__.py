@@ -1,4 +1,4 @@
-"""How tensors become bytes on the wire: pure functions behind one interface.
+"""Codecs: tensors to bytes on the wire and back, by pure functions behind one interface.
 
 `get_codec` returns a codec by its manifest name. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps,
 and `p2ptrain.codecs.conformance` for a check of it. `warm_up` makes p2ptrain's own fast. Means of contributions are

@@ -25,7 +25,7 @@ MAX_VALUES_PER_BYTE = 64
 """Receivers allocate by a sender's word: so many values for each byte that it sends, at most."""
 
 FOREIGN_SLACK = 1.2
-"""How far values of bytes that no encoder writes may exceed `Codec.largest`: int4 has a code of -8 beside 7 to -7."""
+"""Ratio of decoded values to `Codec.largest` in bytes that no encoder writes: int4 has a code of -8 beside 7 to -7."""
 
 _CHUNK = 1 << 14
 """Values whose norm is taken together (`p2ptrain.averaging.vector.reduce.CHUNK_VALUES`)."""

@@ -110,10 +110,10 @@ class MixedCodec(Codec):
         return piece
 
     def mapped(self, change: Callable[[Codec], Codec]) -> MixedCodec:
-        """The same spans in other codecs.
+        """Return the codec with the same spans in other codecs.
 
         Args:
-            change: What a span of this codec is encoded with instead.
+            change: Returns the codec that replaces a span's.
         """
         spans = [(segment.start, segment.stop, change(segment.codec)) for segment in self._segments]
         return MixedCodec(spans)

@@ -78,6 +78,15 @@ class NativeCodec(Codec):
             raise CodecError(f"{self.name}: {refusal or self.refusal}")
         return blocks * self.native_values
 
+    def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
+        """Return (first value, rows, columns) of the whole blocks after ``done`` values, and of the shorter last one.
+
+        Empty spans are left out; the first ``done`` values are whole blocks.
+        """
+        rows, rest = divmod(num_values - done, self.block_size)
+        spans = [(done, rows, self.block_size)] if rows else []
+        return [*spans, (num_values - rest, 1, rest)] if rest else spans
+
 
 def warm_up() -> bool:
     """Let all codecs use the native library from now on, if there is one; idempotent, safe from any thread.
@@ -134,7 +143,7 @@ def agree(codec: NativeCodec, functions: Mapping[str, Function]) -> bool:
 
 
 def _agree_on_norms(plain: NativeCodec, native: NativeCodec, vector: torch.Tensor) -> bool:
-    """Whether both find the same sums of squares in the values of some chunks and a rest."""
+    """True if both find the same sums of squares in some chunks and a rest."""
     wide = vector.repeat(5 * ENERGY_VALUES // 2 // len(vector) + 1)
     encoded = plain.encode(wide)
     found = [one.squared_norms(encoded, len(wide), ENERGY_VALUES) for one in (plain, native)]

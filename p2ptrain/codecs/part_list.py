@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 WEIGHT = np.dtype("<f4")
 MAX_TOTAL = 1 + 2**-20
-"""What weights may add up to: they are shares of 1, each rounded to fp32, of at most some hundred parts."""
+"""Bound on the sum of weights: shares of 1, each rounded to fp32, of at most some hundred parts."""
 UNDIVIDED = 1 << 62
 
 

@@ -24,7 +24,7 @@ CODECS = Extensions(
 """p2ptrain's own from the most exact to the most compact; loading one imports torch."""
 
 DENSE = "int8"
-"""What a sum of sparse vectors is encoded in."""
+"""Codec of sums of sparse vectors."""
 
 COMPACT = ("int4", "topk")
 """Codecs for slow members, from the largest to the smallest."""
@@ -46,7 +46,7 @@ def get_codec(name: str) -> Codec:
 
 @lru_cache(maxsize=16)
 def dense_codec(codec: Codec) -> Codec:
-    """What encodes a mean of vectors in ``codec`` that is not sent as a list of them: the same, or int8 if sparse."""
+    """Return the codec of means of vectors in ``codec``: the same, or int8 if it is sparse. A `PartList` needs none."""
     from p2ptrain.codecs.mixed import MixedCodec
 
     if isinstance(codec, MixedCodec):
@@ -55,7 +55,7 @@ def dense_codec(codec: Codec) -> Codec:
 
 
 def codec_at(codec: Codec, level: int) -> Codec:
-    """How groups on a level of the tree average in a swarm with this codec.
+    """Return the codec of groups on a level of the tree, in a swarm with this codec.
 
     Above level 0 they average means: those of sparse contributions are no longer sparse.
     """
@@ -63,7 +63,7 @@ def codec_at(codec: Codec, level: int) -> Codec:
 
 
 def smaller_codecs(codec: Codec, num_values: int) -> tuple[Codec, ...]:
-    """What a member too slow for ``codec`` may send its own parts in, with less and less bytes; none beside fp32.
+    """Return smaller codecs for the parts of a member too slow for ``codec``, the largest first; none beside fp32.
 
     Args:
         codec: The codec of the swarm's vectors.

@@ -25,7 +25,7 @@ class Directory(ABC):
 
     @property
     def clock_skew_seconds(self) -> float | None:
-        """How far this machine's clock is ahead of the swarm's; None where the directory cannot tell.
+        """Seconds by which this machine's clock is ahead of the swarm's; None if the directory cannot tell.
 
         Set ``runtime.clock_offset_seconds`` to its negative to correct for it.
         """

@@ -25,7 +25,7 @@ LIBP2P = "libp2p"
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """What a directory is started with.
+    """Arguments of a directory's start.
 
     Attributes:
         name: What the configuration says: ``https://…``, for instance.
@@ -48,7 +48,7 @@ class DirectoryOptions:
 
 @dataclass(frozen=True)
 class TransportOptions:
-    """What a transport is started with.
+    """Arguments of a transport's start.
 
     Attributes:
         name: What the configuration says.

@@ -39,7 +39,7 @@ SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
 
 
 class Answer(Message, frozen=True):
-    """What the server holds under one key; ``now`` is the wall-clock second by its clock."""
+    """The server's records under one key; ``now`` is the wall-clock second by its clock."""
 
     now: Amount
     records: Annotated[list[SealedRecord], Meta(max_length=MAX_SUBKEYS)]
@@ -88,11 +88,11 @@ class HttpDirectory(Directory):
 
     @property
     def clock_skew_seconds(self) -> float | None:
-        """See `Directory.clock_skew_seconds`; by the server's clock, to about half a round trip."""
+        """Skew against the server's clock, to about half a round trip."""
         return self._clock_skew
 
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
-        """See `Directory.publish`; the record itself says whose it is and when it expires."""
+        """Send the record, which itself names its peer and its expiry."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._request("POST", key, value)

@@ -80,7 +80,7 @@ def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int,
 
 
 def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """What each contribution is multiplied by so that it is no longer than ``norm_clip`` allows.
+    """Return the factor of each contribution that makes it no longer than ``norm_clip`` allows.
 
     That is ``clip_ratio`` times the `typical` norm, or, for who brings more tokens than others, times the typical norm
     per token and its tokens, as far as they count: a fast peer's update after many steps is longer than the others'.
@@ -137,7 +137,7 @@ def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
 
 
 def num_trimmed(num_parts: int, fraction: float) -> int:
-    """How many values `trimmed` drops at each end."""
+    """Return how many values `trimmed` drops at each end."""
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 

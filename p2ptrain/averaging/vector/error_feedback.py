@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one peer encoded in one group.
+    """One peer's encoded vector in one group.
 
     Attributes:
         vector: The contribution, fp32, ``[num_values]``.

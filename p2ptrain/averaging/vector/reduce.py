@@ -59,7 +59,7 @@ def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
 
 
 def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
-    """What names an encoded mean: the root of its `mean_tree`, or the hash of a list of parts, which has no chunks."""
+    """Return an encoded mean's name: the root of its `mean_tree`, or the hash of a list of parts."""
     return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
 
 
@@ -123,7 +123,6 @@ class PartCheck(RangeCheck):
         self.leaves: list[Node] = []
 
     def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        """See `RangeCheck`."""
         super().__call__(piece, low, high)
         if not (self._measured or self._hashed):
             return
@@ -144,7 +143,7 @@ def check_range(largest: float, limit: float) -> None:
 
 
 def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """What each contributor's part is multiplied by; under ``norm_clip`` they add up to less where it clips."""
+    """Return the factor of each contributor's part, by the manifest's rule."""
     rule = get_rule(spec)
     return rule.weights(spec, norms, tokens) if isinstance(rule, WeightedRule) else rule.shares(spec, tokens)
 
@@ -298,7 +297,7 @@ class OwnShare:
         return found
 
     def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """What each contributor's part is multiplied by."""
+        """Return the factor of each contributor's part."""
         norms = self.norms()
         return part_weights(self._spec, [norms[index] for index in contributors], tokens)
 
@@ -322,7 +321,7 @@ class OwnShare:
     def combine(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
     ) -> None:
-        """The same without encoding."""
+        """Combine the values ``[low, high)`` into ``exact``; see `reduce_piece`."""
         rule = get_rule(self._spec)
         if isinstance(rule, VotingRule):
             step = STACK_VALUES if rule.by_coordinate else self._chunk

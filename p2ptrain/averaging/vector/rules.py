@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Rule(ABC):
-    """How an owner combines the contributions to its share: a `WeightedRule` or a `VotingRule`. It has no state.
+    """Combines the contributions to an owner's share; a `WeightedRule` or a `VotingRule`, without state.
 
     Other packages add theirs by the entry point group ``p2ptrain.rules``. A rule has the same bits on every machine:
     single fp32 operations in a fixed order, norms by `p2ptrain.codecs.norms.sum_of_squares`, scalars in double.
@@ -35,7 +35,7 @@ class Rule(ABC):
 
     name: ClassVar[str]
     by_coordinate: ClassVar[bool] = False
-    """Whether it looks at each value by itself and drops what few members bring. Sparse parts do not go with that."""
+    """True if it looks at each value by itself and drops values that few members bring: sparse parts do not fit."""
 
     @abstractmethod
     def shares(self, spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
@@ -89,12 +89,12 @@ class Mean(WeightedRule):
 
 
 class NormClip(WeightedRule):
-    """The same of contributions that are no longer than `clip_factors` allows."""
+    """The mean of contributions clipped by `clip_factors`, weighted by tokens."""
 
     name = "norm_clip"
 
     def weights(self, spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-        """See `WeightedRule.weights`; they add up to less than 1 where a contribution is clipped."""
+        """Return weights that add up to less than 1 where a contribution is clipped."""
         factors = clip_factors(spec, norms, tokens)
         return [share * factor for share, factor in zip(self.shares(spec, tokens), factors, strict=True)]
 
@@ -147,7 +147,7 @@ def get_rule(spec: AveragingSpec) -> Rule:
 
 
 def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
-    """By how much a contributor multiplies what encoding its share's mean dropped, so that the next mean has it once.
+    """Return the factor of the loss of encoding a share's mean, with which the next mean regains it once.
 
     Args:
         spec: The rule and its settings.
