@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, Valida
 
 from p2ptrain.errors import ConfigError
 from p2ptrain.manifest import explain, register_root
-from p2ptrain.sections import Section
+from p2ptrain.manifest.sections import Section
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _QUANTITY = re.compile(r"(?i)^\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?(bytes|byte|bits|bit|b)?(?:/s|ps)?\s*$")
@@ -78,6 +78,10 @@ Rate = Annotated[int, BeforeValidator(parse_rate)]
 Address = Annotated[str, AfterValidator(check_multiaddr)]
 
 
+KIND_PATTERN = r"^[a-z][a-z0-9+.-]{0,63}(:[!$%'-;@-~]{0,1000})?$"
+"""A transport or directory: ``KIND`` or ``KIND:DETAILS``, of characters that may stand in a link."""
+
+
 class NetworkSection(Section):
     """How this peer is reached, and whom it asks first."""
 
@@ -101,6 +105,11 @@ class NetworkSection(Section):
     """``auto`` moves bulk data over connections of its own, past the daemon, where peers can reach each other."""
     direct_port: int = Field(0, ge=0, le=65535)
     """TCP port to listen at for those, on the addresses of ``listen``; 0 takes any free one."""
+    directory: str = Field("", pattern=rf"^$|{KIND_PATTERN}")
+    """Where peers find each other: ``libp2p`` (their own DHT), ``https://…`` of a server such as
+    examples/http_directory.py, or a kind that an installed package brings. Empty takes the link's."""
+    transport: str = Field("libp2p", pattern=KIND_PATTERN)
+    """What carries streams between peers: ``libp2p``, or a kind that an installed package brings."""
 
 
 class ResourcesSection(Section):

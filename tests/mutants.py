@@ -308,17 +308,17 @@ MUTANTS = (
     ),
     Mutant(
         "a rule by votes counts no tokens",
-        "averaging/vector/aggregation.py",
-        "    if spec.aggregation in VOTING_RULES:\n        return [1",
-        "    if False:\n        return [1",
-        "unit/averaging/vector/test_aggregation.py -k claimed_tokens",
+        "averaging/vector/rules.py",
+        "return [1 / len(tokens)] * len(tokens)",
+        "return [count / sum(tokens) for count in tokens]",
+        "unit/averaging/vector/test_rules.py -k claimed_tokens",
     ),
     Mutant(
         "tokens count up to a multiple of the median",
         "averaging/vector/aggregation.py",
         "min(float(count), spec.max_weight_ratio * usual) if usual else float(count)",
         "float(count)",
-        "unit/averaging/vector/test_aggregation.py -k multiple_of_the_median",
+        "unit/averaging/vector/test_rules.py -k multiple_of_the_median",
     ),
     Mutant(
         "a norm that is not finite is out of proportion",
@@ -721,14 +721,14 @@ MUTANTS = (
     ),
     Mutant(
         "a manifest is signed by its organizer",
-        "manifest.py",
+        "manifest/__init__.py",
         'if not verifier.verify(organizer, b"p2ptrain manifest" + actual, proof):',
         "if False:",
         "unit/test_manifest.py -k did_not_sign",
     ),
     Mutant(
         "a manifest has the digest of the link",
-        "manifest.py",
+        "manifest/__init__.py",
         "if digest is not None and actual != digest:",
         "if False:",
         "unit/test_manifest.py -k another_manifest",
@@ -819,7 +819,7 @@ MUTANTS = (
     ),
     Mutant(
         "native codecs that compute something else are not used",
-        "codecs/warm.py",
+        "codecs/native.py",
         "if agree(codec, functions):",
         "if True:",
         "unit/codecs/test_native.py -k are_not_used",

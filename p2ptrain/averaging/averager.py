@@ -30,8 +30,8 @@ from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
 from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
 from p2ptrain.averaging.timing.keepalive import first_result
-from p2ptrain.averaging.vector.aggregation import feedback_scale
 from p2ptrain.averaging.vector.error_feedback import Encoded
+from p2ptrain.averaging.vector.rules import feedback_scale
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError

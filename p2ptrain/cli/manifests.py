@@ -20,7 +20,7 @@ LINK_FILE = "link.txt"
 
 
 def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Manifest:
-    """Read a ``run.toml`` and change some of its values.
+    """Read a ``run.toml``, change some of its values, and pin the packages that bring what it names.
 
     Args:
         path: The file, or None for the defaults.
@@ -28,8 +28,10 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
 
     Raises:
         ConfigError: The file cannot be read, or a key or value is wrong; one line that names it.
-        IncompatibleError: It is for another version of the protocol.
+        IncompatibleError: It is for another version of the protocol, or names what this machine does not have.
     """
+    from p2ptrain.node.extensions import with_packages
+
     values = read_toml(path) if path is not None else {}
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
     file_is_valid = parse_manifest(values, str(path)) if path is not None else Manifest()
@@ -46,7 +48,7 @@ def load_manifest(path: Path | None, overrides: Mapping[str, Any] | None = None)
         raise IncompatibleError(
             f"{path}: protocol = {manifest.protocol}, but this version speaks {PROTOCOL_VERSION}: remove the line"
         )
-    return manifest
+    return with_packages(manifest)
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:

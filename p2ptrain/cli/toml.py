@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from p2ptrain.sections import Section
+from p2ptrain.manifest.sections import Section
 
 _COMMENT_WIDTH = 110
 

@@ -1,18 +1,19 @@
-"""How tensors become bytes on the wire: pure functions behind one interface.
+"""Codecs: tensors to bytes on the wire and back, by pure functions behind one interface.
 
-`get_codec` returns a codec by its manifest name; `codec_names` lists them, and `smaller_codecs` those for members that
-are slow. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps. `warm_up` makes them fast. Means of
-contributions are encoded densely (`dense_codec`) or are the list of the contributions (`PartList`).
+`get_codec` returns a codec by its manifest name. See `p2ptrain.codecs.base.Codec` for the contract every codec keeps,
+and `p2ptrain.codecs.conformance` for a check of it. `warm_up` makes p2ptrain's own fast. Means of contributions are
+encoded densely (`dense_codec`) or are the list of the contributions (`PartList`).
 """
 
 from __future__ import annotations
 
 from p2ptrain.codecs.base import Codec, CodecError, Decoder
-from p2ptrain.codecs.part_list import PartList
-from p2ptrain.codecs.registry import codec_at, codec_names, dense_codec, get_codec, smaller_codecs
-from p2ptrain.codecs.warm import warm_up
+from p2ptrain.codecs.native import warm_up
+from p2ptrain.codecs.part_list import PartList, fewer_bytes_listed
+from p2ptrain.codecs.registry import CODECS, codec_at, codec_names, dense_codec, get_codec, smaller_codecs
 
 __all__ = [
+    "CODECS",
     "Codec",
     "CodecError",
     "Decoder",
@@ -20,6 +21,7 @@ __all__ = [
     "codec_at",
     "codec_names",
     "dense_codec",
+    "fewer_bytes_listed",
     "get_codec",
     "smaller_codecs",
     "warm_up",

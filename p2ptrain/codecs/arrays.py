@@ -1,4 +1,4 @@
-"""What all codecs share: checks of their arguments, and the size of the pieces they work in."""
+"""Checks of codecs' arguments, and the size of the pieces in which codecs work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def byte_array(data: Buffer, expected_bytes: int, codec: str) -> npt.NDArray[np.
 
 
 def writable_byte_array(out: bytearray | memoryview, expected_bytes: int, codec: str) -> npt.NDArray[np.uint8]:
-    """As `byte_array`, of memory that may be written.
+    """Return `byte_array` of memory that may be written.
 
     Raises:
         CodecError: The length is another.

@@ -27,7 +27,7 @@ class Decoder(ABC):
     block_size: int = 1
 
     def part(self, low: int, high: int) -> Decoder:
-        """What reads the values ``[low, high)`` of the vectors that this one reads, encoded by themselves.
+        """Return the decoder of the values ``[low, high)`` of such vectors, encoded by themselves.
 
         Both are multiples of ``block_size`` or the vector's end. This is the same decoder, unless it treats values
         differently by their position, as `p2ptrain.codecs.mixed` does.
@@ -88,7 +88,6 @@ class Codec(Decoder):
     sparse: bool = False
 
     def part(self, low: int, high: int) -> Codec:
-        """See `Decoder.part`."""
         return self
 
     def encode(self, vector: torch.Tensor) -> bytearray:
@@ -102,12 +101,12 @@ class Codec(Decoder):
         return encoded
 
     def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
-        """What encodes ``vector`` without a copy: its own memory, not looked at; None where that is something else."""
+        """Return the vector's own memory if that is its encoding, else None. Values are not checked."""
         return None
 
     @abstractmethod
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """As `encode`, into ``out``, which is writable and has exactly ``encoded_bytes(num_values)`` bytes.
+        """Encode into ``out``, which is writable and has exactly ``encoded_bytes(num_values)`` bytes.
 
         Raises:
             CodecError: As `encode`; ``out`` then holds anything. Or its length is another.
@@ -143,7 +142,7 @@ class Codec(Decoder):
         return math.fsum(sum_of_squares(piece) for piece in self._decoded(data, num_values))
 
     def squared_norms(self, data: bytes | bytearray | memoryview, num_values: int, step: int) -> list[float]:
-        """The same for each ``step`` consecutive values, the last ones maybe fewer.
+        """Return `squared_norm` of each ``step`` consecutive values; the last piece may be shorter.
 
         Args:
             data: The encoded values.

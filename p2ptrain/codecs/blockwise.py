@@ -54,7 +54,7 @@ MIN_PEAK: Final = 2.0**-100
 MAX_PEAK: Final = 2.0**120
 """Larger values are refused: what a hostile sender may ask a decoder to compute must be finite."""
 BIAS: Final = 8
-"""What is added to a quantised value to make a code of four bits."""
+"""Added to a quantised value to make a code of four bits."""
 
 Codes = npt.NDArray[np.int8 | np.uint8]
 Scales = npt.NDArray[np.float32]
@@ -62,7 +62,7 @@ Scales = npt.NDArray[np.float32]
 
 
 class BlockwiseCodec(NativeCodec):
-    """What both widths share. Subclasses say how quantised values become bytes.
+    """Base of both widths. Subclasses turn quantised values into bytes.
 
     Attributes:
         levels: The largest quantised value.
@@ -101,7 +101,7 @@ class BlockwiseCodec(NativeCodec):
         return size + (SCALE_BYTES + self.code_bytes(rest) if rest else 0)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
+        """Refuse values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
@@ -136,7 +136,6 @@ class BlockwiseCodec(NativeCodec):
         scales[...] = scale.numpy()
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
@@ -188,7 +187,7 @@ class BlockwiseCodec(NativeCodec):
             self.check_codes(codes, columns)
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """See `Codec.largest`; from the scales alone, so that it costs next to nothing.
+        """Return the largest scale times the largest level, without a look at the codes.
 
         The lowest code, which no encoder writes, decodes to somewhat more.
         """
@@ -197,7 +196,7 @@ class BlockwiseCodec(NativeCodec):
         return float(np.max(scales)) * self.levels if scales else 0.0
 
     def squared_norms(self, data: Buffer, num_values: int, step: int) -> list[float]:
-        """See `Codec.squared_norms`; without decoding: for each block, its scale's square times the sum of the codes'.
+        """Add up each block's squared scale times the sum of its squared codes, without decoding.
 
         That sum is a whole number below ``2**24``, so that fp32 holds it exactly in whatever order it is added up.
         """
@@ -228,15 +227,6 @@ class BlockwiseCodec(NativeCodec):
     def _rows_per_chunk(self) -> int:
         return CHUNK_VALUES // self.block_size
 
-    def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
-        """(first value, rows, columns) of the matrix of whole blocks and of the shorter last block, if there are.
-
-        Nothing for the first ``done`` values, which are whole blocks.
-        """
-        rows, rest = divmod(num_values - done, self.block_size)
-        spans = [(done, rows, self.block_size)] if rows else []
-        return [*spans, (num_values - rest, 1, rest)] if rest else spans
-
     def _views(self, array: npt.NDArray[np.uint8], start: int, rows: int, columns: int) -> tuple[Scales, Codes]:
         """Strided views into encoded bytes: scales ``<f4[rows, 1]`` and codes ``[rows, n]``."""
         offset = start // self.block_size * (SCALE_BYTES + self.code_bytes(self.block_size))
@@ -259,11 +249,9 @@ class Int8Codec(BlockwiseCodec):
         return num_values
 
     def write_codes(self, rounded: torch.Tensor, out: torch.Tensor) -> None:
-        """See `BlockwiseCodec.write_codes`."""
         out.copy_(rounded)
 
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
-        """See `BlockwiseCodec.read_codes`."""
         np.copyto(out, codes)
 
 
@@ -293,7 +281,6 @@ class Int4Codec(BlockwiseCodec):
         out.copy_(codes[:, :half])
 
     def read_codes(self, codes: Codes, out: npt.NDArray[np.float32]) -> None:
-        """See `BlockwiseCodec.read_codes`."""
         half, rest = _halves(out.shape[1])
         np.copyto(out[:, :half], codes & np.uint8(15))
         np.copyto(out[:, half:], codes[:, :rest] >> np.uint8(4))
@@ -306,5 +293,5 @@ class Int4Codec(BlockwiseCodec):
 
 
 def _halves(columns: int) -> tuple[int, int]:
-    """How many values of a block of 4-bit codes are in low halves, and how many in high ones."""
+    """Return the numbers of a block's 4-bit codes in low halves and in high halves."""
     return -(-columns // 2), columns // 2

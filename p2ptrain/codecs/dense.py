@@ -37,7 +37,7 @@ class Fp32Codec(NativeCodec):
         return 4 * num_values
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """See `Codec.encode_into`; refuses values that are not finite."""
+        """Refuse values that are not finite."""
         tensor = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(tensor)), self.name)
         done = self._run_native("encode", tensor.data_ptr(), array.ctypes.data, len(tensor))
@@ -48,11 +48,10 @@ class Fp32Codec(NativeCodec):
             target[piece] = values[piece]
 
     def encoded_view(self, vector: torch.Tensor) -> memoryview | None:
-        """See `Codec.encoded_view`."""
         return check_vector(vector).numpy().data.cast("B") if sys.byteorder == "little" else None
 
     def largest(self, data: Buffer, num_values: int) -> float:
-        """See `Codec.largest`; without copies where the data can be read as it is."""
+        """Read the data without a copy where it is writable and aligned."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name).view("<f4")
         if not (num_values and array.flags.writeable and array.flags.aligned and sys.byteorder == "little"):
             return super().largest(data, num_values)
@@ -60,12 +59,11 @@ class Fp32Codec(NativeCodec):
         return max(-least, greatest)
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out).numpy()
         np.copyto(values, byte_array(data, self.encoded_bytes(len(values)), self.name).view("<f4"))
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """See `Codec.accumulate_into`; rounds once for the product and once for the sum."""
+        """Round once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
@@ -80,7 +78,6 @@ class Fp32Codec(NativeCodec):
             values[piece].add_(terms)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         done = self._run_native("validate", array.ctypes.data, 0, num_values)
         source = array.view("<f4")[done:]
@@ -109,7 +106,7 @@ class _SixteenBitCodec(NativeCodec):
         return 2 * num_values
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """See `Codec.encode_into`; refuses values of `limit` or more in magnitude, and those that are not finite."""
+        """Refuse values of `limit` or more in magnitude, and those that are not finite."""
         values = check_vector(vector)
         array = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), array.ctypes.data, len(values))
@@ -127,7 +124,6 @@ class _SixteenBitCodec(NativeCodec):
             target[piece] = bits[:length]
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values = check_vector(out)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("decode", array.ctypes.data, values.data_ptr(), len(values))
@@ -141,7 +137,7 @@ class _SixteenBitCodec(NativeCodec):
             values[piece].copy_(scratch[:length])
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """See `Codec.accumulate_into`; rounds once for the product and once for the sum."""
+        """Round once for the product and once for the sum."""
         values = check_vector(out)
         rounded_weight = check_weight(weight)
         array = byte_array(data, self.encoded_bytes(len(values)), self.name)
@@ -160,7 +156,6 @@ class _SixteenBitCodec(NativeCodec):
             values[piece].add_(part)
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """See `Codec.validate`."""
         array = byte_array(data, self.encoded_bytes(num_values), self.name)
         done = self._run_native("validate", array.ctypes.data, 0, num_values, refusal=NOT_FINITE)
         bits, exponent = array.view("<u2")[done:], np.uint16(self.exponent)

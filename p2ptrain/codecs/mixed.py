@@ -93,7 +93,6 @@ class MixedCodec(Codec):
         self._segments = _place([piece for span in spans for piece in _aligned(span)])
 
     def part(self, low: int, high: int) -> Codec:
-        """See `Codec.part`."""
         if not 0 <= low <= high <= self._num_values or any(
             cut % self.block_size and cut != self._num_values for cut in (low, high)
         ):
@@ -111,10 +110,10 @@ class MixedCodec(Codec):
         return piece
 
     def mapped(self, change: Callable[[Codec], Codec]) -> MixedCodec:
-        """The same spans in other codecs.
+        """Return the codec with the same spans in other codecs.
 
         Args:
-            change: What a span of this codec is encoded with instead.
+            change: Returns the codec that replaces a span's.
         """
         spans = [(segment.start, segment.stop, change(segment.codec)) for segment in self._segments]
         return MixedCodec(spans)
@@ -130,25 +129,21 @@ class MixedCodec(Codec):
         return last.offset + last.codec.encoded_bytes(min(last.stop, num_values) - last.start)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """See `Codec.encode_into`."""
         values, view = check_vector(vector), self._view(out, len(vector))
         for segment in self._segments:
             segment.codec.encode_into(values[segment.start : segment.stop], self._bytes(view, segment))
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`."""
         values, view = check_vector(out), self._view(data, len(out))
         for segment in self._segments:
             segment.codec.decode_into(self._bytes(view, segment), values[segment.start : segment.stop])
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
-        """See `Codec.accumulate_into`."""
         values, view = check_vector(out), self._view(data, len(out))
         for segment in self._segments:
             segment.codec.accumulate_into(self._bytes(view, segment), weight, values[segment.start : segment.stop])
 
     def validate(self, data: Buffer, num_values: int) -> None:
-        """See `Codec.validate`."""
         view = self._view(data, num_values)
         for segment in self._segments:
             segment.codec.validate(self._bytes(view, segment), segment.stop - segment.start)

@@ -13,7 +13,7 @@ CHUNK_VALUES = 65_536
 SUM_COLUMNS = 256
 """Partial sums of a chunk. Both numbers decide in which order additions round: whoever changes them changes norms."""
 HALVED_COLUMNS = 1024
-"""The same for `sums_of_squares`; a power of two."""
+"""Partial sums in `sums_of_squares`; a power of two."""
 
 
 def sum_of_squares(vector: torch.Tensor, scratch: torch.Tensor | None = None) -> float:

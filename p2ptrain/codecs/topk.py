@@ -83,7 +83,7 @@ class TopKCodec(NativeCodec):
         return rows * row_bytes(self.block_size) + (row_bytes(rest) if rest else 0)
 
     def encode_into(self, vector: torch.Tensor, out: bytearray | memoryview) -> None:
-        """See `Codec.encode_into`; refuses values that are not finite or beyond ``2**120``."""
+        """Refuse values that are not finite or beyond ``2**120``."""
         values = check_vector(vector)
         encoded = writable_byte_array(out, self.encoded_bytes(len(values)), self.name)
         done = self._run_native("encode", values.data_ptr(), encoded.ctypes.data, len(values))
@@ -95,7 +95,7 @@ class TopKCodec(NativeCodec):
                     raise CodecError(f"topk: {self.refusal}")
 
     def decode_into(self, data: Buffer, out: torch.Tensor) -> None:
-        """See `Codec.decode_into`; refuses indices that are out of range, with ``out`` holding anything."""
+        """Refuse indices that are out of range; ``out`` then holds anything."""
         self._scatter("decode", data, 1.0, out)
 
     def accumulate_into(self, data: Buffer, weight: float, out: torch.Tensor) -> None:
@@ -138,12 +138,6 @@ class TopKCodec(NativeCodec):
             for piece in chunks(rows, ROWS_AT_ONCE):
                 if not topk_rows.add(encoded[piece], np.float32(weight), matrix[piece].numpy()):
                     raise CodecError(f"topk: {refusal}")
-
-    def _spans(self, done: int, num_values: int) -> list[tuple[int, int, int]]:
-        """(first value, rows, columns) of the whole chunks after ``done`` values and of the shorter last one."""
-        rows, rest = divmod(num_values - done, self.block_size)
-        spans = [(done, rows, self.block_size)] if rows else []
-        return [*spans, (num_values - rest, 1, rest)] if rest else spans
 
     def _rows(self, array: Bytes, start: int, rows: int) -> Bytes:
         """Encoded chunks from value ``start`` on, one to a row, without a copy."""

@@ -38,7 +38,7 @@ Integers = npt.NDArray[np.int32]
 
 
 def kept_values(columns: int) -> int:
-    """How many values of a row are kept: one of 64, rounded up."""
+    """Return the number of values kept of a row: one of 64, rounded up."""
     return -(-columns >> BUCKET_BITS)
 
 
@@ -124,7 +124,7 @@ def _to_bf16(levels: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
 
 
 def check(data: Bytes, columns: int) -> int:
-    """What is wrong with encoded rows ``[rows, row_bytes(columns)]``, if anything: one of the constants above."""
+    """Return the first fault of encoded rows ``[rows, row_bytes(columns)]``: one of the constants above."""
     levels = data[:, :LEVEL_BYTES].copy().view("<u2")
     if not bool(((levels == 0) | ((levels >= MIN_LEVEL_BITS) & (levels <= MAX_LEVEL_BITS))).all()):
         return BAD_LEVEL

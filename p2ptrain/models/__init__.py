@@ -2,6 +2,7 @@
 
 from p2ptrain.models.family import Block, Family, Span
 from p2ptrain.models.registry import (
+    FAMILIES,
     build_model,
     build_stage,
     check_reads_text,
@@ -10,12 +11,12 @@ from p2ptrain.models.registry import (
     freeze_int8,
     get_family,
     model_blocks,
-    model_families,
     num_parameters,
     whole,
 )
 
 __all__ = [
+    "FAMILIES",
     "Block",
     "Family",
     "Span",
@@ -27,7 +28,6 @@ __all__ = [
     "freeze_int8",
     "get_family",
     "model_blocks",
-    "model_families",
     "num_parameters",
     "whole",
 ]

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from p2ptrain.errors import ConfigError, ManifestError, TemporaryError, UsageError
 from p2ptrain.manifest import DataSpec, Manifest, ModelSpec, explain
 from p2ptrain.models.family import Span, stage_shapes, stage_ties
-from p2ptrain.models.registry import get_family, model_blocks, model_families
+from p2ptrain.models.registry import FAMILIES, get_family, model_blocks
 from p2ptrain.progress import Jobs, untold
 
 CONFIG = "config.json"
@@ -125,8 +125,8 @@ def _spec_of(folder: Path, context: int) -> ModelSpec:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{path} cannot be read: {reason}; is it the folder of a Hugging Face model?") from error
-    if kind not in model_families():
-        known = ", ".join(model_families())
+    if kind not in FAMILIES.names():
+        known = ", ".join(FAMILIES.names())
         raise ManifestError(f"{folder} holds a model of the family {kind!r}, and this version has {known}")
     family = get_family(ModelSpec(family=kind))
     settings = family.from_hugging_face(theirs)

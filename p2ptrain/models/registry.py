@@ -1,21 +1,17 @@
-"""The model families that this version builds, by their names in the manifest.
+"""The model families that this machine builds, by their names in the manifest.
 
-Sizes are computed without importing torch, so that a peer can refuse a model that it has no room for at once. A
-manifest names families and never brings code: those of other packages are known where somebody has installed them.
+Sizes are computed without importing torch, so that a peer can refuse a model that it has no room for at once.
 """
 
 from __future__ import annotations
 
 import math
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2ptrain.errors import IncompatibleError, UsageError
+from p2ptrain.errors import UsageError
+from p2ptrain.extensions import Extensions
 from p2ptrain.manifest import ModelSpec, TrainingSpec
-from p2ptrain.models.families.gpt2 import GPT2
-from p2ptrain.models.families.llama import Llama
-from p2ptrain.models.families.vit import ViT
 from p2ptrain.models.family import Block, Family, Span, stage_shapes
 from p2ptrain.progress import Jobs, untold
 
@@ -24,13 +20,19 @@ if TYPE_CHECKING:
 
     from p2ptrain.models.stage import Stage
 
-ENTRY_POINTS = "p2ptrain.models"
-"""The group of entry points under which packages name their families; each leads to a `Family`."""
+FAMILIES = Extensions(
+    "p2ptrain.models",
+    "model family",
+    Family,
+    {
+        "llama": "p2ptrain.models.families.llama:Llama",
+        "gpt2": "p2ptrain.models.families.gpt2:GPT2",
+        "vit": "p2ptrain.models.families.vit:ViT",
+    },
+)
 
 QUANTS = ("int8",)
 """In what a stage's frozen parameters can be held, other than fp32."""
-
-_OWN: dict[str, Family] = {family.name: family for family in (Llama(), GPT2(), ViT())}
 
 PROCESS_BYTES = 420 << 20
 """Resident memory of a process that has imported torch and a model family, before any model."""
@@ -46,11 +48,6 @@ FROZEN_BYTES = {"": 4.0, "int8": 1.1}
 """Of one that is not trained, by how it is held; int8 with its scales, and with norms and biases, which are fp32."""
 
 
-def model_families() -> tuple[str, ...]:
-    """The families that `build_model` accepts: this package's, and those of installed packages."""
-    return tuple(dict.fromkeys([*_OWN, *(point.name for point in entry_points(group=ENTRY_POINTS))]))
-
-
 def get_family(spec: ModelSpec) -> Family:
     """The family of a model.
 
@@ -61,26 +58,9 @@ def get_family(spec: ModelSpec) -> Family:
     """
     if spec.family == "custom":
         raise UsageError("this swarm's model is custom: run the organizer's script, which builds it")
-    family = _OWN.get(spec.family) or _installed(spec.family)
+    family = FAMILIES.get(spec.family)
     family.check(spec)
     return family
-
-
-def _installed(name: str) -> Family:
-    for point in entry_points(group=ENTRY_POINTS, name=name):
-        try:
-            family = point.load()
-        except Exception as error:  # whatever the package's import raises
-            raise IncompatibleError(f"the model family {name!r} of {point.value} cannot be loaded: {error}") from error
-        family = family() if isinstance(family, type) else family
-        if not isinstance(family, Family):
-            raise IncompatibleError(f"the model family {name!r}: {point.value} is no p2ptrain.models.Family")
-        return family
-    known = ", ".join(model_families())
-    raise IncompatibleError(
-        f"unknown model family {name!r}; this machine has {known}: correct the name, update p2ptrain, or install the "
-        "package that brings it"
-    )
 
 
 def check_reads_text(spec: ModelSpec) -> None:

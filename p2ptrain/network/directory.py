@@ -1,8 +1,9 @@
-"""The seam between protocol code and the DHT: small records that expire.
+"""The seam between protocol code and the directory: small records that expire.
 
-Two implementations: `p2ptrain.network.libp2p.transport` (a hivemind ``DHTNode``) and `p2ptrain.network.simulated`.
-Values are signed records (`p2ptrain.network.records.record`); a directory drops any whose signature does not match, so
-what `look_up` returns was written by the peer whose id is the subkey.
+Implementations are `p2ptrain.network.libp2p.directory` (a hivemind ``DHTNode``), `p2ptrain.network.http_directory` and
+`p2ptrain.network.simulated`; `p2ptrain.network.factory` starts the one that a peer's configuration names. Values are
+signed records (`p2ptrain.network.records.record`). A directory drops any that `p2ptrain.network.records.guard` refuses,
+so the peer whose id is the subkey wrote what `look_up` returns.
 """
 
 from __future__ import annotations
@@ -21,6 +22,14 @@ class Entry:
 
 class Directory(ABC):
     """Publish, look up and withdraw records that expire."""
+
+    @property
+    def clock_skew_seconds(self) -> float | None:
+        """Seconds by which this machine's clock is ahead of the swarm's; None if the directory cannot tell.
+
+        Set ``runtime.clock_offset_seconds`` to its negative to correct for it.
+        """
+        return None
 
     @abstractmethod
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:

@@ -1,16 +1,19 @@
 """The swarm link: the text that invites somebody into a swarm.
 
-``p2ptrain://<digest>?b=<multiaddr>&b=<multiaddr>…``: the digest of the manifest in base58, and where bootstrap peers
-can be dialled. The digest pins what is trained, so whoever passes a link on cannot be cheated by the peers it names.
+``p2ptrain://<digest>?d=<directory>&b=<multiaddr>&b=<multiaddr>…``: the digest of the manifest in base58, the swarm's
+directory if it is not the peers' own DHT, and where bootstrap peers can be dialled. The digest pins what is trained, so
+the peers that a link names cannot cheat.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import base58
 from multiaddr import Multiaddr
 
+from p2ptrain.config import KIND_PATTERN
 from p2ptrain.errors import LinkError
 
 SCHEME = "p2ptrain://"
@@ -27,10 +30,12 @@ class SwarmLink:
     Attributes:
         digest: SHA-256 of the manifest, 32 bytes.
         addresses: Multiaddrs that each end in ``/p2p/<peer id>``, at least one.
+        directory: As in ``network.directory``; empty for the DHT.
     """
 
     digest: bytes
     addresses: tuple[str, ...]
+    directory: str = ""
 
     def __post_init__(self) -> None:
         if len(self.digest) != DIGEST_BYTES:
@@ -41,9 +46,12 @@ class SwarmLink:
             )
         for address in self.addresses:
             check_peer_address(address)
+        if self.directory and not re.fullmatch(KIND_PATTERN, self.directory):
+            raise LinkError(f"the link names a directory {self.directory[:80]!r}, which is no URL: {_FIX}")
 
     def __str__(self) -> str:
-        query = "&".join(f"b={address}" for address in self.addresses)
+        parts = [f"d={self.directory}"] if self.directory else []
+        query = "&".join([*parts, *(f"b={address}" for address in self.addresses)])  # What is cut off is noticed.
         return f"{SCHEME}{base58.b58encode(self.digest).decode()}?{query}"
 
     @classmethod
@@ -67,13 +75,13 @@ class SwarmLink:
             raise LinkError(f"the link's digest has {len(digest)} bytes instead of {DIGEST_BYTES}: {_FIX}")
         if not separator or not query:
             raise LinkError(f"the link names no bootstrap peer, so it is cut off: {_FIX}")
-        addresses = []
+        values: dict[str, list[str]] = {"b": [], "d": []}
         for part in query.split("&"):
             name, _, value = part.partition("=")
-            if name != "b":
+            if name not in values or (name == "d" and values[name]):
                 raise LinkError(f"the link has an unknown part {part[:40]!r}: {_FIX}")
-            addresses.append(value)
-        return cls(digest, tuple(addresses))
+            values[name].append(value)
+        return cls(digest, tuple(values["b"]), "".join(values["d"]))
 
 
 def check_peer_address(address: str) -> str:

@@ -1,6 +1,7 @@
 """The seam between protocol code and bytes on a wire: streams between peers.
 
-Two implementations: `p2ptrain.network.libp2p.transport` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time).
+Implementations are `p2ptrain.network.libp2p.transport` (p2pd daemons) and `p2ptrain.network.simulated` (virtual time);
+`p2ptrain.network.factory` starts the one that a peer's configuration names.
 Protocol code does not use streams directly; it uses `p2ptrain.network.rpc.client`, which adds framing, heartbeats,
 limits and deadlines on top of either.
 """
@@ -116,6 +117,14 @@ class Transport(ABC):
     @abstractmethod
     async def addresses(self) -> list[str]:
         """The multiaddrs, each ending in ``/p2p/<id>``, at which this peer can be dialled now."""
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:  # noqa: B027 (many cannot be lost)
+        """Have ``callback(reason)`` called on the event loop when no stream can be opened any more; at once if so."""
+
+    @property
+    def num_refused(self) -> int:
+        """How many connections it refused, such as those of strangers."""
+        return 0
 
     @abstractmethod
     async def close(self) -> None:

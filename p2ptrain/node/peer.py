@@ -26,15 +26,17 @@ from p2ptrain.errors import (
     WrongPeerError,
 )
 from p2ptrain.manifest import MAX_MANIFEST_BYTES, PROTOCOL_VERSION, Manifest, SignedManifest
+from p2ptrain.network.directory import Directory
+from p2ptrain.network.factory import LIBP2P, DirectoryOptions, TransportOptions, start_directory, start_transport
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import MAX_ADDRESSES, SwarmLink
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.network.records.serving import ServingReport
 from p2ptrain.network.rpc.client import OTHER_PROTOCOL, OTHER_SWARM, Rpc, RpcLimits
+from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import MAX_KNOWN_ADDRESSES, dialable, known_addresses, remember_addresses
-from p2ptrain.node.nat.reach import Reach
+from p2ptrain.node.nat.reach import FixedReach, Reach
 from p2ptrain.node.nat.relaying import relay_settings
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.progress import JobBook
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 30.0
 FIRST_DIAL_SECONDS = 5.0
 MANIFEST_SECONDS = 10.0
+CLOCK_SECONDS = 2.0
 CLOCK_WARNING_SECONDS = 5.0
 EMPTY_HASH = bytes(32)
 
@@ -65,6 +68,8 @@ class PeerOptions:
         device: What it computes on, for its record.
         run_dir: Where it keeps the addresses of peers that it has met; None keeps none.
         network: How its daemon listens.
+        directory: Where peers find each other; empty for what the link names, or else the DHT.
+        transport: What carries streams.
         upload_bandwidth: Bytes per second that it may send, which also decides about share sizes; 0 sets no limit.
         download_bandwidth: Bytes per second that it may receive; 0 sets no limit.
     """
@@ -76,6 +81,8 @@ class PeerOptions:
     network: Libp2pSettings
     upload_bandwidth: int = 0
     download_bandwidth: int = 0
+    directory: str = ""
+    transport: str = LIBP2P
 
 
 @dataclass(frozen=True)
@@ -124,15 +131,17 @@ class Peer:
         self.intended: tuple[StageReport, ...] = ()
         self.next_stage: Callable[[], int | None] = lambda: None
         self.signed: SignedManifest
-        self.transport: Libp2pTransport
-        self.directory: Libp2pDirectory
+        self.transport: Transport
+        self.directory: Directory
         self.rpc: Rpc
         self.presence: Presence
         self.membership = Membership(identity.peer_id, runtime)
-        self.reach: Reach
+        self.reach: Reach | FixedReach
         self._tasks = Tasks()
         self._network_lost: Callable[[str], None] = lambda reason: None
         self._clock_note = ""
+        self._directory_name = options.directory
+        self._bootstrap: tuple[str, ...] = ()
         self._stack = AsyncExitStack()
 
     @property
@@ -186,6 +195,8 @@ class Peer:
         met = known_addresses(self.options.run_dir) if self.options.run_dir is not None else []
         known = [*(link.addresses if link is not None else ()), *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
+        self._directory_name = self._directory_name or (link.directory if link is not None else "") or LIBP2P
+        self._bootstrap = addresses
         settings = replace(relay_settings(self.options.network), bootstrap=addresses)
         self.transport = await self._start_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
@@ -197,34 +208,42 @@ class Peer:
         await self.rpc.start()
         self.signed = signed or await self._fetch_manifest(digest, addresses)
         self.rpc.serve("manifest", dict, self._serve_manifest)
-        self.reach = Reach(
-            self.identity, settings, self.rpc, lambda: self.transport, self._move, self.membership, self.runtime
-        )
+        self.reach = self._make_reach(settings)
         await self.reach.settle()
         self.directory = await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())
-        self._follow_clocks()
+        self._correct_clock()
         self.presence = Presence(self.directory, self.runtime, digest, self.identity, self.membership, self.describe)
         if self.options.role != "client":
             await self.presence.start()
             self._tasks.keep(self._watch_reach, "reach")
+            self._tasks.keep(self._follow_clocks, "clock")
         else:
             await self.presence.refresh()
 
     # All that knows of daemons; simulations put their own network here.
 
-    async def _start_transport(self, settings: Libp2pSettings) -> Libp2pTransport:
-        return await Libp2pTransport.start(self.identity, settings)
+    async def _start_transport(self, settings: Libp2pSettings) -> Transport:
+        return await start_transport(TransportOptions(self.options.transport, self.identity, settings))
 
-    async def _start_directory(self) -> Libp2pDirectory:
-        return await Libp2pDirectory.start(
-            self.transport,
-            self.rpc.swarm,
-            self.identity,
-            self.transport.settings.bootstrap,
-            self.runtime,
-            client_mode=self.options.role == "client" or self.reach.is_outbound_only,
-        )
+    async def _start_directory(self) -> Directory:
+        client_mode = self.options.role == "client" or self.reach.is_outbound_only
+        return await start_directory(
+            DirectoryOptions(
+                self._directory_name, self.transport, self.rpc.swarm, self.identity, self.runtime, self._bootstrap,
+                client_mode,
+            )
+        )  # fmt: skip
+
+    def _make_reach(self, settings: Libp2pSettings) -> Reach | FixedReach:
+        if not isinstance(self.transport, Libp2pTransport):
+            return FixedReach(self.transport)
+
+        def transport() -> Libp2pTransport:
+            assert isinstance(self.transport, Libp2pTransport)
+            return self.transport
+
+        return Reach(self.identity, settings, self.rpc, transport, self._move, self.membership, self.runtime)
 
     async def _move(self, settings: Libp2pSettings) -> None:
         """Start the daemon again with other settings. What is under way with other peers breaks; all else goes on."""
@@ -232,7 +251,8 @@ class Peer:
 
         met = [address for record in self.membership.records() for address in dialable(record.addresses)]
         bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
-        settings = replace(settings, bootstrap=bootstrap[:MAX_KNOWN_ADDRESSES])
+        self._bootstrap = bootstrap[:MAX_KNOWN_ADDRESSES]
+        settings = replace(settings, bootstrap=self._bootstrap)
         joined = hasattr(self, "presence")
         if joined:
             await self.directory.close()
@@ -242,7 +262,7 @@ class Peer:
         await self.rpc.move(self.transport)
         if joined:
             self.directory = await self._start_directory()
-            self._follow_clocks()
+            self._correct_clock()
             self.presence.use(self.directory)
 
     async def _watch_reach(self) -> None:
@@ -256,13 +276,13 @@ class Peer:
         self._network_lost = callback
         self.transport.on_lost(callback)
 
-    def _follow_clocks(self) -> None:
-        """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
-        self._correct_clock()
-        if self.transport.settings.bootstrap:  # They may be slow to answer, and this clock may yet be set.
-            self.directory.on_clock_measured = self._correct_clock
+    async def _follow_clocks(self) -> None:
+        while True:  # Peers may be slow to answer, and this machine's clock may yet be set.
+            await asyncio.sleep(CLOCK_SECONDS)
+            self._correct_clock()
 
     def _correct_clock(self) -> None:
+        """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
         skew = self.directory.clock_skew_seconds
         if skew is None or abs(skew + self.runtime.clock_offset_seconds) < CLOCK_WARNING_SECONDS:
             return
@@ -326,13 +346,14 @@ class Peer:
     @property
     def link(self) -> SwarmLink:
         """The swarm link through this peer."""
-        return SwarmLink(self.swarm, tuple(_dialable(self.reach.standing.addresses))[:MAX_ADDRESSES])
+        addresses = tuple(_dialable(self.reach.standing.addresses))[:MAX_ADDRESSES]
+        return SwarmLink(self.swarm, addresses, self._directory_name if self._directory_name != LIBP2P else "")
 
     def train(self, state: SharedState) -> Synchronizer:
         """Take part in averaging with this state; the synchronizer is closed with the peer.
 
         Raises:
-            ManifestError: The manifest names a codec that this version does not have.
+            IncompatibleError, ManifestError: This machine does not have the manifest's codec or rule.
         """
         from p2ptrain.training.state.vector_codec import vector_codec
         from p2ptrain.training.sync.synchronizer import Synchronizer
@@ -369,16 +390,15 @@ class Peer:
         self._stack.push_async_callback(end)
 
     def _warm_up_codecs(self) -> None:
-        """Check that the manifest's codec is known here, and compile; meanwhile codecs give the same bits with torch.
+        """Check that this machine has the manifest's codec and rule, and compile; meanwhile torch gives the same bits.
 
         Raises:
-            ManifestError: It is not.
+            IncompatibleError, ManifestError: It does not.
         """
-        from p2ptrain.codecs import codec_names, warm_up
+        from p2ptrain.codecs import warm_up
+        from p2ptrain.node.extensions import check_extensions
 
-        name = self.manifest.averaging.codec
-        if name not in codec_names():
-            raise ManifestError(f"averaging.codec = {name!r}: this version has {', '.join(codec_names())}")
+        check_extensions(self.manifest)
 
         def warm() -> None:
             with self.jobs("preparing the codecs", ""):
@@ -417,7 +437,7 @@ class Peer:
             addresses=self.reach.standing.addresses,
             started_at=status.started_at,
             last_rounds=tuple(sync.reports) if sync else (),
-            direct_refusals=self.transport.direct.refusals.total(),
+            direct_refusals=self.transport.num_refused,
             trained_tokens=sync.trained_tokens if sync else 0,
             trained_rounds=sync.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,

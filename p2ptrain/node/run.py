@@ -205,6 +205,8 @@ def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
         ),
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
+        directory=network.directory,
+        transport=network.transport,
     )
 
 

@@ -114,16 +114,18 @@ class Swarm:
         name: str = "organizer",
         listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",),
         saving: SavePolicy | None = None,
+        directory: str = "",
     ) -> Swarm:
         """Start a swarm with this peer as its organizer and first member; `link` invites the others.
 
-        Arguments as for `join`.
+        Arguments as for `join`, and ``directory``, where peers find each other: ``https://…`` of a server such as
+        examples/http_directory.py, or empty for their own DHT. The link names it.
 
         Raises:
             IdentityError: The key is unusable or in use.
             ResourceError: The network daemon does not start.
         """
-        return cls._start(run_dir, name, listen, saving or SavePolicy(), None, manifest)
+        return cls._start(run_dir, name, listen, saving or SavePolicy(), None, manifest, directory)
 
     @classmethod
     def _start(
@@ -134,21 +136,23 @@ class Swarm:
         saving: SavePolicy,
         link: SwarmLink | None,
         manifest: Manifest | None,
+        directory: str = "",
     ) -> Swarm:
         resources, identity = contextlib.ExitStack(), None
         try:
-            directory = Path(run_dir) if run_dir is not None else None
-            if directory is None:
+            folder = Path(run_dir) if run_dir is not None else None
+            if folder is None:
                 identity = Identity.ephemeral()
             else:
-                directory.mkdir(parents=True, exist_ok=True)
-                identity = Identity.create_or_load(directory / "identity.key")
+                folder.mkdir(parents=True, exist_ok=True)
+                identity = Identity.create_or_load(folder / "identity.key")
             signed = SignedManifest.create(manifest, identity) if manifest is not None else None
-            runtime = real_runtime("sync", directory)
+            runtime = real_runtime("sync", folder)
             resources.callback(runtime.close)
             thread = LoopThread()
             resources.callback(thread.stop)
-            options = PeerOptions("trainer", name, "cpu", directory, Libp2pSettings(listen=listen, auto_nat=True))
+            settings = Libp2pSettings(listen=listen, auto_nat=True)
+            options = PeerOptions("trainer", name, "cpu", folder, settings, directory=directory)
             peer = thread.call(Peer.start(identity, options, runtime, link=link, signed=signed))
         except BaseException:
             resources.close()

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from hivemind.dht.node import DHTID
 
+from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.directory import MAX_LIFETIME_SECONDS, Libp2pDirectory
+from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.libp2p.transport import Libp2pTransport
+from p2ptrain.network.records.guard import MAX_LIFETIME_SECONDS
 from p2ptrain.network.records.record import open_record, peers_key, seal_record
 from p2ptrain.runtime import Runtime
 from tests.support.processes.daemons import eventually, free_port, loopback_transport, peer_process
@@ -28,6 +30,7 @@ BOOTSTRAP = """
 import asyncio, json, random, sys, time
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.libp2p.directory import Libp2pDirectory
 from p2ptrain.network.records.record import peers_key, seal_record
 from p2ptrain.runtime import Runtime
@@ -35,7 +38,8 @@ from p2ptrain.runtime import Runtime
 async def main():
     swarm, identity = b"s" * 32, Identity.ephemeral()
     transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=("/ip4/127.0.0.1/tcp/0",)))
-    directory = await Libp2pDirectory.start(transport, swarm, identity, (), Runtime(random.Random(0)))
+    options = DirectoryOptions("libp2p", transport, swarm, identity, Runtime(random.Random(0)))
+    directory = await Libp2pDirectory.start(options)
     expires_at = time.time() + 60
     record = seal_record("peer", swarm, {}, 1, expires_at, identity)
     assert await directory.publish(peers_key(swarm), identity.peer_id, record, expires_at, 10)
@@ -70,7 +74,9 @@ async def peer(bootstrap: tuple[str, ...] = (), client_mode: bool = False, port:
     listen = (f"/ip4/127.0.0.1/tcp/{port}",)
     async with loopback_transport(listen=listen, bootstrap=bootstrap) as (identity, transport):
         runtime = Runtime(random.Random(1))
-        started = await Libp2pDirectory.start(transport, SWARM, identity, bootstrap, runtime, client_mode)
+        started = await Libp2pDirectory.start(
+            DirectoryOptions("libp2p", transport, SWARM, identity, runtime, bootstrap, client_mode)
+        )
         try:
             yield Peer(identity, transport, started)
         finally:
@@ -102,7 +108,8 @@ def test_six_peers_started_together_form_one_directory(tmp_path: Path) -> None:
 
             with Identity.create_or_load(tmp_path / "bootstrap.key") as identity:
                 transport = await Libp2pTransport.start(identity, Libp2pSettings(listen=(address.split("/p2p")[0],)))
-                started = await Libp2pDirectory.start(transport, SWARM, identity, (), Runtime(random.Random(0)))
+                options = DirectoryOptions("libp2p", transport, SWARM, identity, Runtime(random.Random(0)))
+                started = await Libp2pDirectory.start(options)
                 peers.append(Peer(identity, transport, started))
                 await done.wait()
                 await started.close()
@@ -159,19 +166,19 @@ def test_without_a_bootstrap_peer_nobody_can_be_asked_until_it_comes_up(tmp_path
             address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{late.peer_id}"
             async with peer((address,)) as early:
                 assert await early.seen() is None
-                assert early.directory.clock_skew_seconds is None
-                measured: list[float | None] = []
-                early.directory.on_clock_measured = lambda: measured.append(early.directory.clock_skew_seconds)
+                assert [early.directory.clock_skew_seconds] == [None]
                 from p2ptrain.network.libp2p.transport import Libp2pSettings
 
                 settings = Libp2pSettings(listen=(f"/ip4/127.0.0.1/tcp/{port}",))
                 transport = await Libp2pTransport.start(late, settings)
-                directory = await Libp2pDirectory.start(transport, SWARM, late, (), Runtime(random.Random(0)))
+                options = DirectoryOptions("libp2p", transport, SWARM, late, Runtime(random.Random(0)))
+                directory = await Libp2pDirectory.start(options)
                 await eventually(lambda: asyncio.sleep(0, early.directory.num_neighbours == 1))
                 assert await early.announce()
                 assert await Peer(late, transport, directory).seen() == {early.identity.peer_id}
-                assert measured
-                assert all(skew is not None and abs(skew) < 5 for skew in measured)
+                skew = early.directory.clock_skew_seconds
+                assert skew is not None
+                assert abs(skew) < 5
                 await directory.close()
                 await transport.close()
 
@@ -291,7 +298,8 @@ def test_a_clock_off_by_an_hour_is_measured_and_can_be_corrected() -> None:
             runtime = Runtime(random.Random(1), clock=lambda: time.time() + 3600)
             bootstrap = tuple(told["addresses"])
             async with loopback_transport(bootstrap=bootstrap) as (identity, transport):
-                directory = await Libp2pDirectory.start(transport, SWARM, identity, bootstrap, runtime)
+                options = DirectoryOptions("libp2p", transport, SWARM, identity, runtime, bootstrap)
+                directory = await Libp2pDirectory.start(options)
                 skew = directory.clock_skew_seconds
                 assert skew is not None
                 assert abs(skew - 3600) < 5

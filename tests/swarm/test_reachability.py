@@ -13,13 +13,14 @@ import pytest
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.reachability import host_of, speaks_libp2p, tcp_ports
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Nothing
 from p2ptrain.node.nat import probing, reach
 from p2ptrain.node.nat.probing import PROBE, ProbeReply, ProbeRequest, ask_back
+from p2ptrain.node.nat.reach import Reach
 from p2ptrain.node.nat.relaying import CARRY, carrier, why_no_relay
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.runtime import real_runtime
@@ -137,13 +138,15 @@ def test_a_relay_that_does_not_carry_starts_again_and_keeps_its_address(
 def test_a_peer_that_takes_a_relay_while_it_runs_keeps_its_rpc_and_directory(tmp_path: Path) -> None:
     async def main() -> None:
         async with started(tmp_path, "seed", relay=True) as seed, started(tmp_path, "joiner", seed.link) as joiner:
-            daemon = joiner.transport.daemon.process_id
-            reports = await ask_back(joiner.rpc, joiner.transport, seed.link.addresses)
+            before = joiner.transport
+            assert isinstance(before, Libp2pTransport)
+            assert isinstance(joiner.reach, Reach)
+            reports = await ask_back(joiner.rpc, before, seed.link.addresses)
             assert [report.is_relay for report in reports] == [True]
             await joiner.reach._be_private(reports, "for a test")
             await joiner.reach.refresh()
             joiner.presence.changed()
-            assert joiner.transport.daemon.process_id != daemon
+            assert joiner.transport is not before
             assert joiner.reach.standing.reachability == "relay"
 
             async def is_seen() -> bool:

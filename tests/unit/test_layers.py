@@ -29,8 +29,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"native"}),
     frozenset(
         {
-            "buffers", "errors", "config", "manifest", "hashing", "progress", "runtime", "sections", "signing", "tasks",
-            "_version",
+            "buffers", "errors", "extensions", "config", "manifest", "hashing", "progress", "runtime",
+            "signing", "tasks", "_version",
         }
     ),
 )  # fmt: skip

@@ -11,8 +11,8 @@ from typing import Any
 from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.protocol.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
 from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
-from p2ptrain.averaging.vector.aggregation import vote_weights
 from p2ptrain.averaging.vector.reduce import chunk_span, chunk_values, num_chunks
+from p2ptrain.averaging.vector.rules import get_rule
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList
 from p2ptrain.errors import TemporaryError
@@ -186,7 +186,7 @@ class Attempt:
         codec, contributors = self.mean_codec_of(index), self.contributors
         if not isinstance(codec, PartList) or contributors is None or not self.size(index):
             return
-        limits = vote_weights(self.spec, [self.roster.tickets[i].tokens for i in contributors])
+        limits = get_rule(self.spec).shares(self.spec, [self.roster.tickets[i].tokens for i in contributors])
         weights, parts = codec.split(mean, self.size(index))
         for contributor, weight, limit, part in zip(contributors, weights, limits, parts, strict=True):
             if weight > limit * WEIGHT_SLACK:

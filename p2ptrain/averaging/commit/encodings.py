@@ -11,8 +11,8 @@ sparse, a weighted mean, few members   the same                            the l
 sparse, otherwise                      the same                            dense, `p2ptrain.codecs.dense_codec`
 =====================================  ==================================  ===========================================
 
-"Few" is while the list is shorter than the dense mean (`p2ptrain.codecs.traffic.fewer_bytes_listed`). Under
-`VOTING_RULES` the result is not a sum of parts with a weight each: a value's median is one member's here and another's
+"Few" is while the list is shorter than the dense mean (`p2ptrain.codecs.fewer_bytes_listed`). Under a
+`VotingRule` the result is not a sum of parts with a weight each: a value's median is one member's here and another's
 there, and ``centered_clip`` starts from it. A list of parts could carry such a result only if everybody ran the rule on
 it, at the cost of all owners' work for each.
 """
@@ -24,10 +24,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.protocol.certificate import Body
-from p2ptrain.averaging.vector.aggregation import COORDINATE_RULES, VOTING_RULES
+from p2ptrain.averaging.vector.rules import VotingRule, get_rule
 from p2ptrain.buffers import Buffer
-from p2ptrain.codecs import Codec, Decoder, PartList, codec_at, dense_codec, smaller_codecs
-from p2ptrain.codecs.traffic import fewer_bytes_listed
+from p2ptrain.codecs import Codec, Decoder, PartList, codec_at, dense_codec, fewer_bytes_listed, smaller_codecs
 from p2ptrain.manifest import AveragingSpec
 
 if TYPE_CHECKING:
@@ -48,14 +47,14 @@ def part_codecs(spec: AveragingSpec, codec: Codec, num_values: int) -> tuple[Cod
     if codec.sparse:
         return (codec,)
     smaller = smaller_codecs(codec, num_values)
-    return (codec, *(each for each in smaller if not (each.sparse and spec.aggregation in COORDINATE_RULES)))
+    return (codec, *(each for each in smaller if not (each.sparse and get_rule(spec).by_coordinate)))
 
 
 def lists_parts(spec: AveragingSpec, codec: Codec, num_values: int, num_members: int) -> bool:
     """Whether a roster of ``num_members`` sends means as lists of their parts."""
     return (
         codec.sparse
-        and spec.aggregation not in VOTING_RULES
+        and not isinstance(get_rule(spec), VotingRule)
         and fewer_bytes_listed(codec, dense_codec(codec), num_values, num_members)
     )
 

@@ -1,7 +1,8 @@
 """Robust aggregation: pure functions that combine the contributions of a group, some of which may lie.
 
-A group's members are judged by their contributions alone. Nothing here tells a liar from an honest peer with unusual
-data; the rules bound how far a minority can move the result, at some price where all are honest:
+`p2ptrain.averaging.vector.rules` makes the manifest's rules of them. A group's members are judged by their
+contributions alone. Nothing here tells a liar from an honest peer with unusual data; the rules bound how far a
+minority can move the result, at some price where all are honest:
 
 =================  =============================  ======================================================================
 rule               a peer counts                  what bounds a minority
@@ -42,12 +43,6 @@ from p2ptrain.manifest import AveragingSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-COORDINATE_RULES = ("median", "trimmed")
-"""Rules that look at each value by itself, and drop what few members bring."""
-
-VOTING_RULES = (*COORDINATE_RULES, "centered_clip")
-"""Rules by which every member has one vote, whatever its tokens; they need all contributions to a value at once."""
-
 MIN_FOR_MEDIAN = 3
 """Of fewer norms, none can be called out of proportion: each may be the honest one."""
 
@@ -85,7 +80,7 @@ def out_of_proportion(norms: Mapping[int, float], max_ratio: float) -> dict[int,
 
 
 def clip_factors(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """What each contribution is multiplied by so that it is no longer than ``norm_clip`` allows.
+    """Return the factor of each contribution that makes it no longer than ``norm_clip`` allows.
 
     That is ``clip_ratio`` times the `typical` norm, or, for who brings more tokens than others, times the typical norm
     per token and its tokens, as far as they count: a fast peer's update after many steps is longer than the others'.
@@ -111,60 +106,11 @@ def counted_tokens(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
     return [min(float(count), spec.max_weight_ratio * usual) if usual else float(count) for count in tokens]
 
 
-def vote_weights(spec: AveragingSpec, tokens: Sequence[int]) -> list[float]:
-    """Each contributor's part of the result, in the order of ``tokens``; they add up to 1.
-
-    One vote each under `VOTING_RULES`; otherwise by `counted_tokens`.
-    """
-    if spec.aggregation in VOTING_RULES:
-        return [1 / len(tokens)] * len(tokens)
-    counted = counted_tokens(spec, tokens)
-    total = sum(counted)
-    return [count / total for count in counted]
-
-
-def feedback_scale(spec: AveragingSpec, tokens: Sequence[int], position: int) -> float:
-    """By how much a contributor multiplies what encoding its share's mean dropped, so that the next mean has it once.
-
-    Args:
-        tokens: Of all contributors.
-        position: Which of them asks.
-
-    Returns:
-        0 under rules by coordinate, which would drop as an outlier what only one member brings.
-    """
-    if spec.aggregation in COORDINATE_RULES:
-        return 0.0
-    return 1 / vote_weights(spec, tokens)[position]
-
-
 # --- rules on a stack of parts --------------------------------------------------------------------------------------
 
 
-def combine(spec: AveragingSpec, parts: list[Tensor]) -> Tensor:
-    """One of `VOTING_RULES`, applied to a chunk of a share.
-
-    Args:
-        spec: The rule and its settings.
-        parts: One for each contributor in roster order: finite, fp32, shape ``[values]``. They are used as scratch and
-            hold anything afterwards.
-
-    Returns:
-        fp32, ``[values]``; may be one of ``parts``.
-    """
-    match spec.aggregation:
-        case "median":
-            return median(parts)
-        case "trimmed":
-            return trimmed(parts, spec.trim_fraction)
-        case "centered_clip":
-            return centered_clip(parts, spec.center_ratio, CENTERED_CLIP_ITERATIONS)
-        case other:
-            raise ValueError(f"{other!r} is not a rule by votes")
-
-
 def median(parts: list[Tensor]) -> Tensor:
-    """The coordinate-wise median, the mean of the two middle values for an even number; see `combine` for arguments.
+    """The coordinate-wise median, the mean of the two middle values for an even number; see `VotingRule.combine`.
 
     While fewer than half of the parts are hostile, every coordinate lies between honest values of it.
     """
@@ -172,7 +118,7 @@ def median(parts: list[Tensor]) -> Tensor:
 
 
 def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
-    """The coordinate-wise mean without the largest and the smallest values; see `combine` for arguments.
+    """The coordinate-wise mean without the largest and the smallest values; see `VotingRule.combine`.
 
     At each end ``ceil(fraction * n)`` values go, so that so many hostile parts cannot move a coordinate out of the
     range of its honest values; but at least one value, or two, stay.
@@ -191,12 +137,12 @@ def trimmed(parts: list[Tensor], fraction: float) -> Tensor:
 
 
 def num_trimmed(num_parts: int, fraction: float) -> int:
-    """How many values `trimmed` drops at each end."""
+    """Return how many values `trimmed` drops at each end."""
     return min(math.ceil(fraction * num_parts - 1e-9), (num_parts - 1) // 2)
 
 
 def centered_clip(parts: list[Tensor], center_ratio: float, iterations: int) -> Tensor:
-    """CenteredClip (arXiv 2012.10333, algorithm 2) from the coordinate-wise median; see `combine` for arguments.
+    """CenteredClip (arXiv 2012.10333, algorithm 2) from the coordinate-wise median; see `VotingRule.combine`.
 
     Each iteration moves the center ``v`` by the mean of ``min(1, tau / |x - v|) * (x - v)``, with ``tau`` =
     ``center_ratio`` times the lower median of the distances. So a hostile minority moves it by less than ``tau``, and

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What one peer encoded in one group.
+    """One peer's encoded vector in one group.
 
     Attributes:
         vector: The contribution, fp32, ``[num_values]``.
@@ -46,7 +46,7 @@ class Encoded:
             values; None when it was not reduced here, or its encoding lost nothing.
         own_mean: The same, encoded.
         mean_codec: How.
-        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.vector.aggregation.feedback_scale`.
+        mean_scale: What its loss is multiplied by; see `p2ptrain.averaging.vector.rules.feedback_scale`.
     """
 
     vector: torch.Tensor

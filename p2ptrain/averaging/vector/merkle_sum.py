@@ -74,11 +74,11 @@ class SumTree:
         self.root = self._levels[-1][0]
 
     def __len__(self) -> int:
-        """How many leaves there are."""
+        """Number of leaves."""
         return len(self._levels[0])
 
     def proof(self, index: int) -> bytes:
-        """What shows that a leaf belongs to the root: its energy, then the nodes beside its path, from below."""
+        """Return a leaf's proof: its energy, then the nodes beside its path to the root, from below."""
         parts = [struct.pack("<d", self._levels[0][index][1])]
         for level in self._levels[:-1]:
             beside = index ^ 1

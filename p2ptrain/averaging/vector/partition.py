@@ -1,4 +1,4 @@
-"""Who reduces which part of the vector in a butterfly all-reduce, by bandwidth.
+"""Shares of the vector in a butterfly all-reduce: each owner reduces one, sized by its bandwidth.
 
 Member i of a group of n owns the fraction w_i of the vector. It sends the other n - 1 owners their parts of its own
 contribution, 1 - w_i, and its finished mean to the n - 1 others, (n - 1) w_i, and receives as much: in all

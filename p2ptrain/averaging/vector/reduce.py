@@ -2,7 +2,7 @@
 
 Parts are checked and measured while they arrive (`PartCheck`). When the owner closes its mask, it leaves out the parts
 that are out of all proportion (`OwnShare.judge`): later would be too late, because the contributors are agreed on by
-then. The rest is combined by the manifest's rule (`p2ptrain.averaging.vector.aggregation`), piece by piece, and each
+then. The rest is combined by the manifest's rule (`p2ptrain.averaging.vector.rules`), piece by piece, and each
 piece of the result can be sent while the next is computed.
 """
 
@@ -13,15 +13,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from p2ptrain.averaging.vector.aggregation import (
-    MIN_FOR_MEDIAN,
-    VOTING_RULES,
-    clip_factors,
-    combine,
-    out_of_proportion,
-    vote_weights,
-)
+from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN, out_of_proportion
 from p2ptrain.averaging.vector.merkle_sum import Node, SumTree, leaf_hashes
+from p2ptrain.averaging.vector.rules import VotingRule, WeightedRule, get_rule
 from p2ptrain.averaging.vector.streaming import Growing, cut
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
@@ -65,7 +59,7 @@ def chunk_span(low: int, high: int, number: int, chunk: int) -> tuple[int, int]:
 
 
 def mean_root(codec: Decoder, mean: Buffer, num_values: int, chunk: int) -> bytes:
-    """What names an encoded mean: the root of its `mean_tree`, or the hash of a list of parts, which has no chunks."""
+    """Return an encoded mean's name: the root of its `mean_tree`, or the hash of a list of parts."""
     return bulk_hash(mean) if isinstance(codec, PartList) else mean_tree(codec, mean, num_values, chunk).root[0]
 
 
@@ -129,7 +123,6 @@ class PartCheck(RangeCheck):
         self.leaves: list[Node] = []
 
     def __call__(self, piece: memoryview, low: int, high: int) -> None:
-        """See `RangeCheck`."""
         super().__call__(piece, low, high)
         if not (self._measured or self._hashed):
             return
@@ -150,12 +143,9 @@ def check_range(largest: float, limit: float) -> None:
 
 
 def part_weights(spec: AveragingSpec, norms: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """What each contributor's part is multiplied by; under ``norm_clip`` they add up to less where it clips."""
-    weights = vote_weights(spec, tokens)
-    if spec.aggregation == "norm_clip":
-        factors = clip_factors(spec, norms, tokens)
-        weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
-    return weights
+    """Return the factor of each contributor's part, by the manifest's rule."""
+    rule = get_rule(spec)
+    return rule.weights(spec, norms, tokens) if isinstance(rule, WeightedRule) else rule.shares(spec, tokens)
 
 
 class OwnShare:
@@ -307,7 +297,7 @@ class OwnShare:
         return found
 
     def weights(self, contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        """What each contributor's part is multiplied by."""
+        """Return the factor of each contributor's part."""
         norms = self.norms()
         return part_weights(self._spec, [norms[index] for index in contributors], tokens)
 
@@ -331,12 +321,13 @@ class OwnShare:
     def combine(
         self, low: int, high: int, contributors: Sequence[int], weights: list[float], exact: torch.Tensor
     ) -> None:
-        """The same without encoding."""
-        if self._spec.aggregation in VOTING_RULES:
-            step = self._chunk if self._spec.aggregation == "centered_clip" else STACK_VALUES
+        """Combine the values ``[low, high)`` into ``exact``; see `reduce_piece`."""
+        rule = get_rule(self._spec)
+        if isinstance(rule, VotingRule):
+            step = STACK_VALUES if rule.by_coordinate else self._chunk
             for first, last in cut(high - low, self._block_size(), step):
                 stack = [self._decoded(index, low + first, low + last) for index in contributors]
-                exact[first:last] = combine(self._spec, stack)
+                exact[first:last] = rule.combine(self._spec, stack)
         else:
             self._add_up(low, high, contributors, weights, exact)
 

@@ -62,6 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
         "link": str(link),
         "run_dir": arguments.run_dir or default_run_dir(f"join-{link.digest.hex()[:8]}"),
         "network.auto_nat": True,
+        "network.directory": link.directory or None,
         "stop_after.minutes": arguments.minutes,
         "stop_after.rounds": arguments.rounds,
     }
@@ -132,20 +133,19 @@ def check_compatible(manifest: Manifest) -> None:
     """Refuse a swarm that this version cannot take part in.
 
     Raises:
-        IncompatibleError: Its protocol, model family or codec is not known here; says what to do.
+        IncompatibleError: Its protocol, model family, codec or rule is not known here; says what to do.
         UsageError: It trains a custom model, which only its own script can build.
     """
-    from p2ptrain.codecs import codec_names
     from p2ptrain.manifest import PROTOCOL_VERSION
     from p2ptrain.models import check_reads_text
+    from p2ptrain.node.extensions import check_extensions
 
     if manifest.protocol != PROTOCOL_VERSION:
         raise IncompatibleError(
             f"the swarm speaks protocol {manifest.protocol}, this version {PROTOCOL_VERSION}:"
             " install the swarm's version"
         )
-    if manifest.averaging.codec not in codec_names():
-        raise IncompatibleError(f"codec {manifest.averaging.codec!r} is not known here: install the swarm's version")
+    check_extensions(manifest)
     check_reads_text(manifest.model)
 
 
@@ -171,11 +171,19 @@ def describe(signed: SignedManifest, config: PeerConfig) -> str:
             f"runs       {manifest.model.family}, {human_count(parameters)} parameters, on {manifest.data.source};"
             f" device {resources.device}, {threads}, about {human_bytes(memory)} of memory",
             f"sends      {manifest.averaging.codec} updates every {steps}{'; ' + ', '.join(caps) if caps else ''}",
-            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
-            " public to the swarm; none of your files are",
-            f"writes     {config.run_dir}",
+            *_exposes(config),
         ]
     )
+
+
+def _exposes(config: PeerConfig) -> list[str]:
+    directory = config.network.directory
+    return [
+        f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
+        " public to the swarm; none of your files are",
+        *([f"tells      {directory} the same"] if directory else []),
+        f"writes     {config.run_dir}",
+    ]
 
 
 def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
@@ -214,9 +222,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
             *(feeds if config.role != "stage" else []),
             f"sends      {manifest.pipeline.codec} activations, {manifest.averaging.codec} updates"
             f"{'; ' + ', '.join(caps) if caps else ''}",
-            f"exposes    {', '.join(config.network.listen)}: this machine's addresses, name, speed and progress are"
-            " public to the swarm; none of your files are",
-            f"writes     {config.run_dir}",
+            *_exposes(config),
         ]
     )
 

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files (default DIR/bootstrap)"
     )
     parser.add_argument("--link-file", type=Path, metavar="FILE", help="write the link there, too, for others to read")
+    parser.add_argument("--directory", metavar="URL", help="where peers find each other (default: their own DHT)")
     parser.add_argument("--metrics-port", type=int, metavar="N", help="serve Prometheus metrics there, on loopback")
 
 
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             # A relay has to learn from others that it can be reached: one that only claims so cuts its streams.
             "network.auto_nat": arguments.relay,
             "network.nat_port_map": arguments.nat_port_map,
+            "network.directory": arguments.directory,
             "metrics.port": arguments.metrics_port,
             "log.format": arguments.log_format,
             "log.level": arguments.log_level,

@@ -1,7 +1,7 @@
 """`Directory` on a DHT: hivemind's ``DHTNode`` on the daemon that the transport owns.
 
 Every value is a sealed record (`p2ptrain.network.records.record`) under (key, peer id). Each node checks records when
-it is asked to store them and again when it reads them (`RecordGuard`), so a forged, foreign, oversized or too
+it is asked to store them and again when it reads them (`DHTRecordGuard`), so a forged, foreign, oversized or too
 long-lived record neither spreads nor is believed.
 
 Peers that start together can miss each other's bootstrap and form several DHTs (hivemind issue 624); a partition does
@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgpack
@@ -31,46 +29,38 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import timed_storage
 from hivemind.utils.multiaddr import Multiaddr
 
-from p2ptrain.errors import IntegrityError, PeerError, ResourceError
+from p2ptrain.errors import ConfigError, IntegrityError, PeerError, ResourceError
 from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.factory import DirectoryOptions
 from p2ptrain.network.libp2p.transport import Libp2pTransport
 from p2ptrain.network.link import check_peer_address
-from p2ptrain.network.records.record import MAX_RECORD_BYTES, open_record
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
+from p2ptrain.network.records.guard import MAX_KEYS, MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import MAX_RECORD_BYTES
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
-MAX_LIFETIME_SECONDS = 600.0
-"""Records that claim to live longer are refused; it also bounds how far a publisher's clock may be ahead."""
-MAX_SUBKEYS = 4096
-MAX_KEYS = 65536
 RPC_SECONDS = 3.0
 JOIN_SECONDS = 5.0
 REJOIN_SECONDS = 0.5
 REFRESH_SECONDS = 15.0
 MAX_REMEMBERED_PEERS = 64
-_VERIFIED_CACHE = 16384
 
 
-class RecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
+class DHTRecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no types
     """Decides which records this node stores and believes.
 
     Attributes:
         refused: How many were refused.
     """
 
-    def __init__(self, swarm: bytes, verifier: Signer, now: Callable[[], float]) -> None:
+    def __init__(self, guard: RecordGuard) -> None:
         self.refused = 0
         self.storage: Any = None
-        self._swarm = swarm
-        self._verifier = verifier
-        self._now = now
-        self._verified: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        self._guard = guard
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether the record is sealed by the peer that its subkey names, and bounded in size, life and number."""
+        """True if the peer that the subkey names sealed the record, and it is bounded in size, life and number."""
         try:
             subkey = self._check(record)
         except (IntegrityError, ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
@@ -85,21 +75,9 @@ class RecordGuard(RecordValidatorBase):  # type: ignore[misc]  # hivemind has no
     def _check(self, record: DHTRecord) -> str:
         if len(record.value) > MAX_RECORD_BYTES + 8 or len(record.subkey) > 256:
             raise ValueError("it is too large")
-        subkey = msgpack.unpackb(record.subkey, raw=False)
-        fingerprint = hashlib.sha256(record.value).digest()
-        if fingerprint in self._verified:
-            self._verified.move_to_end(fingerprint)
-            peer, expires_at = self._verified[fingerprint]
-        else:
-            opened = open_record(msgpack.unpackb(record.value, raw=False), None, self._swarm, self._verifier)
-            peer, expires_at = opened.peer, opened.expires_at
-            self._verified[fingerprint] = (peer, expires_at)
-            if len(self._verified) > _VERIFIED_CACHE:
-                self._verified.popitem(last=False)
-        if subkey != peer or expires_at != record.expiration_time:
+        peer, expires_at = self._guard.check(msgpack.unpackb(record.value, raw=False))
+        if msgpack.unpackb(record.subkey, raw=False) != peer or expires_at != record.expiration_time:
             raise ValueError("its subkey or expiry is not what was signed")
-        if expires_at > self._now() + MAX_LIFETIME_SECONDS:
-            raise ValueError("it claims to live too long")
         return peer
 
     def _is_full(self, key: bytes, subkey: str) -> bool:
@@ -114,69 +92,47 @@ class Libp2pDirectory(Directory):
 
     Attributes:
         guard: Counts refused records.
-        on_clock_measured: Called whenever `clock_skew_seconds` may have changed.
     """
 
-    def __init__(
-        self,
-        transport: Libp2pTransport,
-        p2p: Any,
-        node: Any,
-        guard: RecordGuard,
-        bootstrap: Sequence[str],
-        runtime: Runtime,
-    ) -> None:
+    def __init__(self, options: DirectoryOptions, p2p: Any, node: Any, guard: DHTRecordGuard) -> None:
+        assert isinstance(options.transport, Libp2pTransport)
         self.guard = guard
-        self._transport = transport
+        self._transport = options.transport
         self._p2p = p2p
         self._node = node
         self._bootstrap: dict[str, list[str]] = {}
-        for address in bootstrap:
+        for address in options.bootstrap:
             self._bootstrap.setdefault(check_peer_address(address), []).append(address)
-        self._bootstrap.pop(transport.peer_id, None)
+        self._bootstrap.pop(self._transport.peer_id, None)
         self._remembered: OrderedDict[str, None] = OrderedDict()
-        self._runtime = runtime
+        self._runtime = options.runtime
         self._skews: OrderedDict[str, float] = OrderedDict()
         self._tasks = Tasks()
         self._is_closed = False
-        self.on_clock_measured: Callable[[], None] = lambda: None
 
     @classmethod
-    async def start(
-        cls,
-        transport: Libp2pTransport,
-        swarm: bytes,
-        verifier: Signer,
-        bootstrap: Sequence[str],
-        runtime: Runtime,
-        client_mode: bool = False,
-    ) -> Libp2pDirectory:
+    async def start(cls, options: DirectoryOptions) -> Libp2pDirectory:
         """Take part in the swarm's DHT; returns after one attempt to join, and goes on trying in the background.
 
-        Args:
-            transport: Gives the daemon; it must outlive this directory.
-            swarm: The manifest's digest, 32 bytes: records of other swarms are refused.
-            verifier: Checks signatures.
-            bootstrap: Addresses, ending in ``/p2p/<id>``, of peers that take part already; empty for the first peer.
-            runtime: Its clock decides about expiry, for the whole process.
-            client_mode: Ask others, but store nothing for them: for peers that come for a moment (``status``), or that
-                cannot be reached.
-
         Raises:
+            ConfigError: The transport is of another kind, and has no daemon.
             ResourceError: The transport's daemon does not answer.
         """
+        transport, runtime = options.transport, options.runtime
+        if not isinstance(transport, Libp2pTransport):
+            raise ConfigError("the DHT needs the libp2p transport: set network.directory to one of another kind")
         # hivemind asks a module-level function for the time. One process is one peer, so it may ask our runtime: then
         # a peer whose clock is off by hours, and who knows, neither drops everybody's records nor publishes dead ones.
         for module in (timed_storage, hivemind_node, hivemind_protocol):
             module.get_dht_time = runtime.now
-        guard = RecordGuard(swarm, verifier, runtime.now)
+        guard = DHTRecordGuard(RecordGuard(options.swarm, options.verifier, runtime.now))
         p2p: Any = None
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 p2p = await _attach(transport)
                 node = await DHTNode.create(
                     p2p=p2p,
-                    client_mode=client_mode,
+                    client_mode=options.client_mode,
                     record_validator=guard,
                     wait_timeout=RPC_SECONDS,
                     # A cached set of records hides peers that came later.
@@ -195,7 +151,7 @@ class Libp2pDirectory(Directory):
             raise ResourceError(f"the network daemon does not take the directory ({error!r}): try again") from error
         node.protocol.storage.maxsize = MAX_KEYS
         guard.storage = node.protocol.storage
-        directory = cls(transport, p2p, node, guard, bootstrap, runtime)
+        directory = cls(options, p2p, node, guard)
         if directory._bootstrap:
             await directory._join()
         directory._tasks.keep(directory._keep_joined, "directory-keeper")
@@ -208,11 +164,11 @@ class Libp2pDirectory(Directory):
 
     @property
     def clock_skew_seconds(self) -> float | None:
-        """How far this machine's clock is ahead of its peers' (median), to about half a round trip.
+        """See `Directory.clock_skew_seconds`: the median of its peers' clocks, to about half a round trip.
 
-        None before the first peer answered. Set ``runtime.clock_offset_seconds`` to its negative to correct for it.
+        None before the first peer answered, and for the swarm's first peer, whose clock is the swarm's.
         """
-        return statistics.median(self._skews.values()) if self._skews else None
+        return statistics.median(self._skews.values()) if self._skews and self._bootstrap else None
 
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
         try:
@@ -305,7 +261,6 @@ class Libp2pDirectory(Directory):
             self._skews.move_to_end(peer)
             while len(self._skews) > MAX_REMEMBERED_PEERS:
                 self._skews.popitem(last=False)
-            self.on_clock_measured()
         if response.peer and response.peer.node_id:
             await protocol.update_routing_table(DHTID.from_bytes(response.peer.node_id), peer_id, responded=True)
 

@@ -117,6 +117,10 @@ class Libp2pTransport(Transport):
     def peer_id(self) -> PeerId:
         return self._peer_id
 
+    @property
+    def num_refused(self) -> int:
+        return self.direct.refusals.total()
+
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Have ``callback(reason)`` called on the event loop when the daemon ends by itself; at once if it has."""
         self._on_lost = callback

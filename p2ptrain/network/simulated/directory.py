@@ -75,7 +75,6 @@ class SimulatedDirectory(Directory):
         self._closed = False
 
     async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
-        """See `Directory.publish`."""
         network = self._network
         if not await self._request(timeout_seconds):
             return False
@@ -100,7 +99,6 @@ class SimulatedDirectory(Directory):
         return found
 
     async def close(self) -> None:
-        """See `Directory.close`."""
         self._closed = True
 
     async def _request(self, timeout_seconds: float) -> bool:

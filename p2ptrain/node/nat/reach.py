@@ -27,6 +27,7 @@ from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, R
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.transport import Transport
 from p2ptrain.node.nat.contacts import Contacts, dialable
 from p2ptrain.node.nat.probing import CONTACT_SECONDS, ProbeServer, as_multiaddr, ask_back
 from p2ptrain.node.nat.relaying import RELAY_ATTEMPTS, carrier, serve_carry, why_no_relay
@@ -51,6 +52,29 @@ class Standing:
     reachability: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
     note: str = ""
+
+
+class FixedReach:
+    """How a peer is reached whose transport is not libp2p: at the addresses that the transport tells."""
+
+    is_outbound_only = False
+
+    def __init__(self, transport: Transport) -> None:
+        self.standing = Standing()
+        self._transport = transport
+
+    async def settle(self) -> None:
+        """Ask the transport."""
+        self.standing = Standing("direct", tuple(await self._transport.addresses()))
+
+    async def watch(self, on_change: Callable[[], None]) -> None:
+        """Ask again and again."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            before = self.standing
+            await self.settle()
+            if self.standing != before:
+                on_change()
 
 
 @dataclass

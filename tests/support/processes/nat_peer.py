@@ -28,7 +28,7 @@ from typing import Any
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.transport import Libp2pSettings
+from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.node.nat.reach import Reach
@@ -62,13 +62,18 @@ async def obey(peer: Peer, order: list[Any]) -> Any:
             return next((record.reachability for record in peer.membership.records() if record.name == name), None)
         case ["connections"]:
             found: dict[str, list[str]] = {}
-            for remote, address in await peer.transport.connections():
+            for remote, address in await _daemon(peer).connections():
                 found.setdefault(remote, []).append(address)
             return found
         case ["disconnect", str(other)]:
-            await peer.transport.disconnect(other)
+            await _daemon(peer).disconnect(other)
             return "ok"
     raise ValueError(order)
+
+
+def _daemon(peer: Peer) -> Libp2pTransport:
+    assert isinstance(peer.transport, Libp2pTransport)
+    return peer.transport
 
 
 async def tell_standing(peer: Peer) -> None:

@@ -84,6 +84,7 @@ class Options:
         save_rounds: Rounds between checkpoints; 0 saves at the end only.
         serves: Requests per second that its record says it serves; 0 for a record without that part.
         upload: Bytes per second that it sends of its state; 0 for no limit.
+        directory: Of a swarm that it starts; empty for the DHT.
         clock_seconds: How far this machine's wall clock is ahead, as this process sees it.
     """
 
@@ -99,6 +100,7 @@ class Options:
     save_rounds: int = 0
     serves: float = 0.0
     upload: float = 0.0
+    directory: str = ""
     clock_seconds: float = 0.0
 
 
@@ -362,7 +364,10 @@ def main() -> int:
                 swarm = Swarm.join(options.link, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
             else:
                 manifest = Manifest.model_validate(options.manifest)
-                swarm = Swarm.create(manifest, run_dir=options.run_dir, name=name, listen=listen, saving=saving)
+                swarm = Swarm.create(
+                    manifest, run_dir=options.run_dir, name=name, listen=listen, saving=saving,
+                    directory=options.directory,
+                )  # fmt: skip
             stack.enter_context(swarm)
             orders.loop = swarm._thread.loop
             daemon = swarm._peer.transport.daemon.process_id

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,9 @@ import pytest
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.manifest import AveragingSpec, DataSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
+from p2ptrain.network.directory import Directory
 from p2ptrain.network.identity import Identity
-from p2ptrain.network.libp2p.directory import Libp2pDirectory
-from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport
+from p2ptrain.network.libp2p.settings import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
@@ -62,11 +61,9 @@ def small_manifest(text: Path, training: dict[str, Any], *, num_stages: int = 1,
 
 
 class NodeTransport(Transport):
-    """A simulated transport, with what the product asks a daemon besides."""
+    """A simulated transport that can be lost, as a daemon can."""
 
-    def __init__(self, peer: SimulatedPeer, settings: Libp2pSettings) -> None:
-        self.settings = settings
-        self.direct = SimpleNamespace(refusals=Counter[str]())
+    def __init__(self, peer: SimulatedPeer) -> None:
         self.lose: Callable[[str], None] = lambda reason: None
         self._peer = peer
 
@@ -86,9 +83,6 @@ class NodeTransport(Transport):
     async def addresses(self) -> list[str]:
         return await self._peer.transport.addresses()
 
-    async def reachability(self) -> str:
-        return "direct"
-
     def on_lost(self, callback: Callable[[str], None]) -> None:
         self.lose = callback
 
@@ -107,13 +101,11 @@ class SimulatedNode(Peer):
     swarm_of: ProductSwarm
     simulated: SimulatedPeer
 
-    async def _start_transport(self, settings: Libp2pSettings) -> Libp2pTransport:
-        return cast(Libp2pTransport, NodeTransport(self.simulated, settings))
+    async def _start_transport(self, settings: Libp2pSettings) -> Transport:
+        return NodeTransport(self.simulated)
 
-    async def _start_directory(self) -> Libp2pDirectory:
-        directory = self.simulated.directory
-        directory.clock_skew_seconds = None  # type: ignore[attr-defined]
-        return cast(Libp2pDirectory, directory)
+    async def _start_directory(self) -> Directory:
+        return self.simulated.directory
 
     def train(self, state: SharedState) -> Synchronizer:
         synchronizer = super().train(state)

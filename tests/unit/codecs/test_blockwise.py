@@ -84,11 +84,11 @@ def test_error_stays_within_the_stated_bound(values: list[float], padding: int) 
 
 
 @both
-@pytest.mark.parametrize("exponent", [-149, -140, -126, -110, -101, -100, -99, -50, 0, 50, 119])
-def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec, exponent: int) -> None:
-    for num_values in (1, 255, 256, 257, 1000):
-        uniform = torch.rand(num_values, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
-        assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
+def test_error_stays_within_the_bound_at_every_magnitude(codec: Codec) -> None:
+    for exponent in (-149, -140, -126, -110, -101, -100, -99, -50, 0, 50, 119):
+        for num_values in (1, 255, 256, 257, 1000):
+            uniform = torch.rand(num_values, generator=torch.Generator().manual_seed(exponent % 97)) * 2 - 1
+            assert_within_bound(codec, torch.ldexp(uniform, torch.tensor(exponent)))
 
 
 def test_a_block_of_zeros_has_scale_zero_and_decodes_to_zero() -> None:

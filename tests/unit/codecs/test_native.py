@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import CodecError, codec_names, get_codec, warm
+from p2ptrain.codecs import CodecError, codec_names, get_codec, warm_up
 from p2ptrain.codecs.blockwise import BlockwiseCodec, Int4Codec
-from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec
+from p2ptrain.codecs.conformance import fingerprint
+from p2ptrain.codecs.native import ENERGY_VALUES, NativeCodec, agree
 from p2ptrain.native import build, load, load_functions
 from p2ptrain.native.load import Function, Functions
 from tests.support.tools import needed
@@ -157,23 +158,6 @@ def test_native_codecs_decode_and_accumulate_the_same_bits_from_any_buffer(
     assert bytes(unaligned) == data
 
 
-@every_codec
-def test_native_codecs_write_nothing_outside_of_their_target(name: str, functions: Functions) -> None:
-    _, native = pair(name, functions)
-    for num_values in (1, 127, 128, 256, 257, 640, 1000, 4096, 8500, 65_536, 71_000):
-        vector = torch.linspace(-1, 1, num_values)
-        size, margin = native.encoded_bytes(num_values), 67
-        room = bytearray(b"\xaa" * (size + 2 * margin))
-        native.encode_into(vector, memoryview(room)[margin : margin + size])
-        assert room[:margin] == room[margin + size :] == b"\xaa" * margin
-        wide = torch.full((num_values + 2 * margin,), 7.0)
-        data = bytes(room[margin : margin + size])
-        native.decode_into(data, wide[margin : margin + num_values])
-        native.accumulate_into(data, 1.0, wide[margin : margin + num_values])
-        assert bool((wide[:margin] == 7).all()), num_values
-        assert bool((wide[margin + num_values :] == 7).all()), num_values
-
-
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_native_codecs_refuse_received_values_that_are_not_finite(
@@ -205,9 +189,9 @@ def test_functions_that_compute_something_else_are_not_used(
 ) -> None:
     wrong = {**functions, "int8": {**functions["int8"], "accumulate": functions["int8"]["decode"]}}
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", lambda: wrong)
-    assert not warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", lambda: wrong)
+    assert not warm_up()
     assert [name for name in codecs if not codecs[name].functions] == ["int8"]
     assert "int8 differs" in caplog.text
 
@@ -222,18 +206,18 @@ def test_warming_up_gives_every_codec_its_functions_and_is_done_once(
         return functions
 
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", load_once)
-    assert warm.warm_up()
-    assert warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", load_once)
+    assert warm_up()
+    assert warm_up()
     assert len(calls) == 1
 
 
 def test_without_a_library_codecs_work_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     codecs = {name: fresh(name) for name in NAMES}
-    monkeypatch.setattr(warm, "get_codec", codecs.__getitem__)
-    monkeypatch.setattr(warm, "load_functions", dict)
-    assert not warm.warm_up()
+    monkeypatch.setattr("p2ptrain.codecs.native.get_codec", codecs.__getitem__)
+    monkeypatch.setattr("p2ptrain.codecs.native.load_functions", dict)
+    assert not warm_up()
     assert codecs["int8"].encode(torch.ones(512)) == get_codec("int8").encode(torch.ones(512))
 
 
@@ -249,26 +233,42 @@ def idle(refused: int) -> Function:
 @every_codec
 def test_functions_that_compute_something_else_are_noticed(name: str, functions: Functions) -> None:
     codec, own = fresh(name), functions[name]
-    assert warm.agree(codec, own)
+    assert agree(codec, own)
     for operation in own.keys() - {"validate"}:
         for refused in (0, 1):
             wrong = {**own, operation: idle(refused)}
-            assert not warm.agree(codec, wrong), operation
+            assert not agree(codec, wrong), operation
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have one version of each function")
-@pytest.mark.parametrize(("cpu", "flag"), [("x86-64", "sse2"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512vl")])
+@pytest.mark.parametrize(
+    ("flag", "options"),
+    [
+        ("sse2", ("-march=x86-64",)),
+        ("avx2", ("-march=x86-64-v3",)),
+        ("avx512vl", ("-march=x86-64-v4",)),
+        ("sse2", ("-DCLONES", "-DHAS_AVX512=0", "-DHAS_AVX2=0")),
+        ("f16c", ("-DCLONES", "-DHAS_AVX512=0", "-DHAS_AVX2=1")),
+        ("avx512vl", ("-DCLONES", "-DHAS_AVX512=1", "-DHAS_AVX2=1")),
+    ],
+    ids=str,
+)
 def test_native_codecs_of_other_cpus_compute_the_same_bits(
-    cpu: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flag: str, options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if flag not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this CPU has no {flag}")
-    monkeypatch.setattr(build, "VARIANTS", ((f"-march={cpu}",),))
+    monkeypatch.setattr(build, "VARIANTS", (options,))
     library = tmp_path / "codecs.so"
     library.write_bytes(build.build_library())
     found = load.open_library(library)
     for name in NAMES:
-        assert warm.agree(fresh(name), found[name]), name
+        assert agree(fresh(name), found[name]), name
+        codec = fresh(name)
+        codec.functions = found[name]
+        assert fingerprint(codec) == fingerprint(fresh(name))
+        if name in ("fp16", "bf16"):
+            check_all_16_bit_numbers(fresh(name), codec)
 
 
 @every_codec
@@ -288,7 +288,10 @@ def test_native_codecs_compute_the_same_in_several_threads(name: str, functions:
 
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_all_numbers_of_16_bits_decode_and_encode_alike(name: str, functions: Functions) -> None:
-    plain, native = pair(name, functions)
+    check_all_16_bit_numbers(*pair(name, functions))
+
+
+def check_all_16_bit_numbers(plain: NativeCodec, native: NativeCodec) -> None:
     every = np.arange(1 << 16, dtype=np.uint16)
     decoded = [torch.empty(1 << 16) for _ in range(2)]
     for codec, out in zip((plain, native), decoded, strict=True):

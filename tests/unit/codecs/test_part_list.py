@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.codecs import Codec, CodecError, PartList, get_codec
+from p2ptrain.codecs import Codec, CodecError, PartList, fewer_bytes_listed, get_codec
 from p2ptrain.codecs.arrays import Floats
 from p2ptrain.codecs.mixed import by_size
 
@@ -208,3 +208,12 @@ def test_a_part_that_its_codec_refuses_is_refused_in_a_list(how: str) -> None:
         PartList(TOPK, 3).validate(encoded, 5000)
     if how == "level":
         assert PartList(TOPK, 3).largest(encoded, 5000) == math.inf
+
+
+@pytest.mark.parametrize("peers", [1, 2, 49, 50, 400])
+def test_a_list_is_compared_by_the_bytes_that_owners_send(peers: int) -> None:
+    dense, num_values = get_codec("int8"), 10 * CHUNK
+    lists, means = peers * TOPK.encoded_bytes(num_values), dense.encoded_bytes(num_values)
+    assert fewer_bytes_listed(TOPK, dense, num_values, peers) == (lists < means) == (peers <= 49)
+    with pytest.raises(ValueError, match="0 peers"):
+        fewer_bytes_listed(TOPK, dense, num_values, 0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -174,22 +172,14 @@ def test_native_and_plain_code_give_the_same_bytes_and_bits(name: str, native: T
     assert torch.equal(*(out.view(torch.int32) for out in outs))
 
 
-@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf, 1.01 * 2.0**120, -3e38])
-@pytest.mark.parametrize("where", [0, 255, 256, 4095, 4096, 4999])
-def test_values_that_do_not_fit_are_refused(bad: float, where: int, native: TopKCodec) -> None:
-    vector = gaussian(5000)
-    vector[where] = bad
-    for codec in (TOPK, native):
-        with pytest.raises(CodecError, match=r"2\*\*120"):
-            codec.encode(vector)
-
-
-def test_chunks_full_of_values_that_do_not_fit_are_refused(native: TopKCodec) -> None:
-    for bits in (-1, 2**31 - 1, 0x7B800001, 0x7F800000):
-        vector = torch.full((3 * CHUNK,), bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
-        for codec in (TOPK, native):
-            with pytest.raises(CodecError, match=r"2\*\*120"):
-                codec.encode(vector)
+def test_values_that_do_not_fit_are_refused(native: TopKCodec) -> None:
+    for bad in (math.nan, -math.nan, math.inf, -math.inf, 1.01 * 2.0**120, -3e38):
+        for where in (0, 255, 256, 4095, 4096, 4999, slice(None)):
+            vector = gaussian(5000)
+            vector[where] = bad
+            for codec in (TOPK, native):
+                with pytest.raises(CodecError, match=r"2\*\*120"):
+                    codec.encode(vector)
 
 
 def refusal(codec: TopKCodec, operation: str, data: bytes, num_values: int) -> str | None:
@@ -218,21 +208,6 @@ def test_both_find_the_same_faults_in_random_bytes(native: TopKCodec) -> None:
         assert decoded[0] == decoded[1]
         faults.add(found[0])
     assert len(faults) == 3  # Nothing wrong, levels, indices.
-
-
-@pytest.mark.parametrize("num_values", [CHUNK, 130])
-def test_any_bytes_decode_without_touching_other_memory(num_values: int, native: TopKCodec) -> None:
-    generator = np.random.default_rng(1)
-    for trial in range(200):
-        codec = (TOPK, native)[trial % 2]
-        data = generator.bytes(TOPK.encoded_bytes(num_values))
-        around = torch.full((num_values + 256,), 5.0)
-        with pytest.raises(CodecError):
-            codec.validate(data, num_values)
-        with contextlib.suppress(CodecError):
-            codec.decode_into(data, around[128:-128])
-        assert bool((around[:128] == 5).all())
-        assert bool((around[-128:] == 5).all())
 
 
 def faulty(num_values: int, at: int, change: int) -> bytearray:
@@ -264,23 +239,3 @@ def test_malformed_bytes_are_refused(num_values: int, at: int, change: int, reas
     for codec in (TOPK, native):
         with pytest.raises(CodecError, match=reason):
             codec.validate(faulty(num_values, at, change), num_values)
-
-
-def test_gathered_contributions_add_up_to_the_same_bits_for_all_who_keep_the_order() -> None:
-    vectors = [gaussian(2 * CHUNK + 70, seed=seed) for seed in range(5)]
-    encoded = [TOPK.encode(vector) for vector in vectors]
-    expected = torch.zeros(len(vectors[0]))
-    for data in encoded:
-        part = torch.empty_like(expected)
-        TOPK.decode_into(data, part)
-        expected += part * torch.tensor(0.2)
-    whole = torch.zeros_like(expected)
-    in_pieces = torch.zeros_like(expected)
-    for data in encoded:
-        TOPK.accumulate_into(data, 0.2, whole)
-    for low, high in pairwise((0, CHUNK, 2 * CHUNK, len(expected))):
-        for data in encoded:
-            piece = memoryview(data)[TOPK.encoded_bytes(low) : TOPK.encoded_bytes(high)]
-            TOPK.accumulate_into(piece, 0.2, in_pieces[low:high])
-    assert torch.equal(whole, expected)
-    assert torch.equal(in_pieces, expected)

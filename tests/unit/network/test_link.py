@@ -22,9 +22,10 @@ DIGEST = hashlib.sha256(b"manifest").digest()
     digest=st.binary(min_size=32, max_size=32),
     ports=st.lists(st.integers(1, 65535), min_size=1, max_size=5),
     host=st.sampled_from(["/ip4/10.0.0.1", "/ip6/::1", "/dns4/seed.example.org", "/dns/x.example"]),
+    directory=st.sampled_from(["", "https://lab.example:8080/swarm/", "http://[::1]:80", "redis:a,b", "own"]),
 )
-def test_parsing_inverts_printing(digest: bytes, ports: list[int], host: str) -> None:
-    link = SwarmLink(digest, tuple(f"{host}/tcp/{port}/p2p/{PEER}" for port in ports))
+def test_parsing_inverts_printing(digest: bytes, ports: list[int], host: str, directory: str) -> None:
+    link = SwarmLink(digest, tuple(f"{host}/tcp/{port}/p2p/{PEER}" for port in ports), directory)
     assert SwarmLink.parse(f" {link}\n") == link
 
 
@@ -48,6 +49,8 @@ def test_the_last_peer_id_names_the_peer(address: str) -> None:
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?b=/ip4/1.2.3.456/tcp/1/p2p/{PEER}", "not a multiaddr"),
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?b=/ip4/1.2.3.4/tcp/99999/p2p/{PEER}", "not a multiaddr"),
         (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?b={ADDRESS},{ADDRESS}", "not a multiaddr"),
+        (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?d=HTTP://x&b={ADDRESS}", "no URL"),
+        (f"p2ptrain://{base58.b58encode(DIGEST).decode()}?d=a&d=b&b={ADDRESS}", "unknown part"),
         ("p2ptrain://" + "1" * 9000, "longer than"),
     ],
 )
@@ -59,7 +62,7 @@ def test_wrong_links_get_one_line_that_says_what_to_do(text: str, reason: str) -
 
 
 def test_every_truncation_is_refused() -> None:
-    text = str(SwarmLink(DIGEST, (ADDRESS,)))
+    text = str(SwarmLink(DIGEST, (ADDRESS,), "https://lab.example"))
     for length in range(len(text)):
         with pytest.raises(LinkError):
             SwarmLink.parse(text[:length])

@@ -14,19 +14,14 @@ from p2ptrain.averaging.vector import aggregation as robust
 from p2ptrain.averaging.vector.aggregation import (
     centered_clip,
     clip_factors,
-    combine,
-    feedback_scale,
     median,
     num_trimmed,
     out_of_proportion,
     trimmed,
     typical,
-    vote_weights,
 )
 from p2ptrain.manifest import AveragingSpec
 
-SPECS = {rule: AveragingSpec.model_validate({"aggregation": rule}) for rule in robust.VOTING_RULES}
-every_rule = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 seeds = st.integers(0, 1 << 30)
 
 
@@ -83,33 +78,6 @@ def test_centered_clip_is_the_papers_iteration(num_parts: int, ratio: float, ite
     torch.testing.assert_close(found, center.float(), rtol=1e-4, atol=1e-5)
 
 
-@every_rule
-@settings(max_examples=30)
-@given(num_parts=st.integers(1, 17), seed=seeds)
-def test_equal_parts_give_themselves_exactly(spec: AveragingSpec, num_parts: int, seed: int) -> None:
-    part = torch.randn(300, generator=torch.Generator().manual_seed(seed)) * 1e-3
-    assert torch.equal(combine(spec, rows(part.expand(num_parts, 300))), part)
-
-
-@every_rule
-@settings(max_examples=30)
-@given(order=st.permutations(range(9)), seed=seeds)
-def test_the_order_of_parts_does_not_matter(spec: AveragingSpec, order: list[int], seed: int) -> None:
-    parts = draw(9, 300, seed)
-    one, other = combine(spec, rows(parts)), combine(spec, rows(parts[order]))
-    if spec.aggregation == "centered_clip":
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # It adds up in the order of the roster.
-    else:
-        assert torch.equal(one, other)
-
-
-@every_rule
-def test_no_result_is_negative_zero(spec: AveragingSpec) -> None:
-    zeros = torch.tensor([0.0, -0.0])
-    for parts in ([zeros, -zeros, zeros], [-zeros, zeros], [torch.full((2,), -0.0)]):
-        assert not bool(torch.signbit(combine(spec, rows(torch.stack(parts)))).any())
-
-
 @settings(max_examples=60)
 @given(
     num_honest=st.integers(2, 9),
@@ -143,11 +111,6 @@ def test_a_hostile_minority_stays_within_the_bound(
 def test_centered_clip_of_agreeing_parts_is_their_mean() -> None:
     parts = draw(8)
     torch.testing.assert_close(centered_clip(rows(parts), 1000.0, 1), parts.mean(0), rtol=1e-5, atol=1e-6)
-
-
-def test_only_rules_by_votes_combine_stacks() -> None:
-    with pytest.raises(ValueError, match="norm_clip"):
-        combine(AveragingSpec(aggregation="norm_clip"), rows(draw(3)))
 
 
 # --- norms, tokens, weights -----------------------------------------------------------------------------------------
@@ -203,24 +166,3 @@ def test_a_peer_that_did_more_may_have_come_further() -> None:
     assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 50]) == [1.0] * 4
     assert clip_factors(spec, [1.0, 1.0, 1.0, 5.0], [10, 10, 10, 25])[3] == pytest.approx(0.5)
     assert clip_factors(spec, [1.0, 1.0, 1.0, 50.0], [10, 10, 10, 10**9])[3] == pytest.approx(0.2)
-
-
-@given(tokens=st.lists(st.integers(1, 10**9), min_size=1, max_size=12), rule=st.sampled_from(["mean", "norm_clip"]))
-def test_tokens_count_up_to_a_multiple_of_the_median(tokens: list[int], rule: str) -> None:
-    weights = vote_weights(AveragingSpec.model_validate({"aggregation": rule, "max_weight_ratio": 4}), tokens)
-    assert sum(weights) == pytest.approx(1)
-    most = 4 * sorted(tokens)[(len(tokens) - 1) // 2] if len(tokens) >= 3 else math.inf
-    counted = [min(count, most) for count in tokens]
-    assert weights == pytest.approx([count / sum(counted) for count in counted])
-
-
-@every_rule
-def test_under_a_rule_by_votes_claimed_tokens_count_for_nothing(spec: AveragingSpec) -> None:
-    assert vote_weights(spec, [1, 10**9, 5, 5]) == [0.25] * 4
-
-
-def test_what_encoding_dropped_comes_back_once_where_the_rule_lets_it() -> None:
-    tokens = [10, 30, 60]
-    assert feedback_scale(AveragingSpec(aggregation="mean"), tokens, 1) == pytest.approx(100 / 30)
-    assert feedback_scale(SPECS["centered_clip"], tokens, 1) == pytest.approx(3)
-    assert feedback_scale(SPECS["median"], tokens, 1) == feedback_scale(SPECS["trimmed"], tokens, 1) == 0

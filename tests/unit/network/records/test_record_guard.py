@@ -9,7 +9,8 @@ from hivemind.dht.storage import DHTLocalStorage
 from hivemind.dht.validation import DHTRecord
 
 from p2ptrain.network.libp2p import directory as libp2p_directory
-from p2ptrain.network.libp2p.directory import RecordGuard
+from p2ptrain.network.libp2p.directory import DHTRecordGuard
+from p2ptrain.network.records.guard import RecordGuard
 from p2ptrain.network.records.record import peers_key, seal_record
 from tests.support.signers import NamedSigner
 
@@ -30,7 +31,7 @@ def _store(storage: DHTLocalStorage, record: DHTRecord) -> None:
 @pytest.mark.fault(35)
 def test_a_key_that_is_full_takes_newer_records_of_its_peers_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libp2p_directory, "MAX_SUBKEYS", 3)
-    guard = RecordGuard(SWARM, NamedSigner("verifier"), lambda: EXPIRES_AT - 60.0)
+    guard = DHTRecordGuard(RecordGuard(SWARM, NamedSigner("verifier"), lambda: EXPIRES_AT - 60.0))
     guard.storage = DHTLocalStorage()
     for peer in ("a", "b", "c"):
         record = _record(peer)

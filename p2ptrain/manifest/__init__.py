@@ -15,7 +15,7 @@ import msgpack
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from p2ptrain.errors import ManifestError
-from p2ptrain.sections import Need, Section
+from p2ptrain.manifest.sections import Need, Section
 from p2ptrain.signing import Signer
 
 PROTOCOL_VERSION = 1
@@ -29,6 +29,12 @@ SIGNED_FILE = "manifest.bin"
 
 WEIGHTS_PATTERN = r"^(|local:[\w.-]+|hub:[\w.-]+(/[\w.-]+)?(@[\w./-]+)?)$"
 """Where a pretrained model may be."""
+
+EXTENSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+"""The name of an entry point, such as a codec's."""
+
+PACKAGE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}==[A-Za-z0-9][A-Za-z0-9.+!_-]{0,63}$"
+"""An installed package and its version."""
 
 SPARSE_FEEDBACK_DECAY = 0.95
 """What is kept of a residual under ``topk``: SparseLoCo (arXiv 2508.15706)."""
@@ -239,8 +245,12 @@ class TrainingSpec(Section):
         return self
 
 
+RULES = ("mean", "norm_clip", "centered_clip", "trimmed", "median")
+
+
 def _rules(*names: str) -> Need:
-    return Need("aggregation", lambda rule: rule in names, " or ".join(f'aggregation = "{name}"' for name in names))
+    words = " or ".join(f'aggregation = "{name}"' for name in names)
+    return Need("aggregation", lambda rule: rule in names or rule not in RULES, words)
 
 
 class AveragingSpec(Section):
@@ -253,8 +263,9 @@ class AveragingSpec(Section):
         "trim_fraction": _rules("trimmed"),
         "max_weight_ratio": _rules("mean", "norm_clip"),
     }
-    codec: str = "int8"
-    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4`` or ``topk``, from exact to compact."""
+    codec: str = Field("int8", pattern=EXTENSION_PATTERN)
+    """``fp32``, ``fp16``, ``bf16``, ``int8``, ``int4`` or ``topk``, from exact to compact; or a codec of an installed
+    package."""
     small_tensors: Literal["", "fp32", "fp16", "bf16"] = ""
     """A codec of their own for small tensors such as norms and biases; empty for the one of all others."""
     small_values: int = Field(4096, ge=1, le=1 << 24)
@@ -280,8 +291,10 @@ class AveragingSpec(Section):
     """Deadline of one attempt at averaging, once the group stands."""
     max_weight: float = Field(1e9, gt=0)
     """Largest token weight that a contribution may claim."""
-    aggregation: Literal["mean", "norm_clip", "centered_clip", "trimmed", "median"] = "norm_clip"
-    """How an owner combines the contributions to its share; see docs/robustness.md for which bounds what."""
+    aggregation: str = Field("norm_clip", pattern=EXTENSION_PATTERN)
+    """How an owner combines the contributions to its share: ``mean``, ``norm_clip``, ``centered_clip``, ``trimmed``,
+    ``median`` (see docs/robustness.md for which bounds what), or a rule of an installed package, which may use all of
+    the rules' settings below."""
     clip_ratio: float = Field(2.0, ge=0.1, le=1000)
     """The longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is
     clipped in an honest group; 1 bounds liars best."""
@@ -389,6 +402,9 @@ class Manifest(Section):
     averaging: AveragingSpec = AveragingSpec()
     pipeline: PipelineSpec = PipelineSpec()
     lora: LoraSpec | None = None
+    packages: tuple[Annotated[str, Field(pattern=PACKAGE_PATTERN)], ...] = Field((), max_length=16)
+    """``PACKAGE==VERSION`` of each package that brings the model's family, the codec or the rule: all peers need it.
+    'p2ptrain seed' adds what this machine has."""
 
     @property
     def unused(self) -> set[str]:

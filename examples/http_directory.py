@@ -1,0 +1,113 @@
+"""A directory for the swarms of a lab, on one web server; `p2ptrain.network.http_directory` says how it is asked.
+
+    python examples/http_directory.py --port 8080
+    p2ptrain seed DIR --directory http://HOST:8080
+
+With --certificate and --key it serves HTTPS. It holds records in memory, for any swarm: peers publish theirs every few
+seconds, so nothing is lost when it starts again. It takes signed records alone, and the newest of each peer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import time
+from dataclasses import dataclass, field
+
+import msgpack
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from p2ptrain.errors import IntegrityError
+from p2ptrain.network.identity import Identity
+from p2ptrain.network.records.guard import MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import MAX_RECORD_BYTES
+
+MAX_KEYS = 256
+KEY = re.compile(r"p2ptrain/([0-9a-f]{64})/[a-z]{1,16}")
+
+
+@dataclass
+class Shelf:
+    """What is held under one key: by peer, its sealed record, and when that expires."""
+
+    guard: RecordGuard
+    records: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+
+
+class Server:
+    """Holds records in memory."""
+
+    def __init__(self) -> None:
+        self._verifier = Identity.ephemeral()
+        self._shelves: dict[str, Shelf] = {}
+
+    async def look_up(self, request: Request) -> Response:
+        """Answer with the unexpired records of a key."""
+        self._forget_expired()
+        shelf = self._shelves.get(request.path_params["key"])
+        records = [value for value, _ in shelf.records.values()] if shelf is not None else []
+        return Response(msgpack.packb({"now": time.time(), "records": records}), media_type="application/msgpack")
+
+    async def publish(self, request: Request) -> Response:
+        """Take a record, unless it is refused, older than the one that is here, or one too many."""
+        key, value = request.path_params["key"], bytearray()
+        async for piece in request.stream():
+            value += piece
+            if len(value) > MAX_RECORD_BYTES:
+                return PlainTextResponse("the record is too large", 413)
+        found = KEY.fullmatch(key)
+        if found is None:
+            return PlainTextResponse("no key of a swarm", 404)
+        self._forget_expired()
+        swarm = bytes.fromhex(found[1])
+        shelf = self._shelves.get(key) or Shelf(RecordGuard(swarm, self._verifier, time.time))
+        try:
+            peer, expires_at = shelf.guard.check(bytes(value))
+        except IntegrityError as error:
+            return PlainTextResponse(str(error), 422)
+        fits = peer in shelf.records or len(shelf.records) < MAX_SUBKEYS
+        if not fits or (key not in self._shelves and len(self._shelves) >= MAX_KEYS):
+            return PlainTextResponse("the directory is full", 429)
+        if expires_at > max(time.time(), shelf.records.get(peer, (b"", 0.0))[1]):
+            shelf.records[peer] = bytes(value), expires_at
+            self._shelves[key] = shelf
+        return Response(status_code=204)
+
+    def _forget_expired(self) -> None:
+        now = time.time()
+        for key, shelf in list(self._shelves.items()):
+            shelf.records = {peer: held for peer, held in shelf.records.items() if held[1] > now}
+            if not shelf.records:
+                del self._shelves[key]
+
+
+def make_app() -> Starlette:
+    """Return the web application of one server."""
+    server = Server()
+    routes = [
+        Route("/{key:path}", server.look_up, methods=["GET"]),
+        Route("/{key:path}", server.publish, methods=["POST"]),
+    ]
+    return Starlette(routes=routes)
+
+
+def main() -> None:
+    """Serve until Ctrl-C."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1", help="the address to serve at (default %(default)s)")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--certificate", help="a PEM file")
+    parser.add_argument("--key", help="a PEM file")
+    options = parser.parse_args()
+    uvicorn.run(
+        make_app(), host=options.host, port=options.port, ssl_certfile=options.certificate, ssl_keyfile=options.key,
+        limit_concurrency=256, access_log=False,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

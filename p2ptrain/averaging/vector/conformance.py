@@ -1,0 +1,66 @@
+"""A check that an aggregation rule keeps its contract, for p2ptrain's own tests and those of other packages.
+
+`p2ptrain.averaging.vector.rules` refuses a rule of a package that fails it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from p2ptrain.averaging.vector.rules import Rule, VotingRule, WeightedRule
+from p2ptrain.extensions import require
+from p2ptrain.manifest import AveragingSpec
+
+NUM_VALUES = 300
+_SLACK = 1 + 1e-9
+"""Weights are sums and quotients in double."""
+
+
+def check_rule(rule: Rule) -> None:
+    """Check all that a `Rule` promises, on small groups, in a fraction of a second.
+
+    Raises:
+        ContractError: The rule breaks a promise; says which.
+        Exception: Whatever the rule raises.
+    """
+    require(isinstance(rule, WeightedRule | VotingRule), "a WeightedRule or a VotingRule")
+    require(isinstance(rule.name, str), "a name")
+    spec = AveragingSpec(aggregation=rule.name)
+    for num_parts in (1, 2, 3, 4, 9, 16):
+        tokens = [1 + index**3 for index in range(num_parts)]
+        shares = rule.shares(spec, tokens)
+        require(len(shares) == num_parts and min(shares) >= 0, "one share for each contributor, none negative")
+        require(math.isclose(sum(shares), 1, rel_tol=1e-9), "shares add up to 1")
+        if isinstance(rule, WeightedRule):
+            _check_weights(rule, spec, shares, tokens)
+        if isinstance(rule, VotingRule):
+            _check_combining(rule, spec, num_parts)
+
+
+def _check_weights(rule: WeightedRule, spec: AveragingSpec, shares: list[float], tokens: list[int]) -> None:
+    for norms in ([0.0] * len(tokens), [1.0] * len(tokens), [10.0**index for index in range(len(tokens))]):
+        weights = rule.weights(spec, norms, tokens)
+        require(weights == rule.weights(spec, norms, tokens), "equal arguments give equal weights")
+        within = [0 <= weight <= share * _SLACK for weight, share in zip(weights, shares, strict=True)]
+        require(all(within), "no contribution weighs more than its share")
+
+
+def _check_combining(rule: VotingRule, spec: AveragingSpec, num_parts: int) -> None:
+    generator = torch.Generator().manual_seed(num_parts)
+    parts = (torch.randn(num_parts, NUM_VALUES, generator=generator) * 3).round() / 3
+
+    def combined(given: torch.Tensor) -> torch.Tensor:
+        found = rule.combine(spec, [part.clone() for part in given])
+        require(found.dtype == torch.float32 and found.shape == given[0].shape, "an fp32 result of the parts' length")
+        return found
+
+    found = combined(parts)
+    require(torch.equal(found, combined(parts)), "equal parts give equal bits")
+    require(bool(torch.isfinite(found).all()), "finite parts give a finite result")
+    require(not bool(torch.signbit(found[found == 0]).any()), "no result is a negative zero")
+    require(torch.equal(combined(parts[:1].expand_as(parts)), parts[0].add(0.0)), "parts that agree give themselves")
+    if rule.by_coordinate:
+        pieces = torch.cat([combined(parts[:, :100]), combined(parts[:, 100:])])
+        require(torch.equal(found, pieces), "a rule by coordinate may be applied piece by piece")

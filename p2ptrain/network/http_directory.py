@@ -1,0 +1,168 @@
+"""`Directory` on a web server, for labs whose machines all reach one (``[network] directory = "https://…"``).
+
+The server keeps records and hands them out; `examples/http_directory.py` is one. It is not trusted: peers check each
+record that it answers with, as they check those of a DHT, so it can hide peers and invent none.
+
+::
+
+    POST URL/KEY   a sealed record                     204; 4xx with a reason in text if it is refused
+    GET  URL/KEY   ──▶ msgpack: ``{"now": …, "records": [a sealed record of each peer, …]}``
+
+``now`` is the server's clock, by which it lets records expire: peers correct theirs by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import urllib.parse
+from typing import Annotated
+
+import httpx
+import msgpack
+from msgspec import Meta
+
+from p2ptrain.errors import ConfigError, IntegrityError
+from p2ptrain.network.directory import Directory, Entry
+from p2ptrain.network.factory import DirectoryOptions
+from p2ptrain.network.records.guard import MAX_SUBKEYS, RecordGuard
+from p2ptrain.network.records.record import MAX_RECORD_BYTES
+from p2ptrain.network.schema import Amount, Message, from_wire
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 5.0
+MAX_ANSWER_BYTES = 16 << 20
+MAX_REASON_CHARS = 200
+
+SealedRecord = Annotated[bytes, Meta(max_length=MAX_RECORD_BYTES)]
+
+
+class Answer(Message, frozen=True):
+    """The server's records under one key; ``now`` is the wall-clock second by its clock."""
+
+    now: Amount
+    records: Annotated[list[SealedRecord], Meta(max_length=MAX_SUBKEYS)]
+
+
+class RefusedError(Exception):
+    """The server understood the request, and refuses it."""
+
+
+FAILURES = (RefusedError, IntegrityError, httpx.HTTPError, TimeoutError)
+
+
+class HttpDirectory(Directory):
+    """Publishes and looks up records at a web server. Create one with `start`.
+
+    Attributes:
+        guard: Counts refused records.
+    """
+
+    def __init__(self, options: DirectoryOptions) -> None:
+        self.guard = RecordGuard(options.swarm, options.verifier, options.runtime.now)
+        self._url = options.name.rstrip("/")
+        self._runtime = options.runtime
+        # Callers set deadlines. Nothing is decompressed: the bound is on what the server sends.
+        self._client = httpx.AsyncClient(timeout=None, headers={"Accept-Encoding": "identity"})
+        self._clock_skew: float | None = None
+        self._answers = True
+
+    @classmethod
+    async def start(cls, options: DirectoryOptions) -> HttpDirectory:
+        """Ask the server once. One that does not answer may do so later.
+
+        Raises:
+            ConfigError: What answers is no directory.
+        """
+        directory = cls(options)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await directory._ask("start")
+        except (RefusedError, IntegrityError, httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            await directory.close()
+            raise ConfigError(f"{options.name} is no directory ({error}): correct network.directory") from error
+        except (httpx.HTTPError, TimeoutError) as error:
+            directory._note(error)
+        return directory
+
+    @property
+    def clock_skew_seconds(self) -> float | None:
+        """Skew against the server's clock, to about half a round trip."""
+        return self._clock_skew
+
+    async def publish(self, key: str, subkey: str, value: bytes, expires_at: float, timeout_seconds: float) -> bool:
+        """Send the record, which itself names its peer and its expiry."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._request("POST", key, value)
+        except FAILURES as error:
+            self._note(error)
+            return False
+        return True
+
+    async def look_up(self, key: str, timeout_seconds: float) -> dict[str, Entry] | None:
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                answer = await self._ask(key)
+        except FAILURES as error:
+            self._note(error)
+            return None
+        self._note(None)
+        entries: dict[str, Entry] = {}
+        for value in answer.records:
+            try:
+                peer, expires_at = self.guard.check(value)
+            except IntegrityError as error:
+                self.guard.refused += 1
+                logger.debug("record refused: %s", error)
+                continue
+            known = entries.get(peer)
+            if expires_at > max(self._runtime.now(), known.expires_at if known is not None else 0.0):
+                entries[peer] = Entry(value, expires_at)
+        return entries
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _ask(self, key: str) -> Answer:
+        """Get what the server holds under a key, and measure its clock."""
+        before = self._runtime.clock()
+        body = await self._request("GET", key)
+        middle = (before + self._runtime.clock()) / 2
+        try:
+            answer = from_wire(Answer, msgpack.unpackb(body, raw=False))
+        except (ValueError, msgpack.UnpackException) as error:
+            raise IntegrityError(f"it answers something else: {error}") from error
+        self._clock_skew = middle - answer.now
+        return answer
+
+    async def _request(self, method: str, key: str, content: bytes = b"") -> bytes:
+        """Return the body of the server's answer, `MAX_ANSWER_BYTES` at most.
+
+        Raises:
+            RefusedError: Its status is 4xx.
+            httpx.HTTPError: It cannot be reached, or fails.
+            IntegrityError: It sends more.
+        """
+        url, body = f"{self._url}/{urllib.parse.quote(key, safe='')}", bytearray()
+        async with self._client.stream(method, url, content=content) as response:
+            async for piece in response.aiter_raw():
+                body += piece
+                if len(body) > MAX_ANSWER_BYTES:
+                    raise IntegrityError(f"it answers with more than {MAX_ANSWER_BYTES} bytes")
+        if response.is_client_error:
+            reason = body[:MAX_REASON_CHARS].decode(errors="replace").strip()
+            raise RefusedError(f"HTTP {response.status_code}: {reason!r}")
+        response.raise_for_status()
+        return bytes(body)
+
+    def _note(self, error: Exception | None) -> None:
+        """Log when the server stops answering, and when it answers again."""
+        if (error is None) != self._answers:
+            self._answers = error is None
+            if error is None:
+                logger.info("the directory %s answers again", self._url)
+            else:
+                reason = str(error) or type(error).__name__
+                logger.warning("the directory %s does not answer (%s): asking again", self._url, reason)
