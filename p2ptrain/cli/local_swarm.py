@@ -16,7 +16,7 @@ from pathlib import Path
 
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
-from p2ptrain.cli.screen.live import Goal, View, stop_on_signals
+from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
 from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
@@ -51,7 +51,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
 
         stop = stop_on_signals(end_at_once)
         try:
-            with View(sys.stdout, plan.goal) as view:
+            with SwarmScreen(sys.stdout, plan.goal) as view:
                 view.say(f"run directory: {plan.run_dir}")
                 trainers = await _train(plan, supervisor, stop, view)
         except asyncio.CancelledError:
@@ -60,7 +60,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
         return _report(plan, trainers, summary_file, interrupted=stop.is_set())
 
 
-async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: View) -> list[Child]:
+async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: SwarmScreen) -> list[Child]:
     """Start the peers, watch until the end, and drain them; returns the trainers."""
     bootstrap = await supervisor.start("bootstrap", _peer_command(plan.bootstrap), plan.run_dir / "bootstrap.log")
     text = await _first_link(plan.run_dir / "bootstrap", bootstrap, stop)
@@ -81,7 +81,7 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
             await supervisor.drain(trainers, DRAIN_SECONDS)
             await supervisor.wait_all(trainers)
             error = watcher.exception() if watcher.done() else None
-        view.show([], trainers)
+        view.show(None, trainers)
         if error is not None:
             view.say(f"the live view ended early: {error}")
         if page is not None:

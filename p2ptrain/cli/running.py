@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.screen.peer_view import PeerView
+    from p2ptrain.cli.screen.peer_view import PeerScreen
     from p2ptrain.config import PeerConfig
     from p2ptrain.manifest import SignedManifest
 
@@ -44,7 +44,7 @@ def run_configured_peer(
     from p2ptrain.cli.manifests import LINK_FILE, write_atomically
     from p2ptrain.node.run import run_peer
 
-    view: PeerView | None = None
+    view: PeerScreen | None = None
 
     def on_ready(link: str) -> None:
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):

@@ -17,11 +17,10 @@ PERCENTILES = {f"{kind}_{name}": (kind, share) for kind in KINDS for name, share
 """Series that are made of them: of which kind, and which share of the counts is below."""
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS latencies (
+CREATE TABLE latencies (
     kind TEXT, step INTEGER, at INTEGER, bucket INTEGER, count INTEGER NOT NULL, PRIMARY KEY (kind, step, at, bucket)
-) WITHOUT ROWID
+) WITHOUT ROWID;
 """
-"""A file that an older version made gets it, too; older versions leave it alone."""
 ADD = "INSERT INTO latencies VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 PRUNE = "DELETE FROM latencies WHERE step = ? AND at < ?"
 

@@ -55,7 +55,9 @@ def _of_the_swarm(snapshot: Snapshot) -> Iterator[Metric]:
         health.add_metric([name], float(name == headline.health))
     yield health
     peers = GaugeMetricFamily("p2ptrain_peers", "Peers with a record, by role and state", labels=["role", "state"])
-    for (role, state), count in sorted(Counter((peer.role, peer.state) for peer in snapshot.peers).items()):
+    for (role, state), count in sorted(
+        Counter((peer.record.role, peer.record.state) for peer in snapshot.peers).items()
+    ):
         peers.add_metric([role, state], count)
     yield peers
     yield from _gauge("loss", "Median training loss in nats", headline.loss)
@@ -141,12 +143,12 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:
     seen = GaugeMetricFamily("p2ptrain_peer_last_seen_timestamp_seconds", "When its record was made", labels=labels)
     generated = CounterMetricFamily("p2ptrain_peer_served_tokens", "Tokens that a peer generated", labels=labels)
     for peer in snapshot.peers:
-        who = [peer.peer, peer.name]
-        if peer.serving is not None:
-            generated.add_metric(who, peer.serving.generated_tokens)
-        sent.add_metric(who, peer.bytes_sent)
-        received.add_metric(who, peer.bytes_received)
-        tokens.add_metric(who, peer.trained_tokens)
-        speed.add_metric(who, peer.tokens_per_second)
+        record, who = peer.record, [peer.record.peer, peer.name]
+        if record.serving is not None:
+            generated.add_metric(who, record.serving.totals.generated_tokens)
+        sent.add_metric(who, record.bytes_sent)
+        received.add_metric(who, record.bytes_received)
+        tokens.add_metric(who, record.trained_tokens)
+        speed.add_metric(who, record.tokens_per_second)
         seen.add_metric(who, peer.last_seen)
     yield from (sent, received, tokens, generated, speed, seen)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 import typing
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,7 +11,7 @@ from p2ptrain._version import __version__
 from p2ptrain.monitor import store
 from p2ptrain.status import views
 
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", bytes: "string"}
 
 
 @cache
@@ -67,7 +66,7 @@ _API: tuple[tuple[str, str, Any, tuple[dict[str, Any], ...]], ...] = (
     (
         "/events",
         "What happened, newest first.",
-        {"events": [store.Event]},
+        {"events": [views.Event]},
         (_text("since", "seconds since 1970"), _LIMIT),
     ),
     (
@@ -101,13 +100,11 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "properties": properties, "required": list(kind)}
     if isinstance(kind, list):
         return {"type": "array", "items": _schema(kind[0], schemas)}
-    if is_dataclass(kind):
-        name = typing.cast(type, kind).__name__
-        if name not in schemas:
-            schemas[name] = {}  # Before its fields, which may refer to it.
-            hints = typing.get_type_hints(kind)
-            schemas[name] = _schema({field.name: hints[field.name] for field in fields(kind)}, schemas)
-        return {"$ref": f"#/components/schemas/{name}"}
+    if isinstance(kind, type) and (fields := views.fields_of(kind)):
+        if kind.__name__ not in schemas:
+            schemas[kind.__name__] = {}  # Before its fields, which may refer to it.
+            schemas[kind.__name__] = _schema(fields, schemas)
+        return {"$ref": f"#/components/schemas/{kind.__name__}"}
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_schema(each, schemas) for each in inner]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -53,10 +53,7 @@ class Pages:
         if is_plain and self._plain is not None and self._plain[0] is snapshot:
             return _html(self._plain[1])  # The same for all who come before the next look.
         search = asked.get("search", "")[:MAX_SEARCH_CHARS]
-        wanted = search.casefold()
-        peers = [
-            peer for peer in snapshot.peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()
-        ]
+        peers = matching(snapshot.peers, search)
         pages = max(1, -(-len(peers) // PLAIN_ROWS))
         text = asked.get("page", "1")
         page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
@@ -70,7 +67,7 @@ class Pages:
             rounds=snapshot.rounds[:SHOWN_ROUNDS],
             num_grouped=sum(len(group.members) for group in snapshot.groups),
             max_named=MAX_NAMED_MEMBERS,
-            names={peer.peer: peer.name for peer in snapshot.peers},
+            names={peer.record.peer: peer.name for peer in snapshot.peers},
             page=page,
             pages=pages,
             search=search,
@@ -84,7 +81,7 @@ class Pages:
 
     async def peer(self, snapshot: Snapshot, peer: PeerView) -> Response:
         """A page about one peer."""
-        contribution = await self._store.contribution(peer.peer)
+        contribution = await self._store.contribution(peer.record.peer)
         return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
 
     async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
@@ -99,6 +96,16 @@ class Pages:
 
     def _rendered(self, template: str, **values: Any) -> str:
         return self._templates.get_template(template).render(**values)
+
+
+def matching(peers: Sequence[PeerView], search: str) -> list[PeerView]:
+    """Return the peers whose name, id, role or state contains a text, in any case."""
+    wanted = search.casefold()
+    return [
+        peer
+        for peer in peers
+        if wanted in f"{peer.name} {peer.record.peer} {peer.record.role} {peer.record.state}".casefold()
+    ]
 
 
 def _html(text: str) -> Response:

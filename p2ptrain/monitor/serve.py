@@ -21,6 +21,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import Observer
 from p2ptrain.node.service_manager import notify
 from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -66,22 +67,21 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
         observer = await stack.enter_async_context(Observer(settings.link))
-        records = await observer.peers() if what_is_missing(observer.manifest) else []
-        swarm = swarm_view(observer.signed, settings.link, records)
+        signed = observer.peer.signed
+        records = await observer.peers() if what_is_missing(signed.manifest) else []
+        swarm = swarm_view(signed, settings.link, records)
         lost: list[str] = []
 
         def on_lost(reason: str) -> None:
             lost.append(reason)
             stop.set()
 
-        observer.on_network_lost(on_lost)
+        observer.peer.on_network_lost(on_lost)
         store = await Store.open(settings.db, swarm.digest, observer.now())
         stack.push_async_callback(store.close)
         webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None
-        watch = Watch(
-            observer, swarm, store, bootstraps=bootstraps(settings.link), stall_seconds=settings.stall_seconds,
-            notify=webhook.send if webhook else None,
-        )  # fmt: skip
+        tracker = SwarmTracker(swarm, observer.now(), bootstraps(settings.link), settings.stall_seconds)
+        watch = Watch(observer, tracker, store, webhook.send if webhook else None)
         looking = await stack.enter_async_context(watching(watch))
         web = await stack.enter_async_context(serving(make_app(watch, store, observer.now), listener))
         on_ready(url_of(listener))

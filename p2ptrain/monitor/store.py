@@ -12,7 +12,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +21,13 @@ import aiosqlite
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import latency_history
 from p2ptrain.network.records.serving import Latencies
-from p2ptrain.status.rate import Amount
+from p2ptrain.status.serving import Amount
 from p2ptrain.status.stages import TRAINING_ROLES
-from p2ptrain.status.views import PeerView, RoundView
+from p2ptrain.status.views import Event, PeerView, RoundView, plain
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-
-_SINCE_ADDED = {field.name: field.default for field in fields(RoundView) if field.default is not MISSING}
-"""What rounds that were kept by an older version do not say."""
+SCHEMA_VERSION = 2
 
 
 class Resolution(NamedTuple):
@@ -77,20 +74,6 @@ CREATE TABLE contributions (
 CREATE INDEX contributions_by_tokens ON contributions (tokens);
 CREATE INDEX contributions_by_time ON contributions (last_seen);
 """
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something that happened, with whom, and one line for people.
-
-    Attributes:
-        kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
-    """
-
-    at: float
-    kind: str
-    peer: str
-    text: str
 
 
 @dataclass(frozen=True)
@@ -164,7 +147,7 @@ class Store:
             ((version,),) = await database.execute_fetchall("PRAGMA user_version")
             tables = {name for (name,) in await database.execute_fetchall("SELECT name FROM sqlite_master")}
             if version == 0 and not tables:
-                await database.executescript(_SCHEMA)
+                await database.executescript(_SCHEMA + latency_history.SCHEMA)
                 await database.execute("INSERT INTO facts VALUES ('swarm', ?)", (swarm,))
                 await database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 await database.commit()
@@ -174,8 +157,6 @@ class Store:
                 raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
             if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
                 raise _UnusableError("it is of another swarm")
-            await database.execute(latency_history.SCHEMA)
-            await database.commit()
         except BaseException:
             await database.close()
             raise
@@ -279,7 +260,7 @@ class Store:
 
     async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
         """Keep rounds, or what is known of them by now."""
-        rows = [(view.round, json.dumps(asdict(view), separators=(",", ":"))) for view in rounds]
+        rows = [(view.round, json.dumps(view, separators=(",", ":"), default=plain)) for view in rounds]
         if not rows:
             return
         async with self._exclusively():
@@ -292,7 +273,7 @@ class Store:
             cursor = await self._database.execute(
                 "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
             )
-            return [{**_SINCE_ADDED, **json.loads(row[0])} for row in await cursor.fetchall()]
+            return [json.loads(row[0]) for row in await cursor.fetchall()]
 
     async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
         """Bring what peers contributed up to date.
@@ -304,13 +285,14 @@ class Store:
         """
         rows = [
             (
-                peer.peer, peer.name, tokens, rounds, seconds if peer.state == "training" else 0.0, now, now,
-                peer.started_at, tokens, rounds,
+                record.peer, peer.name, tokens, rounds, seconds if record.state == "training" else 0.0, now, now,
+                record.started_at, tokens, rounds,
             )
             for peer in peers
-            if peer.role in TRAINING_ROLES
-            for tokens in [min(MAX_CONTRIBUTED, peer.trained_tokens)]
-            for rounds in [min(MAX_CONTRIBUTED, peer.trained_rounds)]
+            for record in [peer.record]
+            if record.role in TRAINING_ROLES
+            for tokens in [min(MAX_CONTRIBUTED, record.trained_tokens)]
+            for rounds in [min(MAX_CONTRIBUTED, record.trained_rounds)]
         ]  # fmt: skip
         async with self._exclusively():
             # A record counts from its peer's start: what it said before a restart stays, and what grew since is added.

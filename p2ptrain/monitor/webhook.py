@@ -11,9 +11,8 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
-from p2ptrain.monitor.store import Event
+from p2ptrain.status.views import Event, plain
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,8 @@ class Webhook:
         self._waiting += 1
         try:
             text = "\n".join(f"{self._swarm}: {event.text}" for event in events)
-            values = {"text": text, "swarm": self._swarm, "events": [asdict(event) for event in events]}
-            await self._post(json.dumps(values).encode())
+            values = {"text": text, "swarm": self._swarm, "events": events}
+            await self._post(json.dumps(values, default=plain).encode())
         finally:
             self._waiting -= 1
 

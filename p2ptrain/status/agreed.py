@@ -9,6 +9,7 @@ from p2ptrain.errors import IncompatibleError, UsageError
 from p2ptrain.manifest import MAX_PIPELINE_STAGES, Manifest, SignedManifest
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.progress import round_goal
 from p2ptrain.status.views import SwarmView
 
 
@@ -27,6 +28,7 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
         num_blocks=spans[-1][1],
         group_size=manifest.averaging.group_size,
         spans=spans,
+        goal=round_goal(manifest),
         missing=what_is_missing(manifest),
     )
 

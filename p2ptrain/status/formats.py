@@ -66,7 +66,12 @@ def short_id(peer: str) -> str:
     return f"…{peer[-8:]}" if len(peer) > 10 else peer
 
 
+def human_hash(value: bytes) -> str:
+    """A hash in hexadecimal; empty for zeros, which stand for none."""
+    return value.hex() if any(value) else ""
+
+
 FILTERS: dict[str, Callable[..., Any]] = {
     "bytes": human_bytes, "count": human_count, "duration": human_seconds, "latency": human_latency, "utc": utc,
-    "iso": iso, "short_id": short_id,
+    "iso": iso, "short_id": short_id, "hash": human_hash,
 }  # fmt: skip

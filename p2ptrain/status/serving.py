@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals
-from p2ptrain.status.rate import Amount
-from p2ptrain.status.views import LatencyView, Percentiles, ServedView, ServingView
+from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingTotals
+from p2ptrain.network.records.sighting import Sighting
+from p2ptrain.status.views import LatencyView, Percentiles, ServingView
 
 WINDOW_SECONDS = 60.0
 """Over which rates and percentiles of the present are taken."""
@@ -26,6 +27,13 @@ MAX_REQUESTS_PER_SECOND = 1e5
 SLACK_SECONDS = 5.0
 """By which two records may be further apart than they say."""
 NONE = ServingTotals()
+
+
+class Amount(NamedTuple):
+    """So much within so many seconds: its mean over longer times is their sum by theirs, however long each is."""
+
+    total: float
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,13 @@ class Served:
 NOTHING = Served()
 
 
-def told(record: PeerRecord, at: float, known: Told | None = None) -> Told:
-    """What a peer says in a record that it published at second ``at``; without that part, what is ``known`` stays."""
+def told(seen: Sighting, known: Told | None = None) -> Told:
+    """What a peer says that it served; where its record says nothing of that, what is ``known`` stays."""
+    record = seen.record
     if record.serving is not None:
-        return Told(record.started_at, at, record.serving.totals)
+        return Told(record.started_at, seen.at, record.serving.totals)
     is_same_life = known is not None and known.started_at == record.started_at
-    return Told(record.started_at, at, known.totals if known is not None and is_same_life else NONE)
+    return Told(record.started_at, seen.at, known.totals if known is not None and is_same_life else NONE)
 
 
 def growth(before: Told, after: Told) -> ServingTotals | None:
@@ -95,15 +104,16 @@ class ServingBook:
         self._totals = NONE
         self._point: tuple[float, ServingTotals] | None = None
 
-    def learn(self, records: Sequence[tuple[PeerRecord, float]], now: float) -> None:
-        """Take in all records of a look, each with the second at which it was published."""
+    def learn(self, sightings: Sequence[Sighting], now: float) -> None:
+        """Take in all records of a look at second ``now``."""
         present: dict[str, Told] = {}
-        for record, at in records:
+        for seen in sightings:
+            record = seen.record
             known = self._told.get(record.peer)
-            if known is not None and known.at >= at:
+            if known is not None and known.at >= seen.at:
                 present[record.peer] = known
                 continue
-            new = told(record, at, known)
+            new = told(seen, known)
             grown = growth(known, new) if known is not None else NONE
             if known is not None and grown is None:
                 self.rejected += 1
@@ -180,20 +190,6 @@ def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
     )
 
 
-def served_view(report: ServingReport) -> ServedView:
-    """What one peer says that it served since it started."""
-    totals = report.totals
-    return ServedView(
-        sessions=report.sessions,
-        requests=totals.requests,
-        failed_requests=totals.failed_requests,
-        generated_tokens=totals.generated_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        first_token=percentiles(totals.first_token),
-        token=percentiles(totals.token),
-    )
-
-
 def percentiles(latencies: Latencies) -> Percentiles:
-    """Those that are shown."""
+    """Return the percentiles that are shown."""
     return Percentiles(latencies.quantile(0.5), latencies.quantile(0.95), latencies.quantile(0.99))

@@ -14,10 +14,11 @@ from rich.text import Text
 from p2ptrain.cli.screen.stages import stage_lines
 from p2ptrain.cli.screen.table import clipped, human_time, printable
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
-from p2ptrain.node.progress import Job, PeerProgress
+from p2ptrain.node.progress import Job
 from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds
+from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.stages import TRAINING_ROLES
-from p2ptrain.status.views import Headline, ServingView, Snapshot, StageView
+from p2ptrain.status.views import Headline, Rates, ServingView, Snapshot, StageView
 
 LABEL_CHARS = 9
 MAX_BAR_CHARS = 24
@@ -106,13 +107,13 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
     return lines
 
 
-def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> list[Text]:
+def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -> list[Text]:
     """A swarm at one moment: health, coverage, the round in progress, speed, traffic.
 
     Args:
         snapshot: As the status page shows it.
-        in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
         width: Characters in a line.
+        with_progress: Whether to say how far the round in progress is.
     """
     headline = snapshot.headline
     lines = [line("", [health(headline)], width), *reasons(headline, width)]
@@ -122,6 +123,7 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     else:
         lines += [model_line(stage, width) for stage in snapshot.stages]
     if headline.training:
+        in_round = (headline.round_tokens, headline.round_needs) if with_progress else (0, 0)
         lines.append(line("round", [str(headline.round), *_round_parts(in_round, width)], width))
         lines.append(line("speed", [
             f"{human_count(headline.tokens_per_second)} tokens/s" if headline.tokens_per_second is not None else "",
@@ -132,10 +134,7 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     if served := serving_parts(snapshot.serving):
         lines.append(line("serves", served, width))
     peers = snapshot.peers
-    lines.append(traffic_line(
-        sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers),
-        sum(peer.sent_per_second for peer in peers), sum(peer.received_per_second for peer in peers), "", width,
-    ))  # fmt: skip
+    lines.append(traffic_line([peer.record for peer in peers], [peer.rates for peer in peers], "", width))
     return lines
 
 
@@ -179,11 +178,13 @@ def model_line(stage: StageView, width: int) -> Text:
     ], width)  # fmt: skip
 
 
-def traffic_line(sent: int, received: int, sent_rate: float, received_rate: float, reached: str, width: int) -> Text:
-    """Bytes in all, and per second."""
+def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached: str, width: int) -> Text:
+    """Bytes that peers moved in all, and per second."""
+    sent, received = sum(each.bytes_sent for each in records), sum(each.bytes_received for each in records)
+    up, down = sum(each.sent_per_second for each in rates), sum(each.received_per_second for each in rates)
     return line("traffic", [
         f"{human_bytes(sent)} sent, {human_bytes(received)} received",
-        f"now {human_bytes(sent_rate)}/s and {human_bytes(received_rate)}/s" if sent_rate or received_rate else "",
+        f"now {human_bytes(up)}/s and {human_bytes(down)}/s" if up or down else "",
         reached,
     ], width)  # fmt: skip
 
@@ -191,20 +192,12 @@ def traffic_line(sent: int, received: int, sent_rate: float, received_rate: floa
 # --- a peer -----------------------------------------------------------------------------------------------------------
 
 
-def peer_lines(
-    progress: PeerProgress,
-    seconds: float,
-    rates: tuple[float, float],
-    swarm: str,
-    snapshot: Snapshot | None,
-    width: int,
-) -> list[Text]:
+def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Snapshot | None, width: int) -> list[Text]:
     """A peer at one moment: what it does, what it gave, what it moves, and how its swarm is doing.
 
     Args:
         progress: The peer.
         seconds: Since it was started.
-        rates: Bytes per second that it sends and receives.
         swarm: The swarm's name.
         snapshot: The swarm, as this peer sees it; None before that is known.
         width: Characters in a line.
@@ -229,9 +222,8 @@ def peer_lines(
             f"{progress.aborted} aborted" if progress.aborted else "",
         ], width))  # fmt: skip
     reached = {"direct": "reached directly", "relay": "reached through a relay", "unknown": "reached by nobody yet"}
-    lines.append(traffic_line(
-        record.bytes_sent, record.bytes_received, *rates, reached.get(record.reachability, record.reachability), width
-    ))  # fmt: skip
+    rates = [peer.rates for peer in snapshot.peers if peer.record.peer == record.peer] if snapshot is not None else []
+    lines.append(traffic_line([record], rates, reached.get(record.reachability, record.reachability), width))
     if snapshot is not None:
         lines.append(line("swarm", [health(snapshot.headline), _cover(snapshot.stages)], width))
         lines += reasons(snapshot.headline, width, most=1)

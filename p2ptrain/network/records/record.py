@@ -266,6 +266,11 @@ class PeerRecord:
         if len({stage.unit for stage in self.stages}) < len(self.stages):
             raise ValueError("stages: a stage is named twice")
 
+    @property
+    def label(self) -> str:
+        """The name, or the end of the id where there is none."""
+        return self.name or self.peer[-8:]
+
     def of_unit(self, unit: int) -> PeerRecord | None:
         """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
         for stage in self.stages:
