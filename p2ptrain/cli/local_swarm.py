@@ -17,10 +17,11 @@ from pathlib import Path
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
 from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
-from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
+from p2ptrain.cli.summary import to_text
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.summary import SUMMARY_FILE, combine, read_summary, to_json
 from p2ptrain.tasks import Tasks
 
 READY_SECONDS = 60.0
@@ -141,25 +142,20 @@ async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child
 
 
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
-    found = {child.name: read_summary(plan.run_dir / child.name / "summary.json") for child in trainers}
+    found = {child.name: read_summary(plan.run_dir / child.name / SUMMARY_FILE) for child in trainers}
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
     failed = [child for child in trainers if child.exit_code != 0]
     if len(failed) == len(trainers) and not (interrupted and not trainers):
         raise _worst(failed)
     for child in failed:
         print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
-    print(f"\n{summary.to_text()}")
-    _write_summary(summary, plan.run_dir / "summary.json")
-    if summary_file is not None:
-        _write_summary(summary, summary_file)
+    print(f"\n{to_text(summary)}")
+    for path in (plan.run_dir / SUMMARY_FILE, *([summary_file] if summary_file is not None else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, to_json(summary))
     return 0
 
 
 def _worst(failed: list[Child]) -> P2PTrainError:
     """The failure to end with: one that a trainer explained, rather than a kill."""
     return max(failed, key=lambda child: child.exit_code or 0).failure()
-
-
-def _write_summary(summary: SwarmSummary, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, summary.to_json().encode())

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ConfigError, P2PTrainError, ResourceError, TemporaryError
@@ -22,38 +20,11 @@ from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.summary import write_summary
 from p2ptrain.runtime import real_runtime
 from p2ptrain.tasks import Tasks
 
-if TYPE_CHECKING:
-    from p2ptrain.training.loop import Trainer
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How one peer's run went; written to ``summary.json`` in its run directory.
-
-    Attributes:
-        tokens: Of this peer's, in committed rounds.
-        tokens_per_second: Those by the seconds of the run.
-    """
-
-    peer: str
-    name: str
-    heldout_loss_before: float | None
-    heldout_loss_after: float | None
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    bytes_sent: int
-    bytes_received: int
-    rounds_committed: int
-    rounds_aborted: int
-    state_digest: str
-    round: int
-    exit_reason: str
 
 
 async def run_peer(
@@ -243,34 +214,7 @@ async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
         except (ResourceError, CheckpointError) as caught:
             unsaved = caught
     error = done.exception() or unsaved if done.done() else unsaved
-    paths = [run_dir / "summary.json", *([config.summary] if config.summary else [])]
-    _write_summary(peer, trainer, paths, loop.time() - started, reason if error is None else str(error))
+    ended = reason if error is None else str(error)
+    write_summary(peer, config, trainer.progress, loop.time() - started, ended)
     if error is not None:
         raise error
-
-
-def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], seconds: float, reason: str) -> None:
-    sync, progress = peer.synchronizer, trainer.progress
-    assert sync is not None
-    summary = Summary(
-        peer=peer.identity.peer_id,
-        name=peer.options.name,
-        heldout_loss_before=progress.held_out_loss_before,
-        heldout_loss_after=progress.held_out_loss_after,
-        tokens=sync.trained_tokens,
-        tokens_per_second=sync.trained_tokens / seconds,
-        seconds=seconds,
-        bytes_sent=peer.rpc.bytes_sent,
-        bytes_received=peer.rpc.bytes_received,
-        rounds_committed=sync.rounds_committed,
-        rounds_aborted=sync.rounds_aborted,
-        state_digest=sync.head.digest.hex(),
-        round=sync.head.round,
-        exit_reason=reason,
-    )
-    text = json.dumps(asdict(summary), indent=2) + "\n"
-    for path in paths:
-        try:
-            path.write_text(text)
-        except OSError as error:
-            logger.error("cannot write the summary to %s: %s", path, error.strerror)

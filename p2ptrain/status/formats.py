@@ -66,6 +66,11 @@ def short_id(peer: str) -> str:
     return f"…{peer[-8:]}" if len(peer) > 10 else peer
 
 
+def human_loss(loss: float | None) -> str:
+    """A loss in nats: ``2.345``; ``?`` where it is not known."""
+    return "?" if loss is None else f"{loss:.3f}"
+
+
 def human_hash(value: bytes) -> str:
     """A hash in hexadecimal; empty for zeros, which stand for none."""
     return value.hex() if any(value) else ""

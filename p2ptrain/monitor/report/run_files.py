@@ -11,9 +11,10 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError, ManifestError
 from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.node.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.signing import Signer
 
-METRICS, SUMMARY, MANIFEST = "metrics.jsonl", "summary.json", "manifest.bin"
+METRICS, MANIFEST = "metrics.jsonl", "manifest.bin"
 MAX_LINE_CHARS = 1 << 16
 MAX_PEERS = 256
 
@@ -39,12 +40,12 @@ class PeerRun:
     """One peer's part of a run.
 
     Attributes:
-        summary: What it wrote at its end; empty if it did not end in good order.
+        summary: None if it did not end in good order.
     """
 
     name: str
     lines: tuple[Line, ...]
-    summary: dict[str, Any]
+    summary: Summary | None
 
     def of_kind(self, kind: str) -> list[Line]:
         """Its lines of one kind, in order."""
@@ -91,9 +92,8 @@ def read_run(directory: Path, verifier: Signer) -> Run:
         lines, unread = read_lines(folder / METRICS)
         skipped += unread
         if lines:
-            summary = _read_object(folder / SUMMARY)
-            name = summary.get("name") if isinstance(summary.get("name"), str) else folder.name
-            peers.append(PeerRun(str(name), tuple(lines), summary))
+            summary = read_summary(folder / SUMMARY_FILE)
+            peers.append(PeerRun(summary.name if summary is not None else folder.name, tuple(lines), summary))
     if not peers:
         raise ConfigError(f"{directory} holds no {METRICS}: a peer writes it when its first round is over")
     return Run(directory, tuple(peers), _read_manifest(directory / MANIFEST, verifier), skipped)
@@ -123,14 +123,6 @@ def _texts(path: Path) -> Iterator[str]:
                 yield text
     except FileNotFoundError:
         return
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _read_manifest(path: Path, verifier: Signer) -> Manifest | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
@@ -17,6 +15,7 @@ from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.summary import write_summary
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.view import DECIDED_STATE, PipelineView
@@ -39,33 +38,6 @@ QUIET_SECONDS = 4.0
 """If nobody asked for so long, they have."""
 
 
-@dataclass(frozen=True)
-class PipelineSummary:
-    """How one peer's part in a pipeline went; written to ``summary.json`` in its run directory.
-
-    Attributes:
-        tokens: Of the microbatches that it sent and all stages accepted.
-        stage_tokens: Of the work that it did for its stage, in committed rounds of the stage.
-    """
-
-    peer: str
-    name: str
-    stage: int | None
-    heldout_loss_before: float | None
-    heldout_loss_after: float | None
-    tokens: int
-    stage_tokens: int
-    tokens_per_second: float
-    seconds: float
-    bytes_sent: int
-    bytes_received: int
-    rounds_committed: int
-    rounds_aborted: int
-    state_digest: str
-    round: int
-    exit_reason: str
-
-
 async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Host, feed, or both, until told to stop, the rounds are done, or as long as the config says; then drain.
 
@@ -75,6 +47,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         ConfigError: There is no such stage, or the text cannot be read.
         TemporaryError: Microbatches do not come through.
     """
+    from p2ptrain.training.loop import Progress
+
     loop = asyncio.get_running_loop()
     started = loop.time()
     if config.resources.threads:
@@ -115,7 +89,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
-    await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, loop.time() - started, reason)
+    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (Progress(), 0)
+    write_summary(peer, config, progress, loop.time() - started, reason, rounds)
     peer.remember_peers()
     if error is not None:
         raise error
@@ -274,40 +249,3 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
 
     trainer.on_progress = publish
     return trainer
-
-
-def _write_summary(
-    peer: Peer,
-    config: PeerConfig,
-    hosted: HostedStage | None,
-    feeding: PipelineTrainer | None,
-    seconds: float,
-    reason: str,
-) -> None:
-    sync = hosted.units[0].synchronizer if hosted is not None else None
-    progress = feeding.progress if feeding is not None else None
-    tokens = progress.tokens if progress is not None else 0
-    summary = PipelineSummary(
-        peer=peer.identity.peer_id,
-        name=peer.options.name,
-        stage=hosted.number if hosted is not None else None,
-        heldout_loss_before=progress.held_out_loss_before if progress is not None else None,
-        heldout_loss_after=progress.held_out_loss_after if progress is not None else None,
-        tokens=tokens,
-        stage_tokens=sync.trained_tokens if sync is not None else 0,
-        tokens_per_second=tokens / seconds,
-        seconds=seconds,
-        bytes_sent=peer.rpc.bytes_sent,
-        bytes_received=peer.rpc.bytes_received,
-        rounds_committed=sync.rounds_committed if sync is not None else feeding.rounds if feeding is not None else 0,
-        rounds_aborted=sync.rounds_aborted if sync is not None else 0,
-        state_digest=sync.head.digest.hex() if sync is not None else "",
-        round=sync.head.round if sync is not None else 0,
-        exit_reason=reason,
-    )
-    text = json.dumps(asdict(summary), indent=2) + "\n"
-    for path in (config.run_dir / "summary.json", *([config.summary] if config.summary else [])):
-        try:
-            path.write_text(text)
-        except OSError as error:
-            logger.error("cannot write the summary to %s: %s", path, error.strerror)

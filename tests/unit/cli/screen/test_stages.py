@@ -13,8 +13,9 @@ from p2ptrain.cli.commands.status import json_of, rendered
 from p2ptrain.cli.screen.lines import peer_lines, swarm_lines
 from p2ptrain.cli.screen.stages import risk_lines, stage_lines
 from p2ptrain.cli.screen.table import COLUMNS, peer_row, rounds_line
-from p2ptrain.cli.summary import combine
+from p2ptrain.cli.summary import to_text
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.node.summary import Summary, combine
 from p2ptrain.status.serving import NONE, Served
 from p2ptrain.status.views import StageView
 from tests.support.web.served import served
@@ -31,6 +32,7 @@ from tests.support.web.watched import (
     trainer,
 )
 from tests.unit.cli.screen.test_lines import PROGRESS, fits, plain
+from tests.unit.cli.test_summary import of
 
 WIDTHS = (40, 50, 80)
 
@@ -190,12 +192,9 @@ def test_a_line_of_a_round_has_the_members_of_all_stages_and_a_digest_for_each()
 
 
 def test_a_summary_compares_ends_within_each_stage() -> None:
-    def ended(stage: int | None, digest: str) -> dict[str, object]:
-        return {
-            "heldout_loss_before": None, "heldout_loss_after": None, "tokens": 1, "seconds": 1.0, "bytes_sent": 0,
-            "bytes_received": 0, "rounds_committed": 1, "rounds_aborted": 0, "state_digest": digest, "stage": stage,
-        }  # fmt: skip
+    def ended(stage: int | None, digest: str) -> Summary:
+        return of(stage=stage, state_digest=digest)
 
     good = {"a": ended(0, "aa"), "b": ended(1, "bb"), "c": ended(1, "bb"), "f": ended(None, "")}
-    assert "equal in each of 2 stages 0:aa 1:bb" in combine(good, 4).to_text()
-    assert "they differ 0:aa 1:bb 1:cc" in combine({**good, "c": ended(1, "cc")}, 4).to_text()
+    assert "equal in each of 2 stages 0:aa 1:bb" in to_text(combine(good, 4))
+    assert "they differ 0:aa 1:bb 1:cc" in to_text(combine({**good, "c": ended(1, "cc")}, 4))
