@@ -178,15 +178,13 @@ class Peer:
         return peer
 
     async def _start(self, link: SwarmLink | None, signed: SignedManifest | None) -> None:
-        from dataclasses import replace
-
         assert link is not None or signed is not None
         digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
         own = f"/p2p/{self.identity.peer_id}"
         met = known_addresses(self.options.run_dir) if self.options.run_dir is not None else []
-        known = [*(link.addresses if link is not None else ()), *met]
+        known = [*(link.addresses if link is not None else ()), *self.options.network.bootstrap, *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
-        settings = replace(relay_settings(self.options.network), bootstrap=addresses)
+        settings = relay_settings(self.options.network).changed(bootstrap=addresses)
         self.transport = await self._start_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
         limits = RpcLimits(
@@ -228,11 +226,9 @@ class Peer:
 
     async def _move(self, settings: Libp2pSettings) -> None:
         """Start the daemon again with other settings. What is under way with other peers breaks; all else goes on."""
-        from dataclasses import replace
-
         met = [address for record in self.membership.records() for address in dialable(record.addresses)]
         bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
-        settings = replace(settings, bootstrap=bootstrap[:MAX_KNOWN_ADDRESSES])
+        settings = settings.changed(bootstrap=bootstrap[:MAX_KNOWN_ADDRESSES])
         joined = hasattr(self, "presence")
         if joined:
             await self.directory.close()

@@ -157,23 +157,13 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
     """How a peer with this role file appears and listens."""
-    network = config.network
+    network = Libp2pSettings(**dict(config.network))
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
         name=config.name or peer_id[-6:],
         device=config.resources.device,
         run_dir=config.run_dir,
-        network=Libp2pSettings(
-            listen=tuple(network.listen),
-            announce=tuple(network.announce),
-            nat_port_map=network.nat_port_map,
-            auto_nat=network.auto_nat,
-            relay=network.relay,
-            trusted_relays=tuple(network.trusted_relays),
-            force_reachability=network.force_reachability,
-            direct=network.direct if config.role != "bootstrap" else "off",  # a seed moves nothing in bulk
-            direct_port=network.direct_port,
-        ),
+        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # It moves nothing in bulk.
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
     )

@@ -186,7 +186,7 @@ class Reach:
         inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
         outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
         listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
-        await self._move(replace(transport.settings, listen=listen, announce=(outside, *inside)))
+        await self._move(transport.settings.changed(listen=listen, announce=(outside, *inside)))
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
         """Take the relays among those that reported, and those that the owner named."""
@@ -206,8 +206,8 @@ class Reach:
         self._verdict = "relay"
         relays = tuple(routes.values())[:MAX_RELAYS]
         logger.info("%s: taking a place at %d relays", reason, len(relays))
-        settings = replace(transport.settings, trusted_relays=relays, force_reachability="private", auto_nat=True)
-        await self._move(settings)
+        private = {"trusted_relays": relays, "force_reachability": "private", "auto_nat": True}
+        await self._move(transport.settings.changed(**private))
         self._proven = await self._prove(relays)
         if not self._proven:
             logger.warning("no relay carries data to this peer: others reach it only while it is connected to them")

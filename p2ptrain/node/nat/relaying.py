@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from p2ptrain.errors import P2PTrainError, PeerError, PeerLostError, ProtocolError
@@ -41,7 +40,7 @@ RELAY_ATTEMPTS = 10
 def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
     """``settings``, and if they are a relay's, those that let it become one that carries."""
     if settings.relay and settings.force_reachability is None:
-        return replace(settings, force_reachability="public")
+        return settings.changed(force_reachability="public")
     return settings
 
 
