@@ -66,7 +66,9 @@ def run_configured_peer(
         if view is None:
             return await run_peer(config, signed_manifest=signed, on_ready=on_ready)
         async with view:
-            return await run_peer(config, signed_manifest=signed, on_start=view.follow, on_ready=on_ready)
+            return await run_peer(
+                config, signed_manifest=signed, signals=view.signals, on_start=view.follow, on_ready=on_ready
+            )
 
     return run_async(run())
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.monitor.store import Store
@@ -70,13 +71,7 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
         signed = observer.peer.signed
         records = await observer.peers() if what_is_missing(signed.manifest) else []
         swarm = swarm_view(signed, settings.link, records)
-        lost: list[str] = []
-
-        def on_lost(reason: str) -> None:
-            lost.append(reason)
-            stop.set()
-
-        observer.peer.on_network_lost(on_lost)
+        lost = observer.peer.network_lost
         store = await Store.open(settings.db, swarm.digest, observer.now())
         stack.push_async_callback(store.close)
         webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None
@@ -87,14 +82,14 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
         on_ready(url_of(listener))
         notify("READY=1")
         async with Tasks() as tasks:
-            stopping = tasks.call(stop.wait(), "stop")
-            await asyncio.wait({web, looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {web, looking, lost, tasks.call(stop.wait(), "stop")}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         notify("STOPPING=1")
         for task in (web, looking):
             if task.done():
                 task.result()
-        if lost:
-            raise TemporaryError(f"the network daemon ended: {lost[0]}; start the monitor again")
+        if lost.done():
+            raise TemporaryError(f"the network daemon ended: {lost.result()}; start the monitor again")
 
 
 def answer_first() -> None:

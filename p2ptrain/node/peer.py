@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,29 +87,43 @@ class Pace:
     round_tokens: int = 0
 
 
-@dataclass
-class Status:
-    """What the parts of a peer report about it, for its record; functions are asked each time, from the event loop."""
+@dataclass(frozen=True)
+class Activity:
+    """What a peer's role says of its work, for the record; asked each time, from the event loop.
 
-    state: str = "starting"
+    Attributes:
+        pace: How training goes.
+        failovers: How often a host failed that microbatches were sent to.
+        next_stage: See `PeerRecord`.
+        serving: What is served.
+    """
+
     pace: Callable[[], Pace] = Pace
     failovers: Callable[[], int] = int
+    next_stage: Callable[[], int | None] = lambda: None
     serving: Callable[[], ServingReport | None] = lambda: None
+
+
+@dataclass
+class Status:
+    """What a peer does, for its record."""
+
+    started_at: float
+    state: str = "starting"
     note: str = ""
-    started_at: float = field(default=0.0)
 
 
 class Peer:
     """One running peer. Make it with `start`, end it with `close`.
 
     Attributes:
-        signed: The swarm's manifest.
+        signed: The swarm's manifest, with its organizer's signature; ``swarm``: its digest, 32 bytes.
         transport, directory, rpc, reach, presence, membership: Its parts.
-        status: What its record says; `presence.changed` publishes it.
+        status, activity: What its record says; `presence.changed` publishes it.
+        network_lost: Gets the reason when the network daemon is gone for good.
         jobs: What it does that takes long.
         synchronizer: When it trains.
-        hosted: The stages that it hosts; ``intended``: what its record says before it does;
-            ``next_stage``: where its record says that it goes.
+        hosted: The stages that it hosts; ``intended``: what its record says before it does.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -122,8 +136,11 @@ class Peer:
         self.hosted: list[HostedStage] = []
         self._closes_hosted = False
         self.intended: tuple[StageReport, ...] = ()
-        self.next_stage: Callable[[], int | None] = lambda: None
+        self.activity = Activity()
+        self.network_lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.signed: SignedManifest
+        self.manifest: Manifest
+        self.swarm: bytes
         self.transport: Libp2pTransport
         self.directory: Libp2pDirectory
         self.rpc: Rpc
@@ -131,19 +148,9 @@ class Peer:
         self.membership = Membership(identity.peer_id, runtime)
         self.reach: Reach
         self._tasks = Tasks()
-        self._network_lost: Callable[[str], None] = lambda reason: None
         self._clock_note = ""
         self._stack = AsyncExitStack()
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the swarm agreed on."""
-        return self.signed.manifest
-
-    @property
-    def swarm(self) -> bytes:
-        """The manifest's digest, 32 bytes."""
-        return self.signed.manifest.digest
+        self.on_close = self._stack.push_async_callback
 
     @classmethod
     async def start(
@@ -180,12 +187,13 @@ class Peer:
     async def _start(self, link: SwarmLink | None, signed: SignedManifest | None) -> None:
         assert link is not None or signed is not None
         digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
+        self.swarm = digest
         own = f"/p2p/{self.identity.peer_id}"
         met = known_addresses(self.options.run_dir) if self.options.run_dir is not None else []
         known = [*(link.addresses if link is not None else ()), *self.options.network.bootstrap, *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         settings = relay_settings(self.options.network).changed(bootstrap=addresses)
-        self.transport = await self._start_transport(settings)
+        await self._use_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
         limits = RpcLimits(
             up_bytes_per_second=self.options.upload_bandwidth, down_bytes_per_second=self.options.download_bandwidth
@@ -194,10 +202,9 @@ class Peer:
         self._stack.push_async_callback(self.rpc.close)
         await self.rpc.start()
         self.signed = signed or await self._fetch_manifest(digest, addresses)
+        self.manifest = self.signed.manifest
         self.rpc.serve("manifest", dict, self._serve_manifest)
-        self.reach = Reach(
-            self.identity, settings, self.rpc, lambda: self.transport, self._move, self.membership, self.runtime
-        )
+        self.reach = Reach(settings, self.rpc, lambda: self.transport, self._move, self.membership, self.runtime)
         await self.reach.settle()
         self.directory = await self._start_directory()
         self._stack.push_async_callback(lambda: self.directory.close())
@@ -233,24 +240,26 @@ class Peer:
         if joined:
             await self.directory.close()
         await self.transport.close()
-        self.transport = await self._start_transport(settings)
-        self.transport.on_lost(self._network_lost)
+        await self._use_transport(settings)
         await self.rpc.move(self.transport)
         if joined:
             self.directory = await self._start_directory()
             self._follow_clocks()
             self.presence.use(self.directory)
 
+    async def _use_transport(self, settings: Libp2pSettings) -> None:
+        self.transport = await self._start_transport(settings)
+        self.transport.on_lost(self._lose_network)
+
+    def _lose_network(self, reason: str) -> None:
+        if not self.network_lost.done():
+            self.network_lost.set_result(reason)
+
     async def _watch_reach(self) -> None:
         try:
             await self.reach.watch(self.presence.changed)
         except P2PTrainError as error:
-            self._network_lost(str(error))
-
-    def on_network_lost(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback(reason)`` called on the event loop when the network daemon is gone for good."""
-        self._network_lost = callback
-        self.transport.on_lost(callback)
+            self._lose_network(str(error))
 
     def _follow_clocks(self) -> None:
         """Go by the clock of the peers that were there first, so that records do not expire on arrival."""
@@ -360,10 +369,6 @@ class Peer:
         for stage in self.hosted:
             await stage.close()
 
-    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have something that was started for this peer ended with it."""
-        self._stack.push_async_callback(end)
-
     def _warm_up_codecs(self) -> None:
         """Check that the manifest's codec is known here, and compile; meanwhile codecs give the same bits with torch.
 
@@ -391,7 +396,7 @@ class Peer:
 
     def describe(self) -> PeerRecord:
         """This peer's record as of now."""
-        sync, status, pace = self.synchronizer, self.status, self.status.pace()
+        sync, status, activity, pace = self.synchronizer, self.status, self.activity, self.activity.pace()
         return PeerRecord(
             peer=self.identity.peer_id,
             name=self.options.name,
@@ -417,10 +422,10 @@ class Peer:
             trained_tokens=sync.trained_tokens if sync else 0,
             trained_rounds=sync.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
-            next_stage=self.next_stage(),
+            next_stage=activity.next_stage(),
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
-            failovers=status.failovers(),
-            serving=status.serving(),
+            failovers=activity.failovers(),
+            serving=activity.serving(),
             note=status.note or self.jobs.note() or self._clock_note or self.reach.standing.note,
         )
 

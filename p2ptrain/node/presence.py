@@ -94,7 +94,7 @@ class Presence:
         self._sequence = 0
         self._changed = asyncio.Event()
         self._tasks = Tasks()
-        self.on_records: Callable[[list[tuple[PeerRecord, int, float]]], None] = lambda records: None
+        self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
         """Called with what was read, each time: records, their sequences, and when they expire."""
         self.directory_answers = True
         """Whether the last look-up was answered."""
@@ -132,7 +132,8 @@ class Presence:
         for record, sequence, expires_at in records or []:
             self._membership.update(record, sequence, expires_at)
         self._membership.forget_expired()
-        self.on_records(records or [])
+        for listener in self.listeners:
+            listener(records or [])
         return records is not None
 
     async def _keep_publishing(self) -> None:

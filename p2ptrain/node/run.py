@@ -31,7 +31,8 @@ async def run_peer(
     config: PeerConfig,
     *,
     signed_manifest: SignedManifest | None = None,
-    on_start: Callable[[Peer, StopSignals], None] | None = None,
+    signals: StopSignals | None = None,
+    on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Run a peer until it is done or told to stop.
@@ -39,7 +40,8 @@ async def run_peer(
     Args:
         config: Its role file.
         signed_manifest: The manifest, where it is known already; otherwise from the config's file or the link's peers.
-        on_start: Called with the peer once it has met its swarm, and with what tells it to stop.
+        signals: Tell it to stop; None makes new ones.
+        on_start: Called with the peer once it has met its swarm.
         on_ready: Called with the swarm link once the peer can be reached.
 
     Returns:
@@ -50,7 +52,7 @@ async def run_peer(
     """
     run_dir = config.run_dir
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
-    signals = StopSignals()
+    signals = signals or StopSignals()
     signals.install()
     link = SwarmLink.parse(config.link) if config.link else None
     with contextlib.ExitStack() as stack:
@@ -71,7 +73,7 @@ async def serve_and_close(
     peer: Peer,
     config: PeerConfig,
     signals: StopSignals,
-    on_start: Callable[[Peer, StopSignals], None] | None = None,
+    on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Do what the peer's role asks for, until it is done or told to stop; then close the peer.
@@ -87,10 +89,10 @@ async def serve_and_close(
         P2PTrainError: It cannot go on.
     """
     try:
-        peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
+        peer.network_lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
         _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
         if on_start is not None:
-            on_start(peer, signals)
+            on_start(peer)
         async with _metrics(peer, config.metrics.port):
             if on_ready is not None:
                 on_ready(str(peer.link))

@@ -22,13 +22,16 @@ class StopSignals:
     Attributes:
         requested: Set when it was asked for.
         reason: Why.
-        before_exit: Called right before the process ends at once; to leave a terminal as it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            before_exit: Called right before the process ends at once; to leave a terminal as it was.
+        """
         self.requested = asyncio.Event()
         self.reason = ""
-        self.before_exit: Callable[[], None] = lambda: None
+        self._before_exit = before_exit
 
     def install(self) -> None:
         """Take over both signals on the running loop."""
@@ -44,7 +47,7 @@ class StopSignals:
     def _on_signal(self, number: int) -> None:
         if self.requested.is_set() and self.reason == "signal":
             logger.warning("stopping at once")
-            self.before_exit()
+            self._before_exit()
             os._exit(FORCED_EXIT_CODE)
         logger.info("draining: the step in progress is finished; signal again to stop at once")
         self.reason = "signal"

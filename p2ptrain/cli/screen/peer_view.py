@@ -6,16 +6,16 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from p2ptrain.cli.screen.lines import job_line, peer_lines
 from p2ptrain.cli.screen.looking import Looking, OwnView
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.node.progress import Job
+from p2ptrain.node.signals import StopSignals
 from p2ptrain.status.progress import PeerProgress, progress_of
 from p2ptrain.status.views import Snapshot
 from p2ptrain.tasks import Tasks
@@ -32,15 +32,13 @@ LOOK_SHARE = 50
 FOOTER, LAST_FOOTER = "Ctrl-C leaves, twice at once", "Ctrl-C ends it at once"
 
 
-class Leaving(Protocol):
-    """Knows whether a peer was asked to end: `p2ptrain.node.signals.StopSignals`."""
-
-    requested: asyncio.Event
-    before_exit: Callable[[], None]
-
-
 class PeerScreen:
-    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager."""
+    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager.
+
+    Attributes:
+        screen: Where.
+        signals: Tell the peer to stop, and leave the terminal as it was before the process ends at once.
+    """
 
     def __init__(self, name: str, screen: Screen) -> None:
         """
@@ -49,18 +47,17 @@ class PeerScreen:
             screen: Where.
         """
         self.screen = screen
+        self.signals = StopSignals(screen.leave)
         self._name = name
         self._began = time.monotonic()
         self._peer: Peer | None = None
-        self._leaving: Leaving | None = None
         self._last: PeerProgress | None = None
         self._snapshot: Snapshot | None = None
         self._tasks = Tasks()
 
-    def follow(self, peer: Peer, leaving: Leaving) -> None:
+    def follow(self, peer: Peer) -> None:
         """Show this peer from now on; call it on the event loop."""
-        self._peer, self._leaving = peer, leaving
-        leaving.before_exit = self.screen.leave
+        self._peer = peer
         self._tasks.keep(lambda: self._look(peer), "the look at the swarm")
 
     async def __aenter__(self) -> PeerScreen:
@@ -98,9 +95,8 @@ class PeerScreen:
             job = Job("meeting the swarm", "", 0, 0, seconds)
             self.screen.draw([] if is_over else [job_line(job, width)], "" if is_over else "Ctrl-C ends it")
             return
-        assert self._leaving is not None
         if not is_over or self._last is None:
-            self._last = progress_of(self._peer, self._leaving.requested.is_set())
+            self._last = progress_of(self._peer, self.signals.requested.is_set())
         if is_over:
             ended = replace(self._last.record, state="ended")
             self._last = replace(self._last, jobs=(), is_leaving=False, record=ended)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import PeerError, TemporaryError
-from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, Reachability
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
@@ -66,7 +65,6 @@ class Reach:
     """Finds out how this peer is reached and keeps it so.
 
     Args:
-        identity: This peer's key.
         settings: How its daemon listens; asking is skipped where these say the answer already.
         rpc: Serves and asks.
         transport: Returns the transport of now.
@@ -80,7 +78,6 @@ class Reach:
 
     def __init__(
         self,
-        identity: Identity,
         settings: Libp2pSettings,
         rpc: Rpc,
         transport: Callable[[], Libp2pTransport],
@@ -89,7 +86,6 @@ class Reach:
         runtime: Runtime,
     ) -> None:
         self.standing = Standing()
-        self._identity = identity
         self._settings = settings
         self._rpc = rpc
         self._transport = transport
@@ -237,7 +233,7 @@ class Reach:
                     await self._transport().connect([relay], CONTACT_SECONDS)
                 except PeerError as error:
                     reason = str(error)
-                reason = reason or await stranger.why_not(relay, self._identity.peer_id)
+                reason = reason or await stranger.why_not(relay, self._rpc.peer_id)
                 if reason:
                     logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
                 else:

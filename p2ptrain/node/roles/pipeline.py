@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
-from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
+from p2ptrain.node.peer import EMPTY_HASH, Activity, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.node.signals import StopSignals
@@ -58,7 +59,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     plan = PipelinePlan(peer.manifest)
     await asyncio.to_thread(lambda: plan.needs)  # Adapters are looked up in the model, which takes a while.
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
-    peer.presence.on_records, peer.status.failovers = view.update, lambda: view.failovers
+    peer.presence.listeners.append(view.update)
+    peer.activity = Activity(failovers=lambda: view.failovers)
     await peer.presence.refresh()
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:
@@ -131,7 +133,7 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         peer.presence.changed()
 
     mover.on_moved, view.on_update = moved, look
-    peer.next_stage = lambda: mover.next_stage
+    peer.activity = replace(peer.activity, next_stage=lambda: mover.next_stage)
     return mover
 
 
@@ -241,7 +243,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         MetricsWriter(config.run_dir / "metrics.jsonl"), config.run_dir, lambda now: last_round(peer, config, now),
     )  # fmt: skip
     progress = trainer.progress
-    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)
+    peer.activity = replace(peer.activity, pace=lambda: Pace(progress.loss, progress.tokens_per_second, 0))
 
     def publish() -> None:
         peer.status.note = progress.note
