@@ -15,7 +15,7 @@ from p2ptrain.manifest import LoraSpec, Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings
 from p2ptrain.network.link import SwarmLink
-from p2ptrain.node.peer import Activity, Pace, Peer, PeerOptions
+from p2ptrain.node.peer import Pace, Peer, PeerOptions
 from p2ptrain.node.signals import SigtermExit
 from p2ptrain.node.thread import LoopThread
 from p2ptrain.runtime import Runtime, real_runtime
@@ -229,8 +229,11 @@ class Swarm:
         wrapped.samples_per_step = samples
         # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
         self._cancel_without_network(bridge)
-        self._peer.activity = Activity(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
+        self._tell_pace(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
         return wrapped
+
+    def _tell_pace(self, pace: Callable[[], Pace]) -> None:
+        self._peer.activity = replace(self._peer.activity, pace=pace)
 
     def _cancel_without_network(self, bridge: Bridge) -> None:
         def watch() -> None:
@@ -330,7 +333,7 @@ class Swarm:
         feeder = self._thread.call(self._feed(plan))
         self._cancel_without_network(bridge)
         module = self._module = PipelineModule(feeder, plan, bridge)
-        self._peer.activity = replace(self._peer.activity, pace=lambda: Pace(module.loss, 0.0, 0))
+        self._tell_pace(lambda: Pace(module.loss, 0.0, 0))
         return module
 
     async def _feed(self, plan: PipelinePlan) -> Feeder:
@@ -339,7 +342,7 @@ class Swarm:
 
         view = PipelineView(plan, self.peer_id, self._runtime)
         self._peer.presence.listeners.append(view.update)
-        self._peer.activity = Activity(failovers=lambda: view.failovers)
+        self._peer.activity = replace(self._peer.activity, failovers=lambda: view.failovers)
         await self._peer.presence.refresh()
         feeder = await start_feeder(self._peer, view)
         self._peer.set_state("training")

@@ -41,7 +41,8 @@ def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
             assert certified["tokens"] > 0
             assert certified["agrees"]
             (group,) = page.api("groups")["groups"]
-            assert {peer for peer, _ in group["members"]} == {peer["peer"] for peer in page.api("peers")["peers"]}
+            ids = {peer["record"]["peer"] for peer in page.api("peers")["peers"]}
+            assert {peer for peer, _ in group["members"]} == ids
             assert page.get("healthz") == '{"status":"ok"}'
             assert "first" in page.get("")
 

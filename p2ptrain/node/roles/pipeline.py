@@ -12,7 +12,7 @@ from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ConfigError, ResourceError
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
-from p2ptrain.node.peer import EMPTY_HASH, Activity, Pace, Peer
+from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.node.signals import StopSignals
@@ -60,7 +60,7 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     await asyncio.to_thread(lambda: plan.needs)  # Adapters are looked up in the model, which takes a while.
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.listeners.append(view.update)
-    peer.activity = Activity(failovers=lambda: view.failovers)
+    peer.activity = replace(peer.activity, failovers=lambda: view.failovers)
     await peer.presence.refresh()
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import ResourceError
-from p2ptrain.node.peer import Activity, Pace, Peer
+from p2ptrain.node.peer import Pace, Peer
 from p2ptrain.node.roles.training import enter_training
 
 if TYPE_CHECKING:
@@ -133,7 +134,11 @@ def _assemble(
         MetricsWriter(run_dir / "metrics.jsonl"), saver, max_rounds=min(limits, default=0), jobs=peer.jobs,
     )  # fmt: skip
     progress = trainer.progress
-    peer.activity = Activity(lambda: Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round))
+
+    def pace() -> Pace:
+        return Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
+
+    peer.activity = replace(peer.activity, pace=pace)
     loop = asyncio.get_running_loop()
 
     def publish() -> None:
