@@ -1,4 +1,4 @@
-"""A swarm of real processes on this machine, from its start to its summary: what ``p2ptrain up`` runs.
+"""A swarm of real processes on this machine, from its start to its summary, for ``p2ptrain up``.
 
 The bootstrap peer comes first and writes its link; trainers join with it; the view reads the swarm's directory like any
 other peer. At the end the trainers are drained, then the bootstrap peer, and the trainers' summaries are combined.
@@ -94,7 +94,7 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
 
 
 async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:
-    """Start the status page on this machine; it, and where it will be in a few seconds."""
+    """Start the status page on this machine; return it with its future address."""
     port = _free_port(PAGE_PORT)
     command = [sys.executable, "-m", "p2ptrain", "monitor", str(link), "--port", str(port)]
     history = ["--db", str(plan.run_dir / "monitor.sqlite")]
@@ -103,7 +103,7 @@ async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tu
 
 
 def _free_port(wanted: int) -> int:
-    """``wanted`` if nobody listens there, else one that the system chooses."""
+    """Return ``wanted`` if nobody listens there, else a port that the system chooses."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
@@ -115,7 +115,7 @@ def _peer_command(role_file: Path) -> list[str]:
 
 
 async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> str | None:
-    """The link that the bootstrap peer writes once it can be reached; None if a signal came first."""
+    """Return the link that the bootstrap peer writes once it can be reached; None if a signal came first."""
     path, deadline = run_dir / LINK_FILE, time.monotonic() + READY_SECONDS
     path.unlink(missing_ok=True)
     while not stop.is_set():
@@ -157,5 +157,5 @@ def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, int
 
 
 def _worst(failed: list[Child]) -> P2PTrainError:
-    """The failure to end with: one that a trainer explained, rather than a kill."""
+    """Return the failure to end with: one that a trainer explained, rather than a kill."""
     return max(failed, key=lambda child: child.exit_code or 0).failure()

@@ -1,4 +1,4 @@
-"""Running coroutines from a command, and asking a person."""
+"""Run coroutines from a command, and ask a person."""
 
 from __future__ import annotations
 
@@ -87,5 +87,5 @@ def confirm(question: str, *, assume_yes: bool) -> bool:
 
 
 def default_run_dir(kind: str) -> Path:
-    """Where a command keeps its files unless told: in the folder ``runs`` below the current one."""
+    """Return the default folder of a command's files, in ``runs`` below the current one."""
     return Path("runs") / kind

@@ -1,4 +1,4 @@
-"""From what holds at each look to alerts that begin and end, so that what flickers is not told again and again."""
+"""From alerts of each look to events when they begin and end; flickering alerts make none."""
 
 from __future__ import annotations
 
@@ -22,13 +22,11 @@ class _Lasting:
 
 
 class AlertBook:
-    """The alerts that last."""
-
     def __init__(self) -> None:
         self._lasting: dict[tuple[str, str], _Lasting] = {}
 
     def update(self, alerts: Sequence[Alert], now: float) -> list[Event]:
-        """Take in what holds now; the alerts that began and ended with it."""
+        """Take in the alerts of now; return the events that began and ended with them."""
         events = []
         current = {(alert.rule, alert.subject) for alert in alerts}
         for alert in alerts:

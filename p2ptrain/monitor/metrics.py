@@ -19,7 +19,6 @@ HEALTHS = ("healthy", "degraded", "stopped", "empty")
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The text format that a scrape gets."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(snapshot))
     return generate_latest(registry)
@@ -30,7 +29,6 @@ class _Families:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry asks for."""
         yield from _of_the_swarm(self._snapshot)
         yield from _of_rounds(self._snapshot)
         yield from _of_stages(self._snapshot)

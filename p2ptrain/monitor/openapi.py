@@ -1,4 +1,4 @@
-"""The OpenAPI document of ``/api/v1``, made from the views themselves, so that it cannot differ from what is sent."""
+"""The OpenAPI document of ``/api/v1``, made from the views themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", bytes
 
 @cache
 def document() -> dict[str, Any]:
-    """The whole document."""
     schemas: dict[str, Any] = {}
     paths = {f"/api/v1{path}": {"get": _operation(text, answer, schemas, *asked)} for path, text, answer, asked in _API}
     events = {"description": "Events of the kind snapshot, as text/event-stream.", "content": {"text/event-stream": {}}}
@@ -92,7 +91,7 @@ def _answer(text: str, kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Of a type; of a dict with types by name; of a list with one type; or of all in a tuple of these together."""
+    """Return the schema of a type, a dict of types by name, a list of one type, or a tuple for all of them together."""
     if isinstance(kind, tuple):
         return {"allOf": [_schema(each, schemas) for each in kind]}
     if isinstance(kind, dict):

@@ -1,4 +1,4 @@
-"""HTML, made by templates that escape whatever peers say; complete without scripts, which only keep it fresh."""
+"""HTML from templates, complete without scripts, which only keep it fresh."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ QR_BORDER = 4
 
 
 class Pages:
-    """Renders pages over one store."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._templates = jinja2.Environment(
@@ -43,7 +41,7 @@ class Pages:
         self._plain: tuple[Snapshot, str] | None = None
 
     async def index(self, snapshot: Snapshot, asked: Mapping[str, str]) -> Response:
-        """The page.
+        """Return the page.
 
         Args:
             snapshot: The newest.
@@ -80,12 +78,11 @@ class Pages:
         return _html(text_of_page)
 
     async def peer(self, snapshot: Snapshot, peer: PeerView) -> Response:
-        """A page about one peer."""
         contribution = await self._store.contribution(peer.record.peer)
         return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
 
     async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
-        """A page about a peer that was in the swarm once; None where the past knows nothing of it."""
+        """Return a page about a departed peer; None where the history knows nothing of it."""
         contribution = await self._store.contribution(peer)
         events = await self._store.events_of(peer, EVENTS)
         if contribution is None and not events:
@@ -114,7 +111,7 @@ def _html(text: str) -> Response:
 
 @cache
 def qr_code(text: str) -> tuple[int, str]:
-    """A QR code as the length of a side in modules, border included, and the data of an SVG path with a dark one each.
+    """Return a QR code: the modules of a side, border included, and an SVG path of the dark modules.
 
     Where the text is too long for a code: 0 and no path.
     """

@@ -33,7 +33,7 @@ TURN_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class Settings:
-    """What `serve` is to do.
+    """The options of `serve`.
 
     Attributes:
         db: Where history is kept; None for in memory.

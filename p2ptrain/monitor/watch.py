@@ -1,4 +1,4 @@
-"""Keeps looking at a swarm: each look makes a snapshot, what changed becomes events, and the store gets its points."""
+"""Looks at a swarm again and again; makes snapshots, events, and points of the history."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_UNKNOWN = 2
 
 
 class Source(Protocol):
-    """Where records come from: `p2ptrain.node.observe.Observer`, or a made-up swarm."""
+    """A source of records: `p2ptrain.node.observe.Observer`, or a made-up swarm."""
 
     def now(self) -> float:
         """Wall-clock second by the swarm's clock."""
@@ -80,7 +80,6 @@ class Watch:
         self._changed = asyncio.Condition()
 
     async def run(self) -> None:
-        """Look again and again until cancelled."""
         try:
             while True:
                 try:
@@ -93,7 +92,7 @@ class Watch:
             await self._fetching.close()
 
     async def wait_for_change(self, seen: Snapshot | None) -> Snapshot:
-        """The next snapshot that is not ``seen``."""
+        """Return the next snapshot that is not ``seen``."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.snapshot is not None and self.snapshot is not seen)
         assert self.snapshot is not None
@@ -119,7 +118,7 @@ class Watch:
         return snapshot
 
     def _follow(self) -> None:
-        """Ask somebody for the certificates of what was committed since, unless that is under way."""
+        """Fetch the certificates of new rounds from a trainer, unless that is under way."""
         goal = self._tracker.majority_lineage
         if not goal or self._fetching:
             return
@@ -188,7 +187,7 @@ class Watch:
 
 @contextlib.asynccontextmanager
 async def watching(watch: Watch) -> AsyncIterator[asyncio.Task[None]]:
-    """Keep a watch running while the body does; its first look is done when the body begins.
+    """Keep a watch running during the body, from its first look on.
 
     Yields:
         The task that looks, which ends only if it fails.

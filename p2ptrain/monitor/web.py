@@ -92,7 +92,7 @@ ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
 
 
 def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -> ASGIApp:
-    """The application over one watch.
+    """Return the application over one watch.
 
     Args:
         watch: Has the newest snapshot.
@@ -114,8 +114,6 @@ def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -
 
 
 class _SecurityHeaders:
-    """Adds the headers that every response has."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -151,7 +149,6 @@ class _Web:
         self._cached: tuple[Snapshot | None, dict[str, bytes]] = (None, {})
 
     def routes(self) -> list[Route]:
-        """All but the files."""
         api: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/peers": self._peers,
             "/peers/{peer}": self._peer,
@@ -192,7 +189,7 @@ class _Web:
         return self._watch.snapshot
 
     def _made_once(self, name: str, make: Callable[[Snapshot], Any]) -> Response:
-        """JSON that is the same for all who ask before the next look."""
+        """Return JSON that is the same for all requests before the next look."""
         snapshot = self._now_snapshot()
         if self._cached[0] is not snapshot:
             self._cached = (snapshot, {})
@@ -301,7 +298,7 @@ class _Web:
 
 
 def _live(snapshot: Snapshot) -> dict[str, Any]:
-    """What changes all the time and everybody sees; the table of peers and groups are asked for by who shows them."""
+    """Return the parts of a snapshot that every viewer needs at once; viewers ask for peers and groups."""
     return {
         "at": snapshot.at,
         "headline": snapshot.headline,
@@ -314,7 +311,7 @@ def _live(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Views as compact JSON, in which ``<`` cannot end a script element, whoever puts it there."""
+    """Encode views as compact JSON, in which ``<`` cannot end a script element."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=plain)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").encode()
 
@@ -324,7 +321,7 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    """A key that sorts text without regard to case, and what is missing first."""
+    """Return a key that sorts text without regard to case, and missing values first."""
     return (value is not None, value.casefold() if isinstance(value, str) else value if value is not None else 0)
 
 

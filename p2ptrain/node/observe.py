@@ -1,4 +1,4 @@
-"""Looking at a swarm without taking part: what `p2ptrain status` and the live table of `up` are made of."""
+"""Looks at a swarm without taking part, for `p2ptrain status`, `up` and the monitor."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Observer:
         return self.peer.runtime.now()
 
     async def look(self) -> Look:
-        """The records of all peers, ordered by peer id."""
+        """Read the records of all peers, ordered by peer id."""
         reader = self.peer.presence.reader
         records = await reader.read(DIRECTORY_TIMEOUT_SECONDS)
         if records is None:
@@ -72,7 +72,7 @@ class Observer:
         return Look(self.now(), seen, reader.rejected)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> list[Certificate]:
-        """The certificates that a peer holds which follow on a lineage, oldest first; verified.
+        """Return a peer's certificates that follow on a lineage, oldest first; verified.
 
         Raises:
             PeerError, DeadlineError: It failed.
@@ -82,7 +82,7 @@ class Observer:
         return await fetch_certificates(own.rpc, peer, lineage, own.rpc.swarm, own.identity, proofs=True)
 
     async def peers(self) -> list[PeerRecord]:
-        """The records of all peers now, ordered by peer id.
+        """Return the records of all peers, ordered by peer id; wait for the directory.
 
         Raises:
             BootstrapError: The directory does not answer.

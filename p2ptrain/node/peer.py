@@ -57,7 +57,7 @@ EMPTY_HASH = bytes(32)
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """How a peer appears and listens.
+    """A peer's appearance and network.
 
     Attributes:
         role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (looks only).
@@ -80,7 +80,7 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class Pace:
-    """How training goes: the last loss, if any is known, and tokens: a second, and for the round in progress."""
+    """The last loss, if any is known, and tokens: a second, and for the round in progress."""
 
     loss: float | None = None
     tokens_per_second: float = 0.0
@@ -89,7 +89,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a peer's role says of its work, for the record; asked each time, from the event loop.
+    """A role's part of the record; asked each time, from the event loop.
 
     Attributes:
         pace: How training goes.
@@ -106,7 +106,7 @@ class Activity:
 
 @dataclass
 class Status:
-    """What a peer does, for its record."""
+    """A peer's state, for its record."""
 
     started_at: float
     state: str = "starting"
@@ -232,7 +232,7 @@ class Peer:
         )
 
     async def _move(self, settings: Libp2pSettings) -> None:
-        """Start the daemon again with other settings. What is under way with other peers breaks; all else goes on."""
+        """Restart the daemon with other settings. Streams break; everything else goes on."""
         met = [address for record in self.membership.records() for address in dialable(record.addresses)]
         bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
         settings = settings.changed(bootstrap=bootstrap[:MAX_KNOWN_ADDRESSES])
@@ -324,7 +324,7 @@ class Peer:
         )
 
     def remember_peers(self) -> None:
-        """Keep the addresses of the peers that are there now for the next start."""
+        """Keep the addresses of present peers for the next start."""
         if self.options.run_dir is not None:
             remember_addresses(self.options.run_dir, self.membership.records())
 
@@ -395,7 +395,6 @@ class Peer:
         self.presence.changed()
 
     def describe(self) -> PeerRecord:
-        """This peer's record as of now."""
         sync, status, activity, pace = self.synchronizer, self.status, self.activity, self.activity.pace()
         return PeerRecord(
             peer=self.identity.peer_id,
@@ -440,7 +439,7 @@ class Peer:
 
 
 def _dialable(addresses: tuple[str, ...]) -> list[str]:
-    """The addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
+    """Return the addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
     outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
     return outside or list(addresses)
 

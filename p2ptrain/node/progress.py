@@ -89,13 +89,13 @@ class JobBook:
             logger.info("%s …", job.name)
 
     def running(self) -> tuple[Job, ...]:
-        """Those that are going on, the oldest first."""
+        """Return the current jobs, the oldest first."""
         now = time.monotonic()
         with self._lock:
             return tuple(Job(job.name, job.unit, job.done, job.total, now - job.began) for job in self._running)
 
     def note(self) -> str:
-        """What others should know of: a transfer that lasts, such as a download of the state; empty for none."""
+        """Return a note about a long transfer, such as a download of the state; empty for none."""
         with self._lock:
             running = list(self._running)
         for job in running:

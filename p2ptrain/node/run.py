@@ -76,7 +76,7 @@ async def serve_and_close(
     on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Do what the peer's role asks for, until it is done or told to stop; then close the peer.
+    """Run the peer's role until it is done or told to stop; then close the peer.
 
     Args:
         peer: It has met its swarm.
@@ -145,7 +145,7 @@ def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identit
 
 
 def _keep_manifest(signed: SignedManifest, path: Path) -> None:
-    """Keep what the swarm agreed on beside the checkpoints, which can be exported with it after the swarm is gone."""
+    """Keep the manifest beside the checkpoints, which can be exported with it after the swarm is gone."""
     data = signed.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:
@@ -158,7 +158,7 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
-    """How a peer with this role file appears and listens."""
+    """Return the options of a peer with this role file."""
     network = Libp2pSettings(**dict(config.network))
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,

@@ -1,4 +1,4 @@
-"""How a peer is told to stop: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
+"""Signals that stop a peer: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class StopSignals:
 
 
 class SigtermExit:
-    """Has SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
+    """Makes SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
 
     By default SIGTERM ends the interpreter at once, and no ``with`` or ``finally`` block is closed. Only the first
     SIGTERM is changed, so a second one ends the process.
@@ -73,7 +73,7 @@ class SigtermExit:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """A last block that a first SIGTERM ends only when it is through; then SIGTERM is as it was."""
+        """Delay a first SIGTERM to the end of the block, and restore the handler."""
         self._is_closing = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""How one peer's run went, as it writes it at its end, and how the runs of several peers add up."""
+"""The summary that each peer writes at its end, and that of a whole swarm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class Summary:
-    """How one peer's run went; written to ``summary.json`` in its run directory.
+    """One peer's run; written to ``summary.json`` in its run directory.
 
     Attributes:
         stage: That it hosted; None where the model is not cut, or the peer only sent microbatches.
@@ -56,7 +56,7 @@ class Summary:
 def write_summary(
     peer: Peer, config: PeerConfig, progress: Progress, seconds: float, reason: str, rounds: int = 0
 ) -> None:
-    """Write how a run went to where its owner wants it.
+    """Write a peer's summary to its run directory, and to the owner's file.
 
     Args:
         peer: Whose run ends.
@@ -103,13 +103,13 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def to_json(summary: Summary | SwarmSummary) -> bytes:
-    """Indented JSON; what is no finite number is null."""
+    """Return indented JSON; numbers that are not finite become null."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
 
 
 @dataclass(frozen=True)
 class SwarmSummary:
-    """How the runs of a swarm's trainers went.
+    """The runs of a swarm's trainers together.
 
     Attributes:
         heldout_loss_before: Nats per token before training, mean over trainers; None if nobody measured it.
@@ -170,7 +170,7 @@ def combine(summaries: Mapping[str, Summary], peers: int) -> SwarmSummary:
 
 
 def _committed_tokens(values: Sequence[Summary]) -> int:
-    """The tokens that count: what the least stage has of them, since a token goes through all."""
+    """Return the tokens that count: those of the stage with the fewest, since a token goes through all."""
     by_stage: Counter[int] = Counter()
     for each in values:
         if each.stage is not None:

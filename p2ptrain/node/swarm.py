@@ -1,4 +1,4 @@
-"""`Swarm`: the door for people who have a training script already."""
+"""`Swarm`: the API for existing training scripts."""
 
 from __future__ import annotations
 

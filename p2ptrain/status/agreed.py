@@ -1,4 +1,4 @@
-"""What a swarm agreed on, for whoever looks at it: the page, and terminals."""
+"""The part of a swarm's view that its manifest and its link decide."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2ptrain.status.views import SwarmView
 
 
 def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRecord] = ()) -> SwarmView:
-    """What a swarm agreed on, for the page; arguments and errors are those of `stage_spans`."""
+    """Return a swarm's view; arguments and errors are those of `stage_spans`."""
     manifest = signed.manifest
     spans = stage_spans(manifest, records)
     return SwarmView(
@@ -61,7 +61,7 @@ def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple
 
 
 def what_is_missing(manifest: Manifest) -> str:
-    """Why a model's stages are shown without their blocks, and what to do, for people; empty where they need not be."""
+    """Return why a model's stages are shown without their blocks, for people; empty where blocks are known."""
     if not manifest.in_stages:
         return ""
     from p2ptrain.models import get_family
@@ -74,5 +74,5 @@ def what_is_missing(manifest: Manifest) -> str:
 
 
 def bootstraps(link: SwarmLink) -> list[str]:
-    """Ids of the peers that a link names, each once."""
+    """Return the ids of the peers that a link names, each once."""
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in link.addresses))

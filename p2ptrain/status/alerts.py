@@ -1,4 +1,4 @@
-"""Rules: what an operator should be told about, found in what the page shows anyway. All of them are pure."""
+"""Rules that find alerts in what the page shows; all of them are pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_REASON_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules know beside the present.
+    """Facts of more than one look, for rules.
 
     Attributes:
         since: Wall-clock second at which this monitor began to watch.
@@ -49,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Scene:
-    """What each rule looks at."""
+    """The input of each rule."""
 
     peers: Sequence[PeerView]
     stages: Sequence[StageView]
@@ -59,14 +59,13 @@ class Scene:
 
     @property
     def trainers(self) -> list[PeerView]:
-        """Peers that train, or are about to."""
         return [peer for peer in self.peers if peer.record.role in TRAINING_ROLES]
 
 
 def find_alerts(
     peers: Sequence[PeerView], stages: Sequence[StageView], rounds: Sequence[RoundView], facts: Facts, now: float
 ) -> list[Alert]:
-    """All that holds at ``now``, the worst first; of each rule at most `MAX_PER_RULE`: none hides the others."""
+    """Return all alerts at ``now``, the worst first, at most `MAX_PER_RULE` of each rule: none hides the others."""
     scene = Scene(peers, stages, rounds, facts, now)
     found = [alert for rule in RULES for alert in islice(rule(scene), MAX_PER_RULE)]
     return sorted(found, key=lambda alert: SEVERITIES.index(alert.severity))

@@ -1,4 +1,4 @@
-"""Who covers the model, in few enough words and cells for a page: the same for templates and for scripts."""
+"""The hosts of each block or stage, in few enough words and cells for templates and scripts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNUSUAL = ("draining", "paused", "starting", "syncing")
 
 @dataclass(frozen=True)
 class StageSummary:
-    """A stage without the list of its hosts, which in a large swarm is long."""
+    """A stage with numbers of peers in place of lists, which are long in a large swarm."""
 
     number: int
     blocks: tuple[int, int]
@@ -33,7 +33,7 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class Row:
-    """One peer's line.
+    """One peer's row.
 
     Attributes:
         cells: By cell: whether the peer holds all blocks in it; by stage, where blocks are not known.
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is drawn.
+    """The picture of one moment.
 
     Attributes:
         rows: At most `MAX_ROWS`; ``others``: peers without one that hold blocks, or are about to.
@@ -62,7 +62,6 @@ class Coverage:
 
 
 def coverage(snapshot: Snapshot) -> Coverage:
-    """The picture of one moment."""
     num_blocks = snapshot.swarm.num_blocks
     # Who only feeds a pipeline holds nothing, and never will.
     roles = ("stage",) if len(snapshot.stages) > 1 else TRAINING_ROLES
@@ -81,12 +80,12 @@ def coverage(snapshot: Snapshot) -> Coverage:
 
 
 def urgency(peer: PeerView) -> tuple[bool, bool]:
-    """A key that sorts peers that deserve a look before all others."""
+    """Return a key that sorts peers in trouble before all others."""
     return (peer.agrees is not False, peer.record.state not in UNUSUAL)
 
 
 def state_of(peer: PeerView) -> str:
-    """What a peer does, or that it holds another state than the others."""
+    """Return a peer's state; ``astray`` for a peer with another digest than the majority."""
     return "astray" if peer.agrees is False else peer.record.state
 
 

@@ -1,4 +1,4 @@
-"""Is the swarm healthy? In words, with the reasons and the few numbers that everybody asks for first."""
+"""The swarm's health in words, with its reasons and main numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NAMED_STAGES = 4
 def headline(
     seen: Observation, peers: Sequence[PeerView], stages: Sequence[StageView], alerts: Sequence[Alert]
 ) -> Headline:
-    """The page's first lines.
+    """Return the page's first lines.
 
     Args:
         seen: What the rest is made of.
@@ -58,7 +58,7 @@ def headline(
 
 
 def seconds_between(rounds: Sequence[RoundView]) -> float | None:
-    """Median time from one committed round to the next; None before two of them were seen."""
+    """Return the median time between committed rounds; None before two of them were seen."""
     times = sorted(view.at for view in rounds if view.committed)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return statistics.median(gaps) if gaps else None
@@ -101,7 +101,7 @@ def _summary(
 
 
 def _listed(numbers: Sequence[str]) -> str:
-    """``stage 2 has``, ``stages 0, 2 and 3 have``; of many, how many there are."""
+    """Return ``stage 2 has`` or ``stages 0, 2 and 3 have``; of many stages only their number."""
     if len(numbers) == 1:
         return f"stage {numbers[0]} has"
     if len(numbers) > MAX_NAMED_STAGES:

@@ -1,4 +1,4 @@
-"""How far a peer, and the round in progress, are: plain values, taken at one moment."""
+"""The progress of a peer and of the round in progress, at one moment."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PeerProgress:
 
 
 def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
-    """How far a peer is; call it on the peer's event loop."""
+    """Return a peer's progress; call it on the peer's event loop."""
     sync = peer.synchronizer
     phase, seconds = "idle", None
     if sync is not None:
@@ -65,7 +65,7 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
 
 
 def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None, now: float) -> float | None:
-    """When a peer that computes will average next, going by its last rounds; None before it has done one.
+    """Return the seconds until a peer averages next, going by its last rounds; None before its first round.
 
     Args:
         reports: Its last rounds.
@@ -80,7 +80,7 @@ def seconds_to_round(reports: Sequence[RoundReport], rested_since: float | None,
 
 @dataclass(frozen=True)
 class RoundGoal:
-    """Tokens with which a round is due.
+    """The tokens with which a round is due.
 
     Attributes:
         tokens: 0 where that cannot be told.
@@ -95,7 +95,7 @@ class RoundGoal:
 
 
 def round_goal(manifest: Manifest) -> RoundGoal:
-    """What a swarm agreed on: a global batch with ``every = 1``, else the inner steps of a peer on average."""
+    """Return a swarm's goal: a global batch with ``every = 1``, else the inner steps of a peer on average."""
     training, is_shared = manifest.training, manifest.training.every == 1
     samples = training.global_batch if is_shared else training.every * training.local_batch
     if manifest.model.family == "custom" or training.fragments > 1:
@@ -105,7 +105,7 @@ def round_goal(manifest: Manifest) -> RoundGoal:
 
 
 def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal) -> tuple[int, int]:
-    """Tokens that peers have for a round, and how many it takes; 0 where that is not known.
+    """Return the tokens that peers have for a round, and how many it takes; 0 where that is not known.
 
     Args:
         records: Of the peers to be counted.
@@ -120,7 +120,7 @@ def tokens_in_round(records: Iterable[PeerRecord], number: int, goal: RoundGoal)
 
 
 def _tokens_in_first_stage(records: Iterable[PeerRecord], goal: RoundGoal) -> tuple[int, int]:
-    """All stages take on the same microbatches, and the hosts of the first one let them into the round."""
+    """All stages process the same microbatches, and the hosts of the first one admit them to the round."""
     first = [each for record in records if record.state == "training" for each in record.stages if each.unit == 0]
     if not first:
         return 0, 0

@@ -29,7 +29,7 @@ EMPTY = bytes(32)
 
 @dataclass
 class _Entry:
-    """What is known of one round."""
+    """One round, as far as it is known."""
 
     round: int
     at: float
@@ -46,7 +46,7 @@ class _Entry:
 
 
 class RoundBook:
-    """The last rounds, as peers tell of them.
+    """The last rounds, as peers report them.
 
     A peer can say what it likes of rounds. So a round counts as committed once most trainers are past it, whatever a
     single peer says, and what is further ahead is not kept.
@@ -70,7 +70,7 @@ class RoundBook:
         self._first: int | None = None
 
     def learn(self, record: PeerRecord, at: float, median_round: int) -> list[int]:
-        """Take in what a peer says of its last rounds.
+        """Take in a peer's reports of its last rounds.
 
         Args:
             record: Its newest record.
@@ -108,7 +108,7 @@ class RoundBook:
         return sorted(committed)
 
     def _go_back(self, median_round: int) -> None:
-        """Forget rounds of a history that was given up: the swarm began anew from an old checkpoint."""
+        """Forget rounds of an abandoned history: the swarm began anew from an old checkpoint."""
         if max(self._entries, default=0) <= median_round + MAX_ROUNDS:
             return
         self._entries = {number: entry for number, entry in self._entries.items() if number < median_round}
@@ -137,7 +137,7 @@ class RoundBook:
         return self._note_commit(entry, at)
 
     def certify(self, body: Body, at: float) -> bool:
-        """Note a result that a majority of its group signed; whether its round was not known to be committed before.
+        """Note a result that a majority of its group signed; True if its round was not known to be committed before.
 
         Args:
             body: The result, of a lineage that most trainers follow: anybody can sign a group of its own.
@@ -149,7 +149,7 @@ class RoundBook:
         return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
 
     def _note_commit(self, entry: _Entry, at: float) -> bool:
-        """Whether a round that counts turns out to be committed, for the first time."""
+        """True if a round that counts turns out to be committed, for the first time."""
         if entry.is_known or not _is_committed(entry):
             return False
         entry.is_known, entry.at = True, at
@@ -171,13 +171,13 @@ class RoundBook:
                 entry.broken.clear()
 
     def forget_peers(self, present: Iterable[str]) -> None:
-        """Forget the names of peers that neither are here nor took part in a round that is still shown."""
+        """Forget the names of absent peers that took part in no round that is still shown."""
         needed = set(present).union(*(entry.reports for entry in self._entries.values()))
         self._names = {peer: name for peer, name in self._names.items() if peer in needed}
         self._told = {peer: told for peer, told in self._told.items() if peer in needed}
 
     def views(self) -> list[RoundView]:
-        """Newest first; rounds of which only a certificate is known are left out."""
+        """Return all rounds, newest first, but those of which only a certificate is known."""
         known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
         return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
 
@@ -225,7 +225,7 @@ class RoundBook:
         return found
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
-        """Who averaged with whom in the last certified round, as all members compute it from the head before.
+        """Return who averaged with whom in the last certified round, as all members compute it from the head before.
 
         Args:
             peers: Ids of the trainers that are there now.
@@ -277,13 +277,13 @@ def _median_size(reports: Sequence[RoundReport]) -> tuple[int, int]:
 
 
 def _is_committed(entry: _Entry) -> bool:
-    """Whether a majority signed it, or most of those say so who report it."""
+    """True if a majority signed the round, or most peers that report it say that it is committed."""
     committed = sum(report.committed for report in entry.reports.values())
     return entry.body is not None or 2 * committed > len(entry.reports)
 
 
 def _proven(view: RoundView, body: Body) -> RoundView:
-    """What a certificate says of a round outweighs what peers say."""
+    """Return a view with the certificate's values, which outweigh reports."""
     return replace(
         view, verified=True, committed=True, members=sum(body.peers), tokens=body.tokens, levels=body.levels,
         contributors=sum(body.peers[index] for index, *_ in body.contributors), lineage=body.lineage.hex(),
@@ -291,7 +291,7 @@ def _proven(view: RoundView, body: Body) -> RoundView:
 
 
 class SwarmRounds:
-    """The last rounds of a swarm, of however many stages.
+    """The last rounds of a swarm with any number of stages.
 
     Attributes:
         committed, aborted: Since the first look, as `RoundBook` counts them.
@@ -314,7 +314,7 @@ class SwarmRounds:
         self._broken: set[int] = set()
 
     def learn(self, record: PeerRecord, at: float, medians: Mapping[int, int]) -> None:
-        """Take in what a peer says of its last rounds.
+        """Take in a peer's reports of its last rounds.
 
         Args:
             record: Its newest record.
@@ -335,7 +335,7 @@ class SwarmRounds:
         return newly
 
     def settle(self, medians: Mapping[int, int]) -> bool:
-        """Count what was learnt since the last call; whether a round turned out to be committed.
+        """Count the rounds since the last call; True if one of them was committed.
 
         Args:
             medians: As for `learn`.
@@ -365,7 +365,7 @@ class SwarmRounds:
             book.forget_peers(here)
 
     def views(self) -> list[RoundView]:
-        """Newest first. Of several stages: as far as each of them has told of that has hosts, or had some."""
+        """Return all rounds, newest first; of several stages only rounds that every hosted stage has reported."""
         if self._num_stages == 1:
             return self._books[WHOLE].views()
         by_stage = {stage: {view.round: view for view in book.views()} for stage, book in self._books.items()}
@@ -378,12 +378,12 @@ class SwarmRounds:
         ]
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
-        """See `RoundBook.groups`; none of several stages, whose groups are not computed."""
+        """See `RoundBook.groups`; empty for several stages."""
         return self._books[WHOLE].groups(peers) if self._num_stages == 1 else []
 
 
 def told_of(record: PeerRecord, num_stages: int) -> int | None:
-    """Which stage's rounds are those that a host tells of; None where it tells of none."""
+    """Return the stage whose rounds a host reports; None where it reports none."""
     own = [stage for stage in reports_of(record, num_stages) if stage.unit < num_stages]
     if len(own) > 1:  # Such as while it moves.
         own = [stage for stage in own if (stage.lineage, stage.round) == (record.lineage, record.round)]
@@ -391,7 +391,7 @@ def told_of(record: PeerRecord, num_stages: int) -> int | None:
 
 
 def merged(stages: Mapping[int, RoundView]) -> RoundView:
-    """One round of a pipeline, from what it was for each stage; at least one.
+    """Merge the views of one round of a pipeline, by stage, at least one.
 
     The times are those of the stage that averaged longest: the others waited for it.
     """

@@ -30,7 +30,7 @@ NONE = ServingTotals()
 
 
 class Amount(NamedTuple):
-    """So much within so many seconds: its mean over longer times is their sum by theirs, however long each is."""
+    """A total within a number of seconds; totals and seconds add up, so that rates average correctly."""
 
     total: float
     seconds: float
@@ -38,7 +38,7 @@ class Amount(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """What one peer said.
+    """One peer's report.
 
     Attributes:
         started_at: Wall-clock second at which it started, from which its totals count.
@@ -52,7 +52,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Served:
-    """What a swarm served, as far as it is known.
+    """The totals of a swarm, as far as they are known.
 
     Attributes:
         totals: Since the monitor began to watch.
@@ -68,7 +68,7 @@ NOTHING = Served()
 
 
 def told(seen: Sighting, known: Told | None = None) -> Told:
-    """What a peer says that it served; where its record says nothing of that, what is ``known`` stays."""
+    """Return a peer's report; where its record has none, ``known`` stays."""
     record = seen.record
     if record.serving is not None:
         return Told(record.started_at, seen.at, record.serving.totals)
@@ -77,7 +77,7 @@ def told(seen: Sighting, known: Told | None = None) -> Told:
 
 
 def growth(before: Told, after: Told) -> ServingTotals | None:
-    """What a peer served between two of its records; None where that is not to be believed."""
+    """Return the difference between two reports of a peer; None where it is not credible."""
     grown = after.totals if after.started_at != before.started_at else after.totals.since(before.totals)
     seconds = max(0.0, after.at - before.at) + SLACK_SECONDS
     if (
@@ -128,14 +128,14 @@ class ServingBook:
             self._past.popleft()
 
     def served(self) -> Served:
-        """As of the last look."""
+        """Return the totals as of the last look."""
         if not self._past:
             return NOTHING
         (first, before), (last, after) = self._past[0], self._past[-1]
         return Served(after, after.since(before) or NONE, last - first)
 
     def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
-        """Values for the history since the last call: by series, and by kind of latency.
+        """Return values for the history since the last call: by series, and by kind of latency.
 
         Args:
             now: Wall-clock second.
@@ -160,13 +160,13 @@ class ServingBook:
 
 
 def since_their_start(records: Sequence[PeerRecord]) -> Served:
-    """What those who are here served since each of them started, for who looks once."""
+    """Return the totals since each peer's start, where there is only one look."""
     totals = sum((record.serving.totals for record in records if record.serving is not None), NONE)
     return Served(totals, totals)
 
 
 def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
-    """What the swarm serves.
+    """Return the view of what the swarm serves.
 
     Args:
         records: Of all peers.
@@ -191,5 +191,4 @@ def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
 
 
 def percentiles(latencies: Latencies) -> Percentiles:
-    """Return the percentiles that are shown."""
     return Percentiles(latencies.quantile(0.5), latencies.quantile(0.95), latencies.quantile(0.99))

@@ -1,4 +1,4 @@
-"""Records in, a snapshot of the swarm out: pure functions, so that any swarm can be had in a test."""
+"""From records to a snapshot of the swarm, by pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Place = tuple[int, bytes, int]
 
 @dataclass(frozen=True)
 class Observation:
-    """All that a snapshot is made of.
+    """The input of a snapshot.
 
     Attributes:
         sightings: The newest record of each peer.
@@ -47,7 +47,7 @@ class Observation:
 
 
 def build_snapshot(seen: Observation, now: float) -> Snapshot:
-    """The swarm at ``now``, in seconds since the epoch."""
+    """Return the swarm at ``now``, in seconds since the epoch."""
     peers = peer_views(seen.sightings, seen.rates, seen.swarm.spans, now)
     stages = stage_views(seen.swarm.spans, peers)
     alerts: Sequence[Alert] = find_alerts(peers, stages, seen.rounds, seen.facts, now)
@@ -69,7 +69,7 @@ def build_snapshot(seen: Observation, now: float) -> Snapshot:
 def peer_views(
     sightings: Sequence[Sighting], rates: Mapping[str, Rates], spans: Sequence[tuple[int, int]], now: float
 ) -> list[PeerView]:
-    """One view for each peer, ordered by name, then id.
+    """Return one view for each peer, ordered by name, then id.
 
     Args:
         sightings: Of each peer one.
@@ -83,7 +83,7 @@ def peer_views(
 
 
 def majority_digests(records: Sequence[PeerRecord], num_stages: int = 1) -> dict[Place, bytes]:
-    """By stage, lineage and round: the state digest of most peers that report one, where at least two do."""
+    """Return the majority's state digest by stage, lineage and round, where at least two peers report one."""
     reported: dict[Place, Counter[bytes]] = {}
     for record in records:
         for unit, round_, lineage, digest, _ in positions(record, num_stages):

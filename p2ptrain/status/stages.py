@@ -22,7 +22,7 @@ WHOLE = -1
 
 
 class Position(NamedTuple):
-    """Where a peer is in one lineage; ``unit`` is the stage's number or that of what two stages share."""
+    """A peer's position in one lineage; ``unit`` is the stage's number, or that of shared embeddings."""
 
     unit: int
     round: int
@@ -32,12 +32,12 @@ class Position(NamedTuple):
 
 
 def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
-    """What a peer says of stages that there are, and of what is averaged beside them; none where there is one stage."""
+    """Return a peer's reports of existing stages and of shared embeddings; empty for a model of one stage."""
     return [stage for stage in record.stages if stage.unit <= num_stages] if num_stages > 1 else []
 
 
 def positions(record: PeerRecord, num_stages: int) -> list[Position]:
-    """Where a peer is in all that it averages; empty for those who do not train, or only feed a pipeline."""
+    """Return a peer's position in everything that it averages; empty for peers that do not average."""
     if record.role not in TRAINING_ROLES:
         return []
     if num_stages == 1:
@@ -49,7 +49,7 @@ def positions(record: PeerRecord, num_stages: int) -> list[Position]:
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Spans of blocks in order, with those in one that touch."""
+    """Return spans of blocks in order, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if found and low <= found[-1][1]:
@@ -60,17 +60,17 @@ def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def hosts_stage(peer: PeerView, number: int) -> bool:
-    """Whether a peer has the state of a stage, whose blocks need not be known."""
+    """True if a peer has the state of a stage; its blocks need not be known."""
     return any(each.report.unit == number and any(each.report.digest) for each in peer.hosting)
 
 
 def holds(peer: PeerView, span: tuple[int, int]) -> bool:
-    """Whether a peer has all blocks of a span."""
+    """True if a peer has all blocks of a span."""
     return any(low <= span[0] and span[1] <= high for low, high in peer.spans)
 
 
 def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> list[StageView]:
-    """Who hosts each stage of the model, and what losing one host would break.
+    """Return the hosts of each stage of the model, and the risk of losing one.
 
     Args:
         spans: By stage: its first block and the one after its last.
@@ -102,7 +102,7 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
 
 
 def _speed(peer: PeerView, stage: int) -> float:
-    """A host of a pipeline says what it can do for a stage; who holds the whole model, how fast it trains."""
+    """Return a host's measured speed for a stage, or the training speed of a peer with the whole model."""
     if not peer.hosting:
         return peer.record.tokens_per_second
     return sum(each.report.tokens_per_second for each in peer.hosting if each.report.unit == stage)

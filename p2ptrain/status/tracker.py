@@ -1,4 +1,4 @@
-"""What takes more than one look at a swarm to know: rates, rounds, trends, who joined and who left; without any I/O."""
+"""A swarm over time: rates, rounds, trends, arrivals and departures; without any I/O."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SwarmTracker:
         return [each.record for each in self._sightings.values() if each.record.role in TRAINING_ROLES]
 
     def take_in(self, look: Look) -> list[Event]:
-        """Compare what peers say now with what they said before.
+        """Compare the records of a look with those of the look before.
 
         Returns:
             Who joined and who left, and hosts that failed; nothing of the first look that was answered.
@@ -104,7 +104,7 @@ class SwarmTracker:
         ]
 
     def _take_in_failovers(self, before: Mapping[str, Sighting], now: float) -> list[Event]:
-        """One event for all who saw hosts fail within a while: of a death all tell, each with its next record."""
+        """Make one event of all failovers within a while: every sender reports a host's death with its next record."""
         for peer, each in self._sightings.items():
             if (known := before.get(peer)) is None:
                 continue
@@ -121,7 +121,7 @@ class SwarmTracker:
 
     @property
     def majority_lineage(self) -> bytes:
-        """The lineage that most trainers follow; empty where nobody has a state, and of stages, which have several."""
+        """The lineage of most trainers; empty where nobody has a state, and for stages, which have several."""
         if self._num_stages > 1:
             return b""
         lineages = Counter(record.lineage for record in self.trainers if record.digest != EMPTY)
@@ -133,7 +133,6 @@ class SwarmTracker:
             self._last_commit = now
 
     def observation(self) -> Observation:
-        """All that is known, for `p2ptrain.status.snapshot.build_snapshot`."""
         trainers = self.trainers
         return Observation(
             swarm=self._swarm,
@@ -211,7 +210,7 @@ class TokenRate:
 
 
 def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tuple[int, int]]:
-    """By stage (`WHOLE` where there is one): the median round of its peers, and the median tokens of their lineages.
+    """Return the median round of each stage's peers, and the median tokens of their lineages.
 
     However many newcomers there are, only peers that train count, where there are any.
     """

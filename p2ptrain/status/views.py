@@ -1,4 +1,4 @@
-"""What the page shows: plain, immutable values that JSON, templates and metrics are made of."""
+"""Plain, immutable values for JSON, templates, metrics and terminals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRIVATE = frozenset({"addresses"})
 
 @dataclass(frozen=True)
 class HostedView:
-    """What one peer says of one stage that it hosts, or of what it averages beside it.
+    """A peer's report of one stage that it hosts, or of embeddings that it averages beside it.
 
     Attributes:
         report: As in its record.
@@ -35,7 +35,7 @@ class HostedView:
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Half, 95 % and 99 % took no more than this many seconds; None where nothing was measured."""
+    """Seconds that 50 %, 95 % and 99 % of requests did not exceed; None where nothing was measured."""
 
     p50: float | None
     p95: float | None
@@ -112,7 +112,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class Absence:
-    """One peer whose work is not in a round, and why.
+    """One peer whose work is not in a round.
 
     Attributes:
         kind: ``late`` (it waits for the next round), ``dropped`` (it is lost), ``aborted`` (its attempt broke).
@@ -180,7 +180,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that the operator should know.
+    """A problem for the operator.
 
     Attributes:
         rule: Which rule found it.
@@ -196,7 +196,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened, with whom, and one line for people.
+    """Something that happened, with one line for people.
 
     Attributes:
         kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
@@ -210,7 +210,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Headline:
-    """Is the swarm healthy, in words, and why not.
+    """The swarm's health in words, and its main numbers.
 
     Attributes:
         reasons: One line each, the worst first.
@@ -241,7 +241,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class LatencyView:
-    """How long something took in the whole swarm.
+    """Latencies of the whole swarm.
 
     Attributes:
         recent: In the last minute.
@@ -257,7 +257,7 @@ class LatencyView:
 
 @dataclass(frozen=True)
 class ServingView:
-    """What the swarm serves, all peers together, as they say.
+    """The totals of all peers that serve, as they report them.
 
     Attributes:
         peers: That serve.
@@ -338,7 +338,7 @@ class Snapshot:
 
 @cache
 def fields_of(kind: type) -> dict[str, Any]:
-    """The types of the fields that `plain` shows, by name; empty for what is no dataclass or struct."""
+    """Return the types of the fields that `plain` shows, by name; empty for other types than views."""
     if not (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         return {}
     return {name: hint for name, hint in get_type_hints(kind).items() if name not in PRIVATE}

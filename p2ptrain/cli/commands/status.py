@@ -23,7 +23,6 @@ ANY_WIDTH = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain status``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the swarm's peers."""
     from p2ptrain.cli.running import run_async
     from p2ptrain.network.link import SwarmLink
 
@@ -55,7 +53,7 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
 
 
 def json_of(snapshot: Snapshot) -> str:
-    """What ``status --json`` prints: parts of ``/api/v1/snapshot``, and the peers' addresses."""
+    """Return the output of ``status --json``: parts of ``/api/v1/snapshot``, and the peers' addresses."""
     from p2ptrain.status.views import plain
 
     headline = snapshot.headline
@@ -73,7 +71,7 @@ def json_of(snapshot: Snapshot) -> str:
 
 
 def rendered(snapshot: Snapshot, width: int | None = None) -> str:
-    """What ``status`` prints.
+    """Return the output of ``status``.
 
     Args:
         snapshot: As the status page shows the swarm.

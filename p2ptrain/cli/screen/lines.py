@@ -35,7 +35,7 @@ Part = str | Text
 
 
 def line(label: str, parts: Iterable[Part], width: int) -> Text:
-    """A label, and as many of the parts as there is room for; the first one is cut if it must be, empty ones go."""
+    """Return a label, and as many of the parts as fit; the first one is cut if it must be, empty ones are left out."""
     built = Text().append(label.ljust(LABEL_CHARS) if label else "", "dim")
     start = built.cell_len
     for part in parts:
@@ -53,7 +53,7 @@ def line(label: str, parts: Iterable[Part], width: int) -> Text:
 
 
 def title_line(parts: Sequence[str], width: int) -> Text:
-    """What follows belongs together: a title in a rule across the terminal, its first part in bold."""
+    """Return a title in a rule across the terminal, its first part in bold."""
     text = line("", [Text(f"── {printable(parts[0])}", "bold"), *parts[1:]], width)
     rest = width - text.cell_len - 1
     return text.append(f" {'─' * rest}", "dim") if rest > 0 else text
@@ -77,12 +77,12 @@ def bar(done: float, total: float, width: int, pulse: float = 0.0) -> Text:
 
 
 def percent(done: float, total: float) -> str:
-    """``62%``, at most ``100%``; empty without a total."""
+    """Return ``62%``, at most ``100%``; empty without a total."""
     return f"{100 * min(1.0, done / total):.0f}%" if total > 0 else ""
 
 
 def counted(number: int, what: str, plural: str = "") -> str:
-    """``1 peer``, ``2 peers``."""
+    """Return ``1 peer`` or ``2 peers``."""
     return f"{number} {what if number == 1 else plural or what + 's'}"
 
 
@@ -90,13 +90,13 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 
 def health(headline: Headline) -> Text:
-    """Whether a swarm is healthy, with the words of the status page."""
+    """Return a swarm's health in the words of the status page."""
     word = Text().append(headline.health.capitalize(), HEALTH_STYLES[headline.health])
     return word.append(f": {printable(headline.summary)}")
 
 
 def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Text]:
-    """Why it is not healthy, the worst first."""
+    """Return the reasons of a bad health, the worst first."""
     lines = []
     for reason in headline.reasons[:most]:
         wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
@@ -108,7 +108,7 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
 
 
 def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -> list[Text]:
-    """A swarm at one moment: health, coverage, the round in progress, speed, traffic.
+    """Return a swarm at one moment: health, coverage, the round in progress, speed, traffic.
 
     Args:
         snapshot: As the status page shows it.
@@ -139,7 +139,7 @@ def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -
 
 
 def serving_parts(served: ServingView) -> list[str]:
-    """What peers serve, in words; empty where nobody does."""
+    """Return the totals of serving in words; empty where nobody serves."""
     if not served.peers:
         return []
     first, token = served.first_token.recent, served.token.recent
@@ -166,7 +166,7 @@ def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:
 
 
 def model_line(stage: StageView, width: int) -> Text:
-    """Who covers a model that is not cut."""
+    """Return the replicas of a model that is not cut."""
     first, end = stage.blocks
     num_hosts = len(stage.hosts)
     cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
@@ -179,7 +179,7 @@ def model_line(stage: StageView, width: int) -> Text:
 
 
 def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached: str, width: int) -> Text:
-    """Bytes that peers moved in all, and per second."""
+    """Return the bytes that peers moved in all, and per second."""
     sent, received = sum(each.bytes_sent for each in records), sum(each.bytes_received for each in records)
     up, down = sum(each.sent_per_second for each in rates), sum(each.received_per_second for each in rates)
     return line("traffic", [
@@ -193,7 +193,7 @@ def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached:
 
 
 def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Snapshot | None, width: int) -> list[Text]:
-    """A peer at one moment: what it does, what it gave, what it moves, and how its swarm is doing.
+    """Return a peer at one moment: state, contribution, traffic, and the health of its swarm.
 
     Args:
         progress: The peer.
@@ -247,7 +247,7 @@ def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int)
 
 
 def _cover(stages: Sequence[StageView]) -> str:
-    """How many hold the model, or the stage of it that fewest hold."""
+    """Return how many peers hold the model, or the stage with the fewest hosts."""
     if len(stages) == 1:
         return counted(len(stages[0].hosts), "replica")
     weakest = min(stages, key=lambda stage: (len(stage.hosts), stage.number))
@@ -290,12 +290,11 @@ def _last_round(report: RoundReport) -> str:
 
 
 def job_lines(jobs: Sequence[Job], width: int) -> list[Text]:
-    """A bar for each long job."""
     return [job_line(job, width) for job in jobs]
 
 
 def job_line(job: Job, width: int) -> Text:
-    """A bar, how far it is, and how long it will take if it goes on like this."""
+    """Return a bar, the amount done, and the time left at this pace."""
     amount = human_bytes if job.unit == "bytes" else human_count
     of = ""
     if job.unit and job.done:

@@ -1,4 +1,4 @@
-"""What ``p2ptrain up`` shows while it runs: a live table on a terminal, one line for each new round elsewhere."""
+"""The output of ``p2ptrain up``: a live table on a terminal, one line for each new round elsewhere."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
 
 @dataclass(frozen=True)
 class Goal:
-    """When a swarm is done: after so many minutes, or when it has committed so many rounds; 0 for no such limit."""
+    """The end of a run: after so many minutes, or so many committed rounds; 0 for no such limit."""
 
     minutes: float = 0.0
     rounds: int = 0
@@ -92,7 +92,7 @@ class SwarmScreen:
             print(text, file=self._stream, flush=True)
 
     def drain(self, trainers: list[Child]) -> None:
-        """From now on trainers that still run are on their way out."""
+        """Show running trainers as draining from now on."""
         self._draining = True
         if self._screen is None and any(child.exit_code is None for child in trainers):
             self.say(_DRAINING)
@@ -171,7 +171,7 @@ class SwarmScreen:
         return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
 
     def _table_rows(self, snapshot: Snapshot | None, trainers: list[Child]) -> list[tuple[str, ...]]:
-        """Peers that are not ours, then ours; a child keeps its last numbers when it has ended."""
+        """Return other peers, then ours; a child keeps its last numbers when it has ended."""
         children = {child.name: child for child in trainers}
         if snapshot is not None and snapshot.peers:
             rows = [(peer.record.name, peer_row(peer, len(snapshot.stages))) for peer in snapshot.peers]
@@ -192,7 +192,7 @@ class SwarmScreen:
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
-    """What a trainer measured last on held-out text, in nats, and in the latest round; None if nothing new is known.
+    """Return the newest held-out loss of a running trainer, in nats; None if none was measured.
 
     Those that have ended do not count: they may be far behind.
     """
@@ -202,7 +202,7 @@ def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | No
 
 
 def _held_out_loss(path: Path) -> tuple[int, float] | None:
-    """The round and loss of the newest measurement near the end of a file of metrics."""
+    """Return the round and loss of the newest measurement near the end of a file of metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 
 class Looking:
-    """One swarm, from look to look."""
-
     def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
         """
         Args:
@@ -34,7 +32,6 @@ class Looking:
         self._tracker: SwarmTracker | None = None
 
     async def look(self) -> Snapshot:
-        """Return a snapshot of now."""
         look = await self._source()
         tracker = self._tracker
         if tracker is None:
@@ -46,14 +43,14 @@ class Looking:
 
 
 class OwnView:
-    """The swarm as one of its peers knows it anyway: a source that asks nobody."""
+    """The swarm as one of its peers knows it, without asking anybody."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
         self._seen: dict[str, Sighting] = {}
 
     async def __call__(self) -> Look:
-        """This peer as of now, and what it knows of the others, with the time at which it learnt that."""
+        """Return this peer as of now, and the other peers' records with the time at which it learnt them."""
         peer, now, before = self._peer, self._peer.runtime.now(), self._seen
         rejected = peer.presence.reader.rejected
         if not peer.presence.directory_answers:

@@ -1,4 +1,4 @@
-"""What ``join``, ``peer`` and ``seed`` show on a terminal while they run: the peer below, its log above."""
+"""The output of ``join``, ``peer`` and ``seed`` on a terminal: the peer below, its log above."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class PeerScreen:
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _look(self, peer: Peer) -> None:
-        """Keep judging how the swarm is doing, as the status page would."""
+        """Keep making snapshots of the swarm."""
         looking = Looking(OwnView(peer), peer.signed, peer.link)
         while True:
             started = time.monotonic()
@@ -89,7 +89,6 @@ class PeerScreen:
             await asyncio.sleep(max(LOOK_SECONDS, LOOK_SHARE * (time.monotonic() - started)))
 
     def draw(self, is_over: bool = False) -> None:
-        """Draw what is known now."""
         width, seconds = self.screen.width, time.monotonic() - self._began
         if self._peer is None:
             job = Job("meeting the swarm", "", 0, 0, seconds)
@@ -105,7 +104,7 @@ class PeerScreen:
 
 
 def view_for(name: str, log_format: str) -> PeerScreen | None:
-    """A view on standard error; None where only log lines belong there."""
+    """Return a view on standard error; None where only log lines belong there."""
     if log_format == "json" or not Screen.can_draw(sys.stderr):
         return None
     return PeerScreen(name, Screen(sys.stderr))

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a finished run: how the loss fell, what rounds took, who gave what."""
+"""One self-contained HTML page of a finished run: loss, rounds, contributions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ ENDINGS = {
 
 
 def render(run: Run) -> str:
-    """The page."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -41,7 +40,7 @@ def render(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The first things that people ask: names and values."""
+    """Return the main numbers, by name."""
     found = {str(index): peer.summary for index, peer in enumerate(run.peers) if peer.summary is not None}
     whole = combine(found, len(run.peers))
     before, after = formats.human_loss(whole.heldout_loss_before), formats.human_loss(whole.heldout_loss_after)
@@ -65,7 +64,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def charts(run: Run) -> list[tuple[str, str]]:
-    """Headings and SVG markup."""
+    """Return headings and SVG markup."""
     start = run.started
 
     def of(kind: str, name: str, committed_only: bool = False) -> list[Series]:
@@ -95,7 +94,6 @@ def charts(run: Run) -> list[tuple[str, str]]:
 
 
 def peer_row(peer: PeerRun) -> dict[str, Any]:
-    """One line of the table of peers."""
     rounds = peer.of_kind("round")
     committed = [line for line in rounds if line.values.get("committed") is True]
     reason = peer.summary.exit_reason if peer.summary is not None else ""
@@ -110,7 +108,7 @@ def peer_row(peer: PeerRun) -> dict[str, Any]:
 
 
 def troubles(run: Run) -> list[tuple[float, str, str, str]]:
-    """Rounds that were not committed, or not with a peer's work: seconds since the start, peer, round and reason."""
+    """Return rounds without a peer's work: seconds since the start, peer, round and reason."""
     found: list[tuple[Line, PeerRun]] = [
         (line, peer) for peer in run.peers for line in peer.of_kind("round") if line.values.get("reason")
     ]
@@ -122,13 +120,13 @@ def troubles(run: Run) -> list[tuple[float, str, str, str]]:
 
 
 def _state(peer: PeerRun) -> str:
-    """The digest that a peer ended with, in hexadecimal; empty if it is not known."""
+    """Return a peer's last digest in hexadecimal; empty if it is not known."""
     digest = peer.summary.state_digest if peer.summary is not None else _of_last_round(peer, "digest")
     return digest if isinstance(digest, str) else ""
 
 
 def _stage(peer: PeerRun) -> int | None:
-    """Which stage of a model that is cut a peer hosted; None if it held the whole model, or nothing."""
+    """Return the stage that a peer hosted; None if it held the whole model, or nothing."""
     stage = peer.summary.stage if peer.summary is not None else _of_last_round(peer, "stage")
     return stage if type(stage) is int else None
 
@@ -139,7 +137,7 @@ def _of_last_round(peer: PeerRun, name: str) -> Any:
 
 
 def _agreement(num_states: int, num_stages: int) -> str:
-    """Hosts of one stage should end with one state; those of two never do."""
+    """Compare hosts of one stage with each other only."""
     if num_stages < 2:
         return "equal everywhere" if num_states == 1 else f"{num_states} different ones"
     return "equal in each stage" if num_states == num_stages else f"{num_states} different ones in {num_stages} stages"

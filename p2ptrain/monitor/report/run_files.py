@@ -1,4 +1,4 @@
-"""What a finished run left behind: metrics and summaries of its peers, and the manifest."""
+"""The files of a finished run: metrics and summaries of its peers, and the manifest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ class Line:
     values: dict[str, Any]
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
@@ -48,7 +47,6 @@ class PeerRun:
     summary: Summary | None
 
     def of_kind(self, kind: str) -> list[Line]:
-        """Its lines of one kind, in order."""
         return [line for line in self.lines if line.kind == kind]
 
 
@@ -68,12 +66,10 @@ class Run:
 
     @property
     def started(self) -> float:
-        """When the first line was written."""
         return min(peer.lines[0].time for peer in self.peers if peer.lines)
 
     @property
     def ended(self) -> float:
-        """When the last was."""
         return max(peer.lines[-1].time for peer in self.peers if peer.lines)
 
 
@@ -100,7 +96,7 @@ def read_run(directory: Path, verifier: Signer) -> Run:
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """The lines of a file of metrics, the one put aside before it included, and how many could not be read."""
+    """Return the lines of a file of metrics and of its predecessor, and how many could not be read."""
     lines, skipped = [], 0
     for part in (path.with_name(path.name + ".1"), path):
         for text in _texts(part):

@@ -1,4 +1,4 @@
-"""Records with the time at which they were published: what a look at a swarm's directory finds."""
+"""Records with the time at which they were published."""
 
 from __future__ import annotations
 

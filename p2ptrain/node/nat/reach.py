@@ -45,7 +45,7 @@ OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers
 
 @dataclass
 class Standing:
-    """How this peer is reached now, for its record."""
+    """A peer's reachability, for its record."""
 
     reachability: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Standing:
 
 @dataclass
 class _Search:
-    """When relays are looked for again."""
+    """The schedule of the search for relays."""
 
     lost_since: float | None = None
     next_at: float = 0.0
@@ -102,12 +102,12 @@ class Reach:
 
     @property
     def is_outbound_only(self) -> bool:
-        """Whether nobody can reach this peer unless it is connected to them."""
+        """True if others reach this peer only over connections that it opened."""
         return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to find out: not for loopback swarms, relays, and where the owner said it."""
+        """True if reachability is open: not for loopback swarms, for relays, or where the owner stated it."""
         settings = self._settings
         outside = any(scope(address) is not Scope.LOOPBACK for address in settings.listen)
         said = settings.announce or settings.force_reachability is not None
@@ -133,7 +133,7 @@ class Reach:
         await self.refresh()
 
     async def refresh(self) -> bool:
-        """Bring `standing` up to date; whether it changed."""
+        """Update `standing`; True if it changed."""
         transport = self._transport()
         addresses = await transport.addresses()
         reachability: Reachability
@@ -211,7 +211,7 @@ class Reach:
     # Relays
 
     async def _live_relays(self) -> set[str]:
-        """The proven relays at which this peer has a place now, as far as its daemon knows."""
+        """Return the proven relays at which this peer has a place now, as far as its daemon knows."""
         transport = self._transport()
         connected = set(await transport.connected_peers())
         reserved = await transport.reserved_relays()
@@ -223,7 +223,7 @@ class Reach:
         }
 
     async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
-        """Those of ``relays`` that carry data to this peer."""
+        """Return those of ``relays`` that carry data to this peer."""
         proven = []
         async with carrier(self._runtime, self._rpc.swarm) as stranger:
             self._carrier = stranger.peer_id
@@ -242,7 +242,7 @@ class Reach:
         return tuple(proven)
 
     async def _be_relay(self, attempts: int) -> None:
-        """Start the daemon again until it carries, so often at most."""
+        """Restart the daemon until it carries data, at most ``attempts`` times."""
         for _ in range(attempts):
             reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
             if not reason:
@@ -254,7 +254,7 @@ class Reach:
         logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
 
     async def _try_again_to_relay(self) -> None:
-        """Once in a while, and ever more rarely, because each attempt breaks this peer's streams."""
+        """Retry with backoff, since each attempt breaks this peer's streams."""
         search, now = self._search, asyncio.get_running_loop().time()
         if now >= search.next_at:
             await self._be_relay(1)
@@ -262,7 +262,7 @@ class Reach:
             search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 
     async def _keep_relays(self) -> None:
-        """Look for relays, ever more rarely, while there is no place at any."""
+        """Look for relays, with backoff, while there is no place at any."""
         search, now = self._search, asyncio.get_running_loop().time()
         if self._proven and await self._live_relays():
             self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
@@ -287,5 +287,5 @@ class Reach:
 
 
 def _relay_of(address: str) -> str:
-    """The relay's id in a circuit address."""
+    """Return the relay's id in a circuit address."""
     return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]
