@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from p2ptrain.network.records.serving import cumulative
+from p2ptrain.node.metrics_page import serving_families
 from p2ptrain.status.views import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -116,20 +116,7 @@ def _of_stages(snapshot: Snapshot) -> Iterator[Metric]:
 def _of_serving(snapshot: Snapshot) -> Iterator[Metric]:
     serving = snapshot.serving
     yield from _gauge("serving_peers", "Peers that serve", serving.peers)
-    yield from _gauge("serving_sessions", "Generations that are open", serving.sessions)
-    since = "since the monitor began to watch"
-    yield from _counter("serving_requests", f"Requests that peers accepted {since}", serving.requests)
-    yield from _counter("serving_failed_requests", "Those of them that failed", serving.failed_requests)
-    yield from _counter("serving_generated_tokens", f"Tokens that peers generated {since}", serving.generated_tokens)
-    yield from _counter("serving_prompt_tokens", f"Tokens of prompts {since}", serving.prompt_tokens)
-    for name, text, latency in (
-        ("time_to_first_token", "From a request's arrival to its first token", serving.first_token),
-        ("time_per_output_token", "From one token of an answer to the next", serving.token),
-    ):
-        buckets = cumulative(latency.counts)
-        yield HistogramMetricFamily(
-            f"p2ptrain_serving_{name}_seconds", text, buckets=buckets, sum_value=latency.seconds
-        )
+    yield from serving_families("p2ptrain_serving", serving.sessions, serving.totals)
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingTotals
 from p2ptrain.network.records.sighting import Sighting
-from p2ptrain.status.views import LatencyView, Percentiles, ServingView
+from p2ptrain.status.views import Percentiles, ServingView
 
 WINDOW_SECONDS = 60.0
 """Over which rates and percentiles of the present are taken."""
@@ -173,19 +173,16 @@ def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
         served: What they served.
     """
     reports = [record.serving for record in records if record.serving is not None]
-    totals, recent = served.totals, served.recent
+    recent = served.recent
     is_known = bool(reports) and served.seconds > 0
     return ServingView(
         peers=len(reports),
         sessions=sum(report.sessions for report in reports),
         tokens_per_second=recent.generated_tokens / served.seconds if is_known else None,
         prompt_tokens_per_second=recent.prompt_tokens / served.seconds if is_known else None,
-        requests=totals.requests,
-        failed_requests=totals.failed_requests,
-        generated_tokens=totals.generated_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        first_token=LatencyView(percentiles(recent.first_token), totals.first_token.counts, totals.first_token.seconds),
-        token=LatencyView(percentiles(recent.token), totals.token.counts, totals.token.seconds),
+        first_token=percentiles(recent.first_token),
+        token=percentiles(recent.token),
+        totals=served.totals,
         bounds=BOUNDS,
     )
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_type_hints
 import msgspec
 
 from p2ptrain.network.records.record import PeerRecord, StageReport
+from p2ptrain.network.records.serving import ServingTotals
 from p2ptrain.status.progress import RoundGoal
 
 Severity = Literal["info", "warning", "critical"]
@@ -240,46 +241,26 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class LatencyView:
-    """Latencies of the whole swarm.
-
-    Attributes:
-        recent: In the last minute.
-        counts: Since the monitor began to watch: how often it took up to each of `ServingView.bounds` and more than the
-            one before; the last is of what took longer than all of them.
-        seconds: The sum of all these.
-    """
-
-    recent: Percentiles
-    counts: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ServingView:
-    """The totals of all peers that serve, as they report them.
+    """The serving of all peers together, as they report it.
 
     Attributes:
         peers: That serve.
         sessions: Generations that are open now.
         tokens_per_second: Generated in the last minute; ``prompt_tokens_per_second``: that came in. None where no peer
             serves, or before it is known.
-        requests: That were accepted since the monitor began to watch, ``failed_requests`` among them.
-        generated_tokens: That went out since then; ``prompt_tokens``: that came in.
-        first_token: From a request's arrival to its first token; ``token``: from one token to the next.
-        bounds: Of the counts in both, in seconds.
+        first_token: In the last minute, from a request's arrival to its first token; ``token``: from one token to the
+            next.
+        totals: Since the monitor began to watch. Latencies have a count for each of ``bounds``, in seconds, and above.
     """
 
     peers: int
     sessions: int
     tokens_per_second: float | None
     prompt_tokens_per_second: float | None
-    requests: int
-    failed_requests: int
-    generated_tokens: int
-    prompt_tokens: int
-    first_token: LatencyView
-    token: LatencyView
+    first_token: Percentiles
+    token: Percentiles
+    totals: ServingTotals
     bounds: tuple[float, ...]
 
 

@@ -142,16 +142,15 @@ def serving_parts(served: ServingView) -> list[str]:
     """Return the totals of serving in words; empty where nobody serves."""
     if not served.peers:
         return []
-    first, token = served.first_token.recent, served.token.recent
-    rate = served.tokens_per_second
+    rate, totals = served.tokens_per_second, served.totals
     return [
         counted(served.peers, "peer"),
         counted(served.sessions, "session"),
         *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
-        f"{human_count(served.requests)} requests, {human_count(served.failed_requests)} failed",
+        f"{human_count(totals.requests)} requests, {human_count(totals.failed_requests)} failed",
         *(
             f"{what} {human_latency(each.p50)} (95 % {human_latency(each.p95)}, 99 % {human_latency(each.p99)})"
-            for what, each in (("first token", first), ("further ones", token))
+            for what, each in (("first token", served.first_token), ("further ones", served.token))
             if each.p50 is not None and each.p95 is not None and each.p99 is not None
         ),
     ]

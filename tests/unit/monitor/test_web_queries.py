@@ -91,7 +91,7 @@ def test_peers_that_serve_are_found_by_how_much_and_percentiles_are_columns() ->
         found = (await site.json("/peers", sort="-served_per_second"))["peers"]
         assert [peer["record"]["peer"] for peer in found] == ["b", "a", "c"]
         serving = await site.json("/serving")
-        assert (serving["peers"], serving["requests"]) == (2, 175)
+        assert (serving["peers"], serving["totals"]["requests"]) == (2, 175)
         asked = await site.json("/series", names="first_token_seconds_p95,loss")
         assert any(value for value in asked["series"]["first_token_seconds_p95"])
         assert "What it serves" in (await site.get("/peers/b")).text

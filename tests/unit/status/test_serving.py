@@ -144,8 +144,8 @@ def test_the_present_is_of_the_last_minute() -> None:
     assert now.seconds == WINDOW_SECONDS
     view = serving_view([host("a", 300)], now)
     assert view.tokens_per_second == pytest.approx(52 * TOKENS * 0.98, rel=0.02)
-    assert view.first_token.recent.p50 == pytest.approx(8.0, rel=0.34)
-    assert sum(view.first_token.counts) == now.totals.first_token.total
+    assert view.first_token.p50 == pytest.approx(8.0, rel=0.34)
+    assert view.totals.first_token.total == now.totals.first_token.total
 
 
 def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_width() -> None:
@@ -159,7 +159,7 @@ def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_widt
             for i, part in enumerate(parts)
         ]
 
-    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token.recent
+    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token
     together = sorted(sample for samples in raw for sample in samples)
     for found, share in ((recent.p50, 0.5), (recent.p95, 0.95), (recent.p99, 0.99)):
         assert found == pytest.approx(together[int(share * len(together))], rel=0.36)
@@ -168,7 +168,7 @@ def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_widt
 def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:
     serving = snapshot_of([trainer("a")]).serving
     assert (serving.peers, serving.sessions, serving.tokens_per_second) == (0, 0, None)
-    assert serving.first_token.recent.p50 is None
+    assert serving.first_token.p50 is None
     assert snapshot_of([trainer("a")]).peers[0].rates.served_per_second is None
     view = serving_view([host("a", 100)], Served())
     assert (view.peers, view.tokens_per_second) == (1, None), "a first look knows no rate"
@@ -209,7 +209,7 @@ def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
             source.time = START + second
             snapshot = await watch.look()
         assert snapshot.serving.peers == 1
-        assert snapshot.serving.requests == pytest.approx(1190, abs=12)
+        assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
         serving, plain = snapshot.peers
         assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
         assert serving.record.serving is not None
