@@ -18,8 +18,8 @@ from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.coverage import coverage
 from p2ptrain.status.snapshot import majority_digests, peer_views
 from p2ptrain.status.stages import stage_views
-from p2ptrain.status.views import Rates, plain
-from tests.support.web.watched import CUT, START, report, snapshot_of, trainer, views_of
+from p2ptrain.status.views import Rates, SwarmView, plain
+from tests.support.web.watched import CUT, START, SWARM, report, snapshot_of, trainer, views_of
 
 A, B = b"a" * 32, b"b" * 32
 OTHER_LINEAGE = b"o" * 32
@@ -143,24 +143,18 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 
 
+@pytest.mark.parametrize("swarm", [SWARM, CUT], ids=["whole", "cut"])
 @settings(max_examples=40)
 @given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
-def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(records: list[PeerRecord], now: float) -> None:
+def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(
+    swarm: SwarmView, records: list[PeerRecord], now: float
+) -> None:
     received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
-    snapshot = snapshot_of(received, now=now)
-    text = to_json(snapshot).decode()
+    snapshot = snapshot_of(received, now=now, swarm=swarm)
+    text = to_json([snapshot, coverage(snapshot)]).decode()
     assert "<" not in text
-    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert len(values["peers"]) == len(records)
-
-
-@settings(max_examples=40)
-@given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
-def test_nor_can_hosts_of_stages_break_it(records: list[PeerRecord], now: float) -> None:
-    received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
-    snapshot = snapshot_of(received, now=now, swarm=CUT)
-    values = json.loads(to_json([snapshot, coverage(snapshot)]).decode())
-    assert len(values[0]["stages"]) == len(CUT.spans)
+    values, _ = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (len(values["peers"]), len(values["stages"])) == (len(records), len(swarm.spans))
 
 
 def test_a_name_that_cannot_be_encoded_never_gets_here() -> None:
