@@ -29,7 +29,8 @@ from benchmarks.harness import Measured, exit_on_signals, progress, report
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.sighting import Look
+from p2ptrain.status.tracker import SwarmTracker
 from tests.support.web.made_up_swarm import MadeUpSwarm
 
 LOOKS = 12
@@ -55,14 +56,10 @@ class TimedSource:
         self._swarm = swarm
         self.seconds = 0.0
 
-    @property
-    def rejected(self) -> int:
-        return self._swarm.rejected
-
     def now(self) -> float:
         return self._swarm.now()
 
-    async def look(self) -> Sequence[tuple[PeerRecord, float]] | None:
+    async def look(self) -> Look:
         started = time.perf_counter()
         seen = await self._swarm.look()
         self.seconds = time.perf_counter() - started
@@ -77,7 +74,7 @@ async def measure_snapshots(num_peers: int) -> Measured:
     source = TimedSource(MadeUpSwarm(num_peers))
     with tempfile.TemporaryDirectory() as folder:
         store = await Store.open(Path(folder) / "history.sqlite", source._swarm.swarm.digest, source.now())
-        watch = Watch(source, source._swarm.swarm, store)
+        watch = Watch(source, SwarmTracker(source._swarm.swarm, source.now()), store)
         values = []
         for _ in range(LOOKS):
             started = time.perf_counter()

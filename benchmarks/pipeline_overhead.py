@@ -137,7 +137,7 @@ def serve_pipeline(size: str, threads: int) -> None:
 async def start_feeder(peer: Peer, plan: PipelinePlan) -> Feeder:
     """What sends microbatches."""
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
-    peer.presence.on_records = view.update
+    peer.presence.listeners.append(view.update)
     await peer.presence.refresh()
     router = view.new_router()
     feeder = Feeder(peer.rpc, router, Caller(peer.rpc, router, peer.runtime.random, view.local), peer.runtime.random)

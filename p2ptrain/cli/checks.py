@@ -30,7 +30,7 @@ _TIMEX_BYTES = 512  # more than any struct timex
 
 @dataclass(frozen=True)
 class Check:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         required: Whether a peer cannot run without it; otherwise it is a warning.
@@ -61,14 +61,14 @@ def all_checks(run_dir: Path, port: int, direct_port: int) -> list[Check]:
 
 
 def check_python() -> Check:
-    """The interpreter's version and system."""
+    """Check the interpreter's version and system."""
     version = ".".join(map(str, sys.version_info[:3]))
     passed = sys.version_info >= _MIN_PYTHON and sys.platform == "linux"
     return Check("Python", passed, f"{version} on {sys.platform}", "use Python 3.11 or later on Linux")
 
 
 def check_torch() -> Check:
-    """That torch can be imported and computes; in a process of its own, for a broken one may crash."""
+    """Check that torch can be imported and computes, in a process of its own, since a broken one may crash."""
     code = (
         "import torch; assert float(torch.ones(8).sum()) == 8;"
         "gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else 'no GPU';"
@@ -84,7 +84,7 @@ def check_torch() -> Check:
 
 
 def check_native() -> Check:
-    """That the codecs' native library loads; a checkout builds it first."""
+    """Check that the codecs' native library loads; a checkout builds it first."""
     from p2ptrain.native import load_library
 
     try:
@@ -96,7 +96,7 @@ def check_native() -> Check:
 
 
 def find_daemon() -> Path | None:
-    """The p2pd of hivemind's wheel, found without importing hivemind; None if hivemind is not installed."""
+    """Return hivemind's p2pd without importing hivemind; None if hivemind is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -104,7 +104,7 @@ def find_daemon() -> Path | None:
 
 
 def check_daemon(path: Path | None) -> Check:
-    """That the network daemon is there, may be executed, and starts."""
+    """Check that the network daemon is there, may be executed, and starts."""
     fix = "pip install --force-reinstall --no-deps hivemind (its wheel for Linux ships p2pd)"
     if path is None or not path.is_file():
         return Check("daemon", False, "hivemind's p2pd is not installed", fix)
@@ -120,7 +120,7 @@ def check_daemon(path: Path | None) -> Check:
 
 
 def _start_daemon(path: Path, arguments: list[str]) -> str | None:
-    """Start the daemon and end it once it says who it is; returns what went wrong."""
+    """Start the daemon and end it once it prints its id; return the fault, if any."""
     import selectors
 
     try:
@@ -148,14 +148,14 @@ def _start_daemon(path: Path, arguments: list[str]) -> str | None:
 
 
 def check_setpriv() -> Check:
-    """That daemons can be made to end with their owner even while they start."""
+    """Check that daemons can be made to end with their owner even while they start."""
     path = shutil.which("setpriv")
     fix = "install util-linux; without it a daemon may outlive a killed peer by 30 s"
     return Check("setpriv", path is not None, path or "not found", fix, required=False)
 
 
 def check_ports(port: int, direct_port: int) -> list[Check]:
-    """That this machine can listen at all, and at certain ports.
+    """Check that this machine can listen at all, and at certain ports.
 
     Args:
         port: Of the daemon.
@@ -192,7 +192,7 @@ def _bind_error(host: str, port: int) -> str | None:
 
 
 def check_clock(now: float) -> Check:
-    """That the clock is not absurd, and whether something keeps it in step; ``now`` is in seconds since the epoch."""
+    """Check that the clock is plausible and synchronized; ``now`` is in seconds since the epoch."""
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     fix = "switch on time synchronisation: timedatectl set-ntp true"
     if now < _EARLIEST_TIME:
@@ -203,7 +203,7 @@ def check_clock(now: float) -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """That there is room for checkpoints in ``folder``, or the nearest folder above it that exists."""
+    """Check the room for checkpoints in ``folder``, or the nearest folder above it that exists."""
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(existing).free
     detail, fix = f"{human_bytes(free)} free in {existing}", "free some space, or choose another --run-dir"
@@ -213,7 +213,7 @@ def check_disk(folder: Path) -> Check:
 
 
 def check_memory() -> Check:
-    """That a trainer fits."""
+    """Check that a trainer fits."""
     import psutil
 
     free = psutil.virtual_memory().available
@@ -224,7 +224,7 @@ def check_memory() -> Check:
 
 
 def check_file_limit(limit: int) -> Check:
-    """That enough files may be open; ``limit`` is the soft limit, -1 for none."""
+    """Check the limit of open files; ``limit`` is the soft limit, -1 for none."""
     passed = limit < 0 or limit >= _GOOD_FILES
     detail = "no limit" if limit < 0 else f"{limit} open files"
     return Check("file limit", passed, detail, "ulimit -n 4096", required=0 <= limit < _MIN_FILES)

@@ -1,4 +1,4 @@
-"""A swarm of real processes on this machine, from its start to its summary: what ``p2ptrain up`` runs.
+"""A swarm of real processes on this machine, from its start to its summary, for ``p2ptrain up``.
 
 The bootstrap peer comes first and writes its link; trainers join with it; the view reads the swarm's directory like any
 other peer. At the end the trainers are drained, then the bootstrap peer, and the trainers' summaries are combined.
@@ -16,11 +16,12 @@ from pathlib import Path
 
 from p2ptrain.cli.manifests import LINK_FILE, write_atomically
 from p2ptrain.cli.plan import Plan
-from p2ptrain.cli.screen.live import Goal, View, stop_on_signals
-from p2ptrain.cli.summary import SwarmSummary, combine, read_summary
+from p2ptrain.cli.screen.live import Goal, SwarmScreen, stop_on_signals
+from p2ptrain.cli.summary import to_text
 from p2ptrain.cli.supervise import Child, Supervisor
 from p2ptrain.errors import DeadlineError, P2PTrainError
 from p2ptrain.network.link import SwarmLink
+from p2ptrain.node.summary import SUMMARY_FILE, combine, read_summary, to_json
 from p2ptrain.tasks import Tasks
 
 READY_SECONDS = 60.0
@@ -51,7 +52,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
 
         stop = stop_on_signals(end_at_once)
         try:
-            with View(sys.stdout, plan.goal) as view:
+            with SwarmScreen(sys.stdout, plan.goal) as view:
                 view.say(f"run directory: {plan.run_dir}")
                 trainers = await _train(plan, supervisor, stop, view)
         except asyncio.CancelledError:
@@ -60,7 +61,7 @@ async def run_swarm(plan: Plan, summary_file: Path | None) -> int:
         return _report(plan, trainers, summary_file, interrupted=stop.is_set())
 
 
-async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: View) -> list[Child]:
+async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: SwarmScreen) -> list[Child]:
     """Start the peers, watch until the end, and drain them; returns the trainers."""
     bootstrap = await supervisor.start("bootstrap", _peer_command(plan.bootstrap), plan.run_dir / "bootstrap.log")
     text = await _first_link(plan.run_dir / "bootstrap", bootstrap, stop)
@@ -81,7 +82,7 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
             await supervisor.drain(trainers, DRAIN_SECONDS)
             await supervisor.wait_all(trainers)
             error = watcher.exception() if watcher.done() else None
-        view.show([], trainers)
+        view.show(None, trainers)
         if error is not None:
             view.say(f"the live view ended early: {error}")
         if page is not None:
@@ -93,7 +94,7 @@ async def _train(plan: Plan, supervisor: Supervisor, stop: asyncio.Event, view: 
 
 
 async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tuple[Child, str]:
-    """Start the status page on this machine; it, and where it will be in a few seconds."""
+    """Start the status page on this machine; return it with its future address."""
     port = _free_port(PAGE_PORT)
     command = [sys.executable, "-m", "p2ptrain", "monitor", str(link), "--port", str(port)]
     history = ["--db", str(plan.run_dir / "monitor.sqlite")]
@@ -102,7 +103,7 @@ async def _start_page(plan: Plan, supervisor: Supervisor, link: SwarmLink) -> tu
 
 
 def _free_port(wanted: int) -> int:
-    """``wanted`` if nobody listens there, else one that the system chooses."""
+    """Return ``wanted`` if nobody listens there, else a port that the system chooses."""
     for port in (wanted, 0):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listener:
             return int(listener.getsockname()[1])
@@ -114,7 +115,7 @@ def _peer_command(role_file: Path) -> list[str]:
 
 
 async def _first_link(run_dir: Path, bootstrap: Child, stop: asyncio.Event) -> str | None:
-    """The link that the bootstrap peer writes once it can be reached; None if a signal came first."""
+    """Return the link that the bootstrap peer writes once it can be reached; None if a signal came first."""
     path, deadline = run_dir / LINK_FILE, time.monotonic() + READY_SECONDS
     path.unlink(missing_ok=True)
     while not stop.is_set():
@@ -141,25 +142,20 @@ async def _wait_for_end(goal: Goal, supervisor: Supervisor, trainers: list[Child
 
 
 def _report(plan: Plan, trainers: list[Child], summary_file: Path | None, *, interrupted: bool) -> int:
-    found = {child.name: read_summary(plan.run_dir / child.name / "summary.json") for child in trainers}
+    found = {child.name: read_summary(plan.run_dir / child.name / SUMMARY_FILE) for child in trainers}
     summary = combine({name: values for name, values in found.items() if values is not None}, len(plan.trainers))
     failed = [child for child in trainers if child.exit_code != 0]
     if len(failed) == len(trainers) and not (interrupted and not trainers):
         raise _worst(failed)
     for child in failed:
         print(f"p2ptrain: warning: {child.failure()}", file=sys.stderr)
-    print(f"\n{summary.to_text()}")
-    _write_summary(summary, plan.run_dir / "summary.json")
-    if summary_file is not None:
-        _write_summary(summary, summary_file)
+    print(f"\n{to_text(summary)}")
+    for path in (plan.run_dir / SUMMARY_FILE, *([summary_file] if summary_file is not None else [])):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, to_json(summary))
     return 0
 
 
 def _worst(failed: list[Child]) -> P2PTrainError:
-    """The failure to end with: one that a trainer explained, rather than a kill."""
+    """Return the failure to end with: one that a trainer explained, rather than a kill."""
     return max(failed, key=lambda child: child.exit_code or 0).failure()
-
-
-def _write_summary(summary: SwarmSummary, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, summary.to_json().encode())

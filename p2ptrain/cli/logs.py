@@ -1,4 +1,4 @@
-"""How log lines look on standard error: text for people, JSON for machines."""
+"""Log lines on standard error: text for people, JSON for machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``p2ptrain COMMAND``: find the command, run it, and turn what goes wrong into one line and an exit code."""
+"""``p2ptrain COMMAND``: find the command, run it, and turn errors into one line and an exit code."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def public_paths(manifest: Manifest) -> list[str]:
-    """What the organizer should know of each path of this machine that all who have the swarm's link can read."""
+    """Return a warning for each path of this machine that all owners of the swarm's link can read."""
     values = {"data.source": manifest.data.source, "data.tokenizer": manifest.data.tokenizer}
     return [
         f"{key} = {value!r} is public, and every peer needs a copy at that path"

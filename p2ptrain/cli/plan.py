@@ -1,4 +1,4 @@
-"""What ``p2ptrain up`` is going to start: the options become a signed manifest and a role file for each peer."""
+"""The plan of ``p2ptrain up``: the options become a signed manifest and a role file for each peer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start: a role file for each peer, the status page or not, and when to stop."""
+    """A role file for each peer, with or without a status page, and the goal."""
 
     run_dir: Path
     bootstrap: Path
@@ -94,7 +94,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
 
 
 def _num_stages(manifest: Manifest, peers: int) -> int:
-    """How many stages the model is cut into.
+    """Return the number of stages that the model is cut into.
 
     Raises:
         UsageError: There are not enough peers for them.
@@ -111,7 +111,7 @@ def _num_stages(manifest: Manifest, peers: int) -> int:
 
 
 def _rounds_done(run_dir: Path, manifest: Manifest, verifier: Signer) -> int:
-    """How many rounds a former run in this directory left in its newest checkpoint; 0 if it trained something else."""
+    """Return the rounds in the newest checkpoint of a former run in this directory; 0 if it trained another model."""
     try:
         former = SignedManifest.from_bytes((run_dir / SIGNED_FILE).read_bytes(), manifest.digest, verifier)
     except (OSError, ManifestError):

@@ -1,4 +1,4 @@
-"""Running coroutines from a command, and asking a person."""
+"""Run coroutines from a command, and ask a person."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2ptrain.errors import UsageError
 
 if TYPE_CHECKING:
-    from p2ptrain.cli.screen.peer_view import PeerView
+    from p2ptrain.cli.screen.peer_view import PeerScreen
     from p2ptrain.config import PeerConfig
     from p2ptrain.manifest import SignedManifest
 
@@ -44,7 +44,7 @@ def run_configured_peer(
     from p2ptrain.cli.manifests import LINK_FILE, write_atomically
     from p2ptrain.node.run import run_peer
 
-    view: PeerView | None = None
+    view: PeerScreen | None = None
 
     def on_ready(link: str) -> None:
         for path in (config.run_dir / LINK_FILE, *([link_file] if link_file else [])):
@@ -66,7 +66,9 @@ def run_configured_peer(
         if view is None:
             return await run_peer(config, signed_manifest=signed, on_ready=on_ready)
         async with view:
-            return await run_peer(config, signed_manifest=signed, on_start=view.follow, on_ready=on_ready)
+            return await run_peer(
+                config, signed_manifest=signed, signals=view.signals, on_start=view.follow, on_ready=on_ready
+            )
 
     return run_async(run())
 
@@ -85,5 +87,5 @@ def confirm(question: str, *, assume_yes: bool) -> bool:
 
 
 def default_run_dir(kind: str) -> Path:
-    """Where a command keeps its files unless told: in the folder ``runs`` below the current one."""
+    """Return the default folder of a command's files, in ``runs`` below the current one."""
     return Path("runs") / kind

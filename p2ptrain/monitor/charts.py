@@ -77,7 +77,7 @@ def line_chart(
 
 
 def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points: of each bin the lowest and the highest, so that no spike is lost."""
+    """Return at most `MAX_POINTS` points: of each bin the lowest and the highest, so that no spike is lost."""
     if len(points) <= MAX_POINTS:
         return list(points)
     bins = MAX_POINTS // 2
@@ -91,7 +91,7 @@ def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers between ``low`` and ``high``, about ``count`` of them; at least one."""
+    """Return round numbers between ``low`` and ``high``, about ``count`` of them; at least one."""
     span = high - low
     if not span > max(abs(high) * 1e-9, 1e-300):
         return [low]

@@ -17,17 +17,16 @@ PERCENTILES = {f"{kind}_{name}": (kind, share) for kind in KINDS for name, share
 """Series that are made of them: of which kind, and which share of the counts is below."""
 
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS latencies (
+CREATE TABLE latencies (
     kind TEXT, step INTEGER, at INTEGER, bucket INTEGER, count INTEGER NOT NULL, PRIMARY KEY (kind, step, at, bucket)
-) WITHOUT ROWID
+) WITHOUT ROWID;
 """
-"""A file that an older version made gets it, too; older versions leave it alone."""
 ADD = "INSERT INTO latencies VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET count = count + excluded.count"
 PRUNE = "DELETE FROM latencies WHERE step = ? AND at < ?"
 
 
 def rows(at: float, latencies: Mapping[str, Latencies], steps: Iterable[int]) -> list[tuple[str, int, int, int, int]]:
-    """Parameters of `ADD`: what came at second ``at``, by kind, for steps of these lengths in seconds."""
+    """Return parameters of `ADD`: the latencies of second ``at``, by kind, for steps of these lengths in seconds."""
     return [
         (kind, step, int(at) // step * step, bucket, count)
         for kind, each in latencies.items()
@@ -38,7 +37,7 @@ def rows(at: float, latencies: Mapping[str, Latencies], steps: Iterable[int]) ->
 
 
 def query(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Finds what the series of these names are made of, in steps of ``?`` seconds from second ``?`` on.
+    """Return a query for the counts of some series, in steps of ``?`` seconds from second ``?`` on.
 
     Returns:
         The statement, and the parameters before these two.
@@ -49,7 +48,7 @@ def query(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def points(names: Sequence[str], found: Iterable[Sequence[Any]]) -> list[tuple[str, int, float]]:
-    """Values of these series in seconds, each with its name and step, of what `query` found."""
+    """Return values of these series in seconds, each with its name and step, from the rows of `query`."""
     counts: dict[tuple[str, int], list[int]] = {}
     for kind, at, bucket, count in found:
         counts.setdefault((kind, at), [0] * (len(BOUNDS) + 1))[bucket] = count

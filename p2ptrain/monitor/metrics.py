@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from p2ptrain.network.records.serving import cumulative
+from p2ptrain.node.metrics_page import serving_families
 from p2ptrain.status.views import Snapshot
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -19,7 +19,6 @@ HEALTHS = ("healthy", "degraded", "stopped", "empty")
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """The text format that a scrape gets."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(snapshot))
     return generate_latest(registry)
@@ -30,7 +29,6 @@ class _Families:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """What a registry asks for."""
         yield from _of_the_swarm(self._snapshot)
         yield from _of_rounds(self._snapshot)
         yield from _of_stages(self._snapshot)
@@ -55,7 +53,9 @@ def _of_the_swarm(snapshot: Snapshot) -> Iterator[Metric]:
         health.add_metric([name], float(name == headline.health))
     yield health
     peers = GaugeMetricFamily("p2ptrain_peers", "Peers with a record, by role and state", labels=["role", "state"])
-    for (role, state), count in sorted(Counter((peer.role, peer.state) for peer in snapshot.peers).items()):
+    for (role, state), count in sorted(
+        Counter((peer.record.role, peer.record.state) for peer in snapshot.peers).items()
+    ):
         peers.add_metric([role, state], count)
     yield peers
     yield from _gauge("loss", "Median training loss in nats", headline.loss)
@@ -116,20 +116,7 @@ def _of_stages(snapshot: Snapshot) -> Iterator[Metric]:
 def _of_serving(snapshot: Snapshot) -> Iterator[Metric]:
     serving = snapshot.serving
     yield from _gauge("serving_peers", "Peers that serve", serving.peers)
-    yield from _gauge("serving_sessions", "Generations that are open", serving.sessions)
-    since = "since the monitor began to watch"
-    yield from _counter("serving_requests", f"Requests that peers accepted {since}", serving.requests)
-    yield from _counter("serving_failed_requests", "Those of them that failed", serving.failed_requests)
-    yield from _counter("serving_generated_tokens", f"Tokens that peers generated {since}", serving.generated_tokens)
-    yield from _counter("serving_prompt_tokens", f"Tokens of prompts {since}", serving.prompt_tokens)
-    for name, text, latency in (
-        ("time_to_first_token", "From a request's arrival to its first token", serving.first_token),
-        ("time_per_output_token", "From one token of an answer to the next", serving.token),
-    ):
-        buckets = cumulative(latency.counts)
-        yield HistogramMetricFamily(
-            f"p2ptrain_serving_{name}_seconds", text, buckets=buckets, sum_value=latency.seconds
-        )
+    yield from serving_families("p2ptrain_serving", serving.sessions, serving.totals)
 
 
 def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:
@@ -141,12 +128,12 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Metric]:
     seen = GaugeMetricFamily("p2ptrain_peer_last_seen_timestamp_seconds", "When its record was made", labels=labels)
     generated = CounterMetricFamily("p2ptrain_peer_served_tokens", "Tokens that a peer generated", labels=labels)
     for peer in snapshot.peers:
-        who = [peer.peer, peer.name]
-        if peer.serving is not None:
-            generated.add_metric(who, peer.serving.generated_tokens)
-        sent.add_metric(who, peer.bytes_sent)
-        received.add_metric(who, peer.bytes_received)
-        tokens.add_metric(who, peer.trained_tokens)
-        speed.add_metric(who, peer.tokens_per_second)
+        record, who = peer.record, [peer.record.peer, peer.name]
+        if record.serving is not None:
+            generated.add_metric(who, record.serving.totals.generated_tokens)
+        sent.add_metric(who, record.bytes_sent)
+        received.add_metric(who, record.bytes_received)
+        tokens.add_metric(who, record.trained_tokens)
+        speed.add_metric(who, record.tokens_per_second)
         seen.add_metric(who, peer.last_seen)
     yield from (sent, received, tokens, generated, speed, seen)

@@ -1,10 +1,9 @@
-"""The OpenAPI document of ``/api/v1``, made from the views themselves, so that it cannot differ from what is sent."""
+"""The OpenAPI document of ``/api/v1``, made from the views themselves."""
 
 from __future__ import annotations
 
 import types
 import typing
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -12,12 +11,11 @@ from p2ptrain._version import __version__
 from p2ptrain.monitor import store
 from p2ptrain.status import views
 
-_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
+_PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", bytes: "string"}
 
 
 @cache
 def document() -> dict[str, Any]:
-    """The whole document."""
     schemas: dict[str, Any] = {}
     paths = {f"/api/v1{path}": {"get": _operation(text, answer, schemas, *asked)} for path, text, answer, asked in _API}
     events = {"description": "Events of the kind snapshot, as text/event-stream.", "content": {"text/event-stream": {}}}
@@ -67,7 +65,7 @@ _API: tuple[tuple[str, str, Any, tuple[dict[str, Any], ...]], ...] = (
     (
         "/events",
         "What happened, newest first.",
-        {"events": [store.Event]},
+        {"events": [views.Event]},
         (_text("since", "seconds since 1970"), _LIMIT),
     ),
     (
@@ -93,7 +91,7 @@ def _answer(text: str, kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
-    """Of a type; of a dict with types by name; of a list with one type; or of all in a tuple of these together."""
+    """Return the schema of a type, a dict of types by name, a list of one type, or a tuple for all of them together."""
     if isinstance(kind, tuple):
         return {"allOf": [_schema(each, schemas) for each in kind]}
     if isinstance(kind, dict):
@@ -101,13 +99,11 @@ def _schema(kind: Any, schemas: dict[str, Any]) -> dict[str, Any]:
         return {"type": "object", "properties": properties, "required": list(kind)}
     if isinstance(kind, list):
         return {"type": "array", "items": _schema(kind[0], schemas)}
-    if is_dataclass(kind):
-        name = typing.cast(type, kind).__name__
-        if name not in schemas:
-            schemas[name] = {}  # Before its fields, which may refer to it.
-            hints = typing.get_type_hints(kind)
-            schemas[name] = _schema({field.name: hints[field.name] for field in fields(kind)}, schemas)
-        return {"$ref": f"#/components/schemas/{name}"}
+    if isinstance(kind, type) and (fields := views.fields_of(kind)):
+        if kind.__name__ not in schemas:
+            schemas[kind.__name__] = {}  # Before its fields, which may refer to it.
+            schemas[kind.__name__] = _schema(fields, schemas)
+        return {"$ref": f"#/components/schemas/{kind.__name__}"}
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return {"anyOf": [_schema(each, schemas) for each in inner]}

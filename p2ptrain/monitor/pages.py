@@ -1,9 +1,9 @@
-"""HTML, made by templates that escape whatever peers say; complete without scripts, which only keep it fresh."""
+"""HTML from templates, complete without scripts, which only keep it fresh."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import groupby
 from typing import Any
@@ -30,8 +30,6 @@ QR_BORDER = 4
 
 
 class Pages:
-    """Renders pages over one store."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
         self._templates = jinja2.Environment(
@@ -43,7 +41,7 @@ class Pages:
         self._plain: tuple[Snapshot, str] | None = None
 
     async def index(self, snapshot: Snapshot, asked: Mapping[str, str]) -> Response:
-        """The page.
+        """Return the page.
 
         Args:
             snapshot: The newest.
@@ -53,10 +51,7 @@ class Pages:
         if is_plain and self._plain is not None and self._plain[0] is snapshot:
             return _html(self._plain[1])  # The same for all who come before the next look.
         search = asked.get("search", "")[:MAX_SEARCH_CHARS]
-        wanted = search.casefold()
-        peers = [
-            peer for peer in snapshot.peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()
-        ]
+        peers = matching(snapshot.peers, search)
         pages = max(1, -(-len(peers) // PLAIN_ROWS))
         text = asked.get("page", "1")
         page = min(pages, max(1, int(text) if text.isascii() and text.isdigit() and len(text) < 8 else 1))
@@ -70,7 +65,7 @@ class Pages:
             rounds=snapshot.rounds[:SHOWN_ROUNDS],
             num_grouped=sum(len(group.members) for group in snapshot.groups),
             max_named=MAX_NAMED_MEMBERS,
-            names={peer.peer: peer.name for peer in snapshot.peers},
+            names={peer.record.peer: peer.name for peer in snapshot.peers},
             page=page,
             pages=pages,
             search=search,
@@ -83,12 +78,11 @@ class Pages:
         return _html(text_of_page)
 
     async def peer(self, snapshot: Snapshot, peer: PeerView) -> Response:
-        """A page about one peer."""
-        contribution = await self._store.contribution(peer.peer)
+        contribution = await self._store.contribution(peer.record.peer)
         return _html(self._rendered("peer.html", snapshot=snapshot, peer=peer, contribution=contribution))
 
     async def departed(self, snapshot: Snapshot, peer: str) -> Response | None:
-        """A page about a peer that was in the swarm once; None where the past knows nothing of it."""
+        """Return a page about a departed peer; None where the history knows nothing of it."""
         contribution = await self._store.contribution(peer)
         events = await self._store.events_of(peer, EVENTS)
         if contribution is None and not events:
@@ -101,13 +95,23 @@ class Pages:
         return self._templates.get_template(template).render(**values)
 
 
+def matching(peers: Sequence[PeerView], search: str) -> list[PeerView]:
+    """Return the peers whose name, id, role or state contains a text, in any case."""
+    wanted = search.casefold()
+    return [
+        peer
+        for peer in peers
+        if wanted in f"{peer.name} {peer.record.peer} {peer.record.role} {peer.record.state}".casefold()
+    ]
+
+
 def _html(text: str) -> Response:
     return HTMLResponse(text, headers={"cache-control": "no-cache"})
 
 
 @cache
 def qr_code(text: str) -> tuple[int, str]:
-    """A QR code as the length of a side in modules, border included, and the data of an SVG path with a dark one each.
+    """Return a QR code: the modules of a side, border included, and an SVG path of the dark modules.
 
     Where the text is too long for a code: 0 and no path.
     """

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.monitor.store import Store
@@ -21,6 +22,7 @@ from p2ptrain.network.link import SwarmLink
 from p2ptrain.node.observe import Observer
 from p2ptrain.node.service_manager import notify
 from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ TURN_SECONDS = 0.0005
 
 @dataclass(frozen=True)
 class Settings:
-    """What `serve` is to do.
+    """The options of `serve`.
 
     Attributes:
         db: Where history is kept; None for in memory.
@@ -66,35 +68,28 @@ async def serve(settings: Settings, on_ready: Callable[[str], None]) -> None:
     async with contextlib.AsyncExitStack() as stack:
         listener = stack.enter_context(listen(settings.host, settings.port, "--port"))
         observer = await stack.enter_async_context(Observer(settings.link))
-        records = await observer.peers() if what_is_missing(observer.manifest) else []
-        swarm = swarm_view(observer.signed, settings.link, records)
-        lost: list[str] = []
-
-        def on_lost(reason: str) -> None:
-            lost.append(reason)
-            stop.set()
-
-        observer.on_network_lost(on_lost)
+        signed = observer.peer.signed
+        records = await observer.peers() if what_is_missing(signed.manifest) else []
+        swarm = swarm_view(signed, settings.link, records)
+        lost = observer.peer.network_lost
         store = await Store.open(settings.db, swarm.digest, observer.now())
         stack.push_async_callback(store.close)
         webhook = Webhook(settings.webhook, swarm.name) if settings.webhook else None
-        watch = Watch(
-            observer, swarm, store, bootstraps=bootstraps(settings.link), stall_seconds=settings.stall_seconds,
-            notify=webhook.send if webhook else None,
-        )  # fmt: skip
+        tracker = SwarmTracker(swarm, observer.now(), bootstraps(settings.link), settings.stall_seconds)
+        watch = Watch(observer, tracker, store, webhook.send if webhook else None)
         looking = await stack.enter_async_context(watching(watch))
         web = await stack.enter_async_context(serving(make_app(watch, store, observer.now), listener))
         on_ready(url_of(listener))
         notify("READY=1")
         async with Tasks() as tasks:
-            stopping = tasks.call(stop.wait(), "stop")
-            await asyncio.wait({web, looking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {web, looking, lost, tasks.call(stop.wait(), "stop")}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         notify("STOPPING=1")
         for task in (web, looking):
             if task.done():
                 task.result()
-        if lost:
-            raise TemporaryError(f"the network daemon ended: {lost[0]}; start the monitor again")
+        if lost.done():
+            raise TemporaryError(f"the network daemon ended: {lost.result()}; start the monitor again")
 
 
 def answer_first() -> None:

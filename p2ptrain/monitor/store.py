@@ -1,4 +1,4 @@
-"""The past, in one SQLite file: series at three resolutions, rounds, events, and what each peer contributed.
+"""The history in one SQLite file: series at three resolutions, rounds, events, and contributions of peers.
 
 Everything is bounded, by age or by number, so the file stays under a few tens of megabytes however long it is written.
 A file that is damaged is set aside under another name and begun anew: a status page without its past is still one.
@@ -12,7 +12,7 @@ import json
 import logging
 import sqlite3
 from collections.abc import AsyncIterator, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,20 +21,17 @@ import aiosqlite
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor import latency_history
 from p2ptrain.network.records.serving import Latencies
-from p2ptrain.status.rate import Amount
+from p2ptrain.status.serving import Amount
 from p2ptrain.status.stages import TRAINING_ROLES
-from p2ptrain.status.views import PeerView, RoundView
+from p2ptrain.status.views import Event, PeerView, RoundView, plain
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 1
-
-_SINCE_ADDED = {field.name: field.default for field in fields(RoundView) if field.default is not MISSING}
-"""What rounds that were kept by an older version do not say."""
+SCHEMA_VERSION = 2
 
 
 class Resolution(NamedTuple):
-    """How fine a series is kept, and for how long, in seconds."""
+    """The step of a series and the time that it is kept, in seconds."""
 
     step: int
     keep: int
@@ -80,22 +77,8 @@ CREATE INDEX contributions_by_time ON contributions (last_seen);
 
 
 @dataclass(frozen=True)
-class Event:
-    """Something that happened, with whom, and one line for people.
-
-    Attributes:
-        kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
-    """
-
-    at: float
-    kind: str
-    peer: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Contribution:
-    """What a peer says that it gave to the swarm, added up over its restarts.
+    """A peer's reported contribution, added up over its restarts.
 
     Attributes:
         tokens: That count in committed rounds; ``rounds``: in how many; ``seconds``: how long it was seen training.
@@ -111,7 +94,7 @@ class Contribution:
 
 
 class _UnusableError(Exception):
-    """The file is none of this swarm's."""
+    """The file cannot be used for this swarm."""
 
 
 class Store:
@@ -164,7 +147,7 @@ class Store:
             ((version,),) = await database.execute_fetchall("PRAGMA user_version")
             tables = {name for (name,) in await database.execute_fetchall("SELECT name FROM sqlite_master")}
             if version == 0 and not tables:
-                await database.executescript(_SCHEMA)
+                await database.executescript(_SCHEMA + latency_history.SCHEMA)
                 await database.execute("INSERT INTO facts VALUES ('swarm', ?)", (swarm,))
                 await database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
                 await database.commit()
@@ -174,15 +157,12 @@ class Store:
                 raise _UnusableError(f"it is of version {version}, this is {SCHEMA_VERSION}")
             if swarm not in [row[0] for row in await database.execute_fetchall("SELECT value FROM facts")]:
                 raise _UnusableError("it is of another swarm")
-            await database.execute(latency_history.SCHEMA)
-            await database.commit()
         except BaseException:
             await database.close()
             raise
         return cls(database)
 
     async def close(self) -> None:
-        """Close the file."""
         async with self._exclusively():
             await self._database.close()
 
@@ -197,7 +177,7 @@ class Store:
                 raise ResourceError(f"history cannot be kept: {error}; see that its disk has room") from error
 
     async def add_points(self, at: float, values: Mapping[str, float | Amount]) -> None:
-        """Add one value of each series, at every resolution; of those in `COUNTED`, how many more there are."""
+        """Add one value of each series, at every resolution; values of `COUNTED` series add up."""
         rows = [
             (series, window.step, int(at) // window.step * window.step, total, weight)
             for series, value in values.items()
@@ -253,7 +233,6 @@ class Store:
         return {"step": step, "at": times, "series": columns}
 
     async def add_events(self, events: Iterable[Event]) -> None:
-        """Append events."""
         rows = [(each.at, each.kind, each.peer, each.text[:MAX_EVENT_CHARS]) for each in events]
         if not rows:
             return
@@ -262,7 +241,7 @@ class Store:
             await self._database.commit()
 
     async def events(self, since: float, limit: int) -> list[Event]:
-        """The newest events after ``since``, newest first."""
+        """Return the newest events after ``since``, newest first."""
         async with self._exclusively():
             cursor = await self._database.execute(
                 "SELECT at, kind, peer, text FROM events WHERE at >= ? ORDER BY id DESC LIMIT ?", (since, limit)
@@ -270,7 +249,7 @@ class Store:
             return [Event(*row) for row in await cursor.fetchall()]
 
     async def events_of(self, peer: str, limit: int) -> list[Event]:
-        """The newest events of one peer, newest first."""
+        """Return the newest events of one peer, newest first."""
         async with self._exclusively():
             cursor = await self._database.execute(
                 "SELECT at, kind, peer, text FROM events WHERE peer = ? ORDER BY id DESC LIMIT ?", (peer, limit)
@@ -278,8 +257,8 @@ class Store:
             return [Event(*row) for row in await cursor.fetchall()]
 
     async def add_rounds(self, rounds: Iterable[RoundView]) -> None:
-        """Keep rounds, or what is known of them by now."""
-        rows = [(view.round, json.dumps(asdict(view), separators=(",", ":"))) for view in rounds]
+        """Insert rounds, or replace them by what is known now."""
+        rows = [(view.round, json.dumps(view, separators=(",", ":"), default=plain)) for view in rounds]
         if not rows:
             return
         async with self._exclusively():
@@ -287,15 +266,15 @@ class Store:
             await self._database.commit()
 
     async def rounds(self, before: int, limit: int) -> list[dict[str, Any]]:
-        """Rounds with numbers below ``before``, newest first, as `RoundView` in plain values."""
+        """Return rounds with numbers below ``before``, newest first, as `RoundView` in plain values."""
         async with self._exclusively():
             cursor = await self._database.execute(
                 "SELECT view FROM rounds WHERE round < ? ORDER BY round DESC LIMIT ?", (before, limit)
             )
-            return [{**_SINCE_ADDED, **json.loads(row[0])} for row in await cursor.fetchall()]
+            return [json.loads(row[0]) for row in await cursor.fetchall()]
 
     async def contribute(self, peers: Iterable[PeerView], now: float, seconds: float) -> None:
-        """Bring what peers contributed up to date.
+        """Bring the contributions of peers up to date.
 
         Args:
             peers: That are there now.
@@ -304,13 +283,14 @@ class Store:
         """
         rows = [
             (
-                peer.peer, peer.name, tokens, rounds, seconds if peer.state == "training" else 0.0, now, now,
-                peer.started_at, tokens, rounds,
+                record.peer, peer.name, tokens, rounds, seconds if record.state == "training" else 0.0, now, now,
+                record.started_at, tokens, rounds,
             )
             for peer in peers
-            if peer.role in TRAINING_ROLES
-            for tokens in [min(MAX_CONTRIBUTED, peer.trained_tokens)]
-            for rounds in [min(MAX_CONTRIBUTED, peer.trained_rounds)]
+            for record in [peer.record]
+            if record.role in TRAINING_ROLES
+            for tokens in [min(MAX_CONTRIBUTED, record.trained_tokens)]
+            for rounds in [min(MAX_CONTRIBUTED, record.trained_rounds)]
         ]  # fmt: skip
         async with self._exclusively():
             # A record counts from its peer's start: what it said before a restart stays, and what grew since is added.
@@ -333,11 +313,11 @@ class Store:
             await self._database.commit()
 
     async def leaders(self, limit: int) -> list[Contribution]:
-        """Those who gave most tokens, the first first."""
+        """Return the contributions with most tokens, the first first."""
         return await self._contributions("ORDER BY tokens DESC, peer LIMIT ?", limit)
 
     async def contribution(self, peer: str) -> Contribution | None:
-        """What one peer gave; None if it was never seen training."""
+        """Return one peer's contribution; None if it was never seen training."""
         found = await self._contributions("WHERE peer = ?", peer)
         return found[0] if found else None
 
@@ -350,7 +330,7 @@ class Store:
             return [Contribution(*row) for row in await cursor.fetchall()]
 
     async def prune(self, now: float) -> None:
-        """Drop what is too old or too much; call it every few minutes."""
+        """Drop old rows, and rows beyond the limits; call it every few minutes."""
         async with self._exclusively():
             for window in WINDOWS.values():
                 await self._database.execute(
@@ -374,7 +354,7 @@ class Store:
 
 
 def _set_aside(path: Path, now: float, reason: Exception) -> None:
-    """Give a file another name; what SQLite has not yet moved into it goes with it."""
+    """Rename a file, with its write-ahead log."""
     aside = path.with_name(f"{path.name}.{int(now)}.aside")
     logger.warning("%s cannot be used (%s): set aside as %s", path, reason, aside.name)
     path.replace(aside)

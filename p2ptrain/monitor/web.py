@@ -12,9 +12,9 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import asdict, fields
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,11 +29,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from p2ptrain.errors import ResourceError
 from p2ptrain.monitor.metrics import CONTENT_TYPE, exposition
 from p2ptrain.monitor.openapi import document
-from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages
+from p2ptrain.monitor.pages import SHOWN_ROUNDS, Pages, matching
 from p2ptrain.monitor.store import ALL_SERIES, WINDOWS, Store
 from p2ptrain.monitor.watch import Watch
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.coverage import coverage
-from p2ptrain.status.views import PeerView, Snapshot
+from p2ptrain.status.views import PeerView, Rates, Snapshot, fields_of, plain
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,10 @@ MAX_LIMIT = 5_000
 STALE_SECONDS = 60.0
 """A snapshot that is older than this makes ``/healthz`` fail."""
 TABLE_COLUMNS = (
-    "peer", "name", "role", "state", "round", "blocks", "spans", "stages", "version", "reachability", "loss",
+    "peer", "name", "role", "state", "round", "spans", "stages", "version", "reachability", "loss",
     "tokens_per_second", "sent_per_second", "received_per_second", "bytes_sent", "bytes_received", "trained_tokens",
-    "trained_rounds", "hours", "last_seen", "agrees", "served_per_second",
+    "trained_rounds", "started_at", "last_seen", "agrees", "served_per_second",
 )  # fmt: skip
-SORTABLE = frozenset(field.name for field in fields(PeerView)) - {"hosting", "serving"}
 NO_SUCH_PEER = "no such peer is in the swarm now"
 STATIC = Path(__file__).parent / "static"
 HEADERS = {
@@ -63,8 +63,36 @@ HEADERS = {
 }
 
 
+def _is_ordered(kind: Any) -> bool:
+    return not (isinstance(kind, type) and fields_of(kind)) and all(map(_is_ordered, get_args(kind)))
+
+
+COLUMNS = {
+    name: attrgetter(f"{holder}{name}")
+    for holder, kind in (("record.", PeerRecord), ("rates.", Rates), ("", PeerView))
+    for name, hint in fields_of(kind).items()
+    if _is_ordered(hint)
+}
+"""All that peers can be sorted by: what their views, their rates and their records say."""
+ANSWERS: Mapping[str, Callable[[Snapshot], Any]] = {
+    "/snapshot": lambda snapshot: snapshot,
+    "/headline": lambda snapshot: snapshot.headline,
+    "/alerts": lambda snapshot: {"alerts": snapshot.alerts},
+    "/stages": lambda snapshot: {"stages": snapshot.stages},
+    "/groups": lambda snapshot: {"groups": snapshot.groups},
+    "/serving": lambda snapshot: snapshot.serving,
+    "/join": lambda snapshot: snapshot.swarm,
+    "/peers/table": lambda snapshot: {
+        "at": snapshot.at,
+        "columns": TABLE_COLUMNS,
+        "rows": [[COLUMNS[name](peer) for name in TABLE_COLUMNS] for peer in snapshot.peers],
+    },
+}
+"""By path below ``/api/v1``: parts of a snapshot, which are the same for all who ask before the next look."""
+
+
 def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -> ASGIApp:
-    """The application over one watch.
+    """Return the application over one watch.
 
     Args:
         watch: Has the newest snapshot.
@@ -86,8 +114,6 @@ def make_app(watch: Watch, store: Store, now: Callable[[], float] = time.time) -
 
 
 class _SecurityHeaders:
-    """Adds the headers that every response has."""
-
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._headers = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
@@ -123,22 +149,13 @@ class _Web:
         self._cached: tuple[Snapshot | None, dict[str, bytes]] = (None, {})
 
     def routes(self) -> list[Route]:
-        """All but the files."""
         api: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
-            "/snapshot": self._snapshot,
-            "/headline": self._headline,
-            "/alerts": self._alerts,
-            "/stages": self._stages,
-            "/groups": self._groups,
-            "/serving": self._serving,
             "/peers": self._peers,
-            "/peers/table": self._table,
             "/peers/{peer}": self._peer,
             "/rounds": self._rounds,
             "/leaders": self._leaders,
             "/events": self._events,
             "/series": self._series,
-            "/join": self._join,
             "/openapi.json": self._openapi,
             "/stream": self._stream,
         }
@@ -147,6 +164,7 @@ class _Web:
             Route("/peers/{peer}", self._peer_page),
             Route("/metrics", self._metrics),
             Route("/healthz", self._health),
+            *(Route(f"/api/v1{path}", self._answering(path, make)) for path, make in ANSWERS.items()),
             *(Route(f"/api/v1{path}", endpoint) for path, endpoint in api.items()),
         ]
 
@@ -156,9 +174,9 @@ class _Web:
         return await self._pages.index(self._now_snapshot(), request.query_params)
 
     async def _peer_page(self, request: Request) -> Response:
-        snapshot, wanted = self._now_snapshot(), request.path_params["peer"]
-        peer = next((peer for peer in snapshot.peers if peer.peer == wanted), None)
-        page = await (self._pages.peer(snapshot, peer) if peer else self._pages.departed(snapshot, wanted))
+        snapshot, peer = self._now_snapshot(), self._find(request)
+        gone = request.path_params["peer"]
+        page = await (self._pages.peer(snapshot, peer) if peer else self._pages.departed(snapshot, gone))
         if page is None:
             raise HTTPException(404, NO_SUCH_PEER)
         return page
@@ -171,7 +189,7 @@ class _Web:
         return self._watch.snapshot
 
     def _made_once(self, name: str, make: Callable[[Snapshot], Any]) -> Response:
-        """JSON that is the same for all who ask before the next look."""
+        """Return JSON that is the same for all requests before the next look."""
         snapshot = self._now_snapshot()
         if self._cached[0] is not snapshot:
             self._cached = (snapshot, {})
@@ -180,58 +198,36 @@ class _Web:
             known[name] = to_json(make(snapshot))
         return Response(known[name], media_type="application/json", headers={"cache-control": "no-cache"})
 
-    async def _snapshot(self, request: Request) -> Response:
-        return self._made_once("snapshot", asdict)
+    def _answering(self, path: str, make: Callable[[Snapshot], Any]) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return self._made_once(path, make)
 
-    async def _headline(self, request: Request) -> Response:
-        return self._made_once("headline", lambda snapshot: asdict(snapshot.headline))
-
-    async def _alerts(self, request: Request) -> Response:
-        return self._made_once("alerts", lambda snapshot: {"alerts": [asdict(each) for each in snapshot.alerts]})
-
-    async def _stages(self, request: Request) -> Response:
-        return self._made_once("stages", lambda snapshot: {"stages": [asdict(each) for each in snapshot.stages]})
-
-    async def _groups(self, request: Request) -> Response:
-        return self._made_once("groups", lambda snapshot: {"groups": [asdict(each) for each in snapshot.groups]})
-
-    async def _serving(self, request: Request) -> Response:
-        return self._made_once("serving", lambda snapshot: asdict(snapshot.serving))
-
-    async def _join(self, request: Request) -> Response:
-        return self._made_once("join", lambda snapshot: asdict(snapshot.swarm))
-
-    async def _table(self, request: Request) -> Response:
-        return self._made_once("table", _table)
+        return answer
 
     async def _peers(self, request: Request) -> Response:
         asked = request.query_params
-        peers = list(self._now_snapshot().peers)
-        if wanted := asked.get("search", "").casefold():
-            peers = [peer for peer in peers if wanted in f"{peer.name} {peer.peer} {peer.role} {peer.state}".casefold()]
+        peers = matching(self._now_snapshot().peers, asked.get("search", ""))
         column, descending = asked.get("sort", "name").removeprefix("-"), asked.get("sort", "").startswith("-")
-        if column not in SORTABLE:
+        if column not in COLUMNS:
             raise HTTPException(400, f"sort: there is no column {column!r}")
-        peers.sort(key=lambda peer: _order(getattr(peer, column)), reverse=descending)
+        peers.sort(key=lambda peer: _order(COLUMNS[column](peer)), reverse=descending)
         offset, limit = _number(asked, "offset", 0, 1 << 31), _number(asked, "limit", 200, MAX_LIMIT)
-        shown = [asdict(peer) for peer in peers[offset : offset + limit]]
-        return _json({"total": len(peers), "peers": shown})
+        return _json({"total": len(peers), "peers": peers[offset : offset + limit]})
 
-    def _find(self, wanted: str) -> PeerView:
-        for peer in self._now_snapshot().peers:
-            if peer.peer == wanted:
-                return peer
-        raise HTTPException(404, NO_SUCH_PEER)
+    def _find(self, request: Request) -> PeerView | None:
+        wanted = request.path_params["peer"]
+        return next((peer for peer in self._now_snapshot().peers if peer.record.peer == wanted), None)
 
     async def _peer(self, request: Request) -> Response:
-        peer = self._find(request.path_params["peer"])
-        contribution = await self._store.contribution(peer.peer)
-        return _json({**asdict(peer), "contribution": asdict(contribution) if contribution else None})
+        if (peer := self._find(request)) is None:
+            raise HTTPException(404, NO_SUCH_PEER)
+        contribution = await self._store.contribution(peer.record.peer)
+        return _json({**plain(peer), "contribution": contribution})
 
     async def _rounds(self, request: Request) -> Response:
         before = _number(request.query_params, "before", 1 << 62, 1 << 62)
         limit = _number(request.query_params, "limit", 50, 500)
-        shown = [asdict(view) for view in self._now_snapshot().rounds if view.round < before][:limit]
+        shown = [plain(view) for view in self._now_snapshot().rounds if view.round < before][:limit]
         if len(shown) < limit:
             oldest = shown[-1]["round"] if shown else before
             shown += await self._store.rounds(oldest, limit - len(shown))
@@ -239,12 +235,12 @@ class _Web:
 
     async def _leaders(self, request: Request) -> Response:
         limit = _number(request.query_params, "limit", 50, 1000)
-        return _json({"leaders": [asdict(each) for each in await self._store.leaders(limit)]})
+        return _json({"leaders": await self._store.leaders(limit)})
 
     async def _events(self, request: Request) -> Response:
         since = _real(request.query_params, "since", 0.0)
         limit = _number(request.query_params, "limit", 100, 1000)
-        return _json({"events": [asdict(each) for each in await self._store.events(since, limit)]})
+        return _json({"events": await self._store.events(since, limit)})
 
     async def _series(self, request: Request) -> Response:
         window = request.query_params.get("window", "hour")
@@ -302,26 +298,21 @@ class _Web:
 
 
 def _live(snapshot: Snapshot) -> dict[str, Any]:
-    """What changes all the time and everybody sees; the table of peers and groups are asked for by who shows them."""
+    """Return the parts of a snapshot that every viewer needs at once; viewers ask for peers and groups."""
     return {
         "at": snapshot.at,
-        "headline": asdict(snapshot.headline),
-        "alerts": [asdict(each) for each in snapshot.alerts],
-        "coverage": asdict(coverage(snapshot)),
-        "rounds": [asdict(each) for each in snapshot.rounds[:SHOWN_ROUNDS]],
-        "serving": asdict(snapshot.serving),
+        "headline": snapshot.headline,
+        "alerts": snapshot.alerts,
+        "coverage": coverage(snapshot),
+        "rounds": snapshot.rounds[:SHOWN_ROUNDS],
+        "serving": snapshot.serving,
         "rejected": snapshot.rejected,
     }
 
 
-def _table(snapshot: Snapshot) -> dict[str, Any]:
-    rows = [[getattr(peer, name) for name in TABLE_COLUMNS] for peer in snapshot.peers]
-    return {"at": snapshot.at, "columns": TABLE_COLUMNS, "rows": rows}
-
-
 def to_json(value: Any) -> bytes:
-    """Compact JSON, in which ``<`` cannot end a script element, whoever puts it there."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
+    """Encode views as compact JSON, in which ``<`` cannot end a script element."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=plain)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029").encode()
 
 
@@ -330,20 +321,20 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    """A key that sorts text without regard to case, and what is missing first."""
+    """Return a key that sorts text without regard to case, and missing values first."""
     return (value is not None, value.casefold() if isinstance(value, str) else value if value is not None else 0)
 
 
-def _number(asked: Mapping[str, str], name: str, usual: int, most: int) -> int:
-    text = asked.get(name, str(usual))
+def _number(asked: Mapping[str, str], name: str, default: int, most: int) -> int:
+    text = asked.get(name, str(default))
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
         raise HTTPException(400, f"{name}: give a whole number from 0 to {most}")
     return int(text)
 
 
-def _real(asked: Mapping[str, str], name: str, usual: float) -> float:
+def _real(asked: Mapping[str, str], name: str, default: float) -> float:
     try:
-        value = float(asked.get(name, usual))
+        value = float(asked.get(name, default))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):

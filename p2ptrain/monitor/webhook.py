@@ -1,4 +1,4 @@
-"""Alerts to somebody else's chat, pager or script: one POST for what began and ended together."""
+"""Alerts to a chat, a pager or a script: one POST for events of one moment."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 
-from p2ptrain.monitor.store import Event
+from p2ptrain.status.views import Event, plain
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +36,15 @@ class Webhook:
         self._waiting = 0
 
     async def send(self, events: Sequence[Event]) -> None:
-        """Send events, again if that fails; what comes while too much waits already is only logged."""
+        """Send events, with retries; drop and log them while too many posts wait."""
         if self._waiting >= MAX_WAITING:
             logger.warning("the webhook is too slow: %d events are not sent", len(events))
             return
         self._waiting += 1
         try:
             text = "\n".join(f"{self._swarm}: {event.text}" for event in events)
-            values = {"text": text, "swarm": self._swarm, "events": [asdict(event) for event in events]}
-            await self._post(json.dumps(values).encode())
+            values = {"text": text, "swarm": self._swarm, "events": events}
+            await self._post(json.dumps(values, default=plain).encode())
         finally:
             self._waiting -= 1
 
@@ -69,7 +68,7 @@ class Webhook:
 
 
 async def _in_daemon_thread(work: Callable[[], None]) -> None:
-    """Do what may block in a thread that the end of the process does not wait for, as it would for an executor's."""
+    """Run blocking work in a daemon thread, so that the process can end before it."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def run() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.serving import Latencies, ServingReport, cumulative
+from p2ptrain.network.records.serving import ServingTotals, cumulative
 from p2ptrain.node.peer import Peer
 
 PHASES = ("compute", "matchmaking", "transfer")
@@ -76,7 +76,8 @@ class _Families:
             "sent_bytes": (record.bytes_sent, "Bytes sent"),
             "received_bytes": (record.bytes_received, "Bytes received"),
         }
-        yield from _counters(counts)
+        for name, (count, text) in counts.items():
+            yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
         numbers = {
             "round": (record.round, "The round it works towards"),
             "tokens_per_second": (record.tokens_per_second, "At which it trains"),
@@ -93,29 +94,23 @@ class _Families:
                 last.add_metric([phase], getattr(record.last_rounds[-1], f"{phase}_seconds"))
             yield last
         if record.serving is not None:
-            yield from _of_serving(record.serving)
+            serving = record.serving
+            yield from serving_families("p2ptrain_peer_serving", serving.sessions, serving.totals)
 
 
-def _counters(counts: Mapping[str, tuple[int, str]]) -> Iterator[Metric]:
-    for name, (count, text) in counts.items():
-        yield CounterMetricFamily(f"p2ptrain_peer_{name}", text, value=count)
-
-
-def _of_serving(report: ServingReport) -> Iterator[Metric]:
-    totals = report.totals
-    yield GaugeMetricFamily("p2ptrain_peer_serving_sessions", "Generations that are open", value=report.sessions)
-    yield from _counters({
-        "serving_requests": (totals.requests, "Requests that it accepted"),
-        "serving_failed_requests": (totals.failed_requests, "Those of them that failed"),
-        "serving_generated_tokens": (totals.generated_tokens, "Tokens that it generated for others"),
-        "serving_prompt_tokens": (totals.prompt_tokens, "Tokens of prompts"),
-    })  # fmt: skip
-    yield _histogram("time_to_first_token", "From a request's arrival to its first token", totals.first_token)
-    yield _histogram("time_per_output_token", "From one token of an answer to the next", totals.token)
-
-
-def _histogram(name: str, text: str, latencies: Latencies) -> Metric:
-    buckets = cumulative(latencies.counts)
-    return HistogramMetricFamily(
-        f"p2ptrain_peer_serving_{name}_seconds", text, buckets=buckets, sum_value=latencies.seconds
-    )
+def serving_families(peers: str, sessions: int, totals: ServingTotals) -> Iterator[Metric]:
+    """Yield what is served as metrics whose names begin with ``peers``."""
+    yield GaugeMetricFamily(f"{peers}_sessions", "Generations that are open", value=sessions)
+    for name, count, text in (
+        ("requests", totals.requests, "Requests that were accepted"),
+        ("failed_requests", totals.failed_requests, "Those of them that failed"),
+        ("generated_tokens", totals.generated_tokens, "Tokens that were generated"),
+        ("prompt_tokens", totals.prompt_tokens, "Tokens of prompts"),
+    ):
+        yield CounterMetricFamily(f"{peers}_{name}", text, value=count)
+    for name, latencies, text in (
+        ("time_to_first_token", totals.first_token, "From a request's arrival to its first token"),
+        ("time_per_output_token", totals.token, "From one token of an answer to the next"),
+    ):
+        buckets = cumulative(latencies.counts)
+        yield HistogramMetricFamily(f"{peers}_{name}_seconds", text, buckets=buckets, sum_value=latencies.seconds)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ EMPTY_HASH = bytes(32)
 
 @dataclass(frozen=True)
 class PeerOptions:
-    """How a peer appears and listens.
+    """A peer's appearance and network.
 
     Attributes:
         role: ``bootstrap``, ``trainer``, ``stage``, or ``client`` (looks only).
@@ -87,36 +87,50 @@ class PeerOptions:
 
 @dataclass(frozen=True)
 class Pace:
-    """How training goes: the last loss, if any is known, and tokens: a second, and for the round in progress."""
+    """The last loss, if any is known, and tokens: a second, and for the round in progress."""
 
     loss: float | None = None
     tokens_per_second: float = 0.0
     round_tokens: int = 0
 
 
-@dataclass
-class Status:
-    """What the parts of a peer report about it, for its record; functions are asked each time, from the event loop."""
+@dataclass(frozen=True)
+class Activity:
+    """A role's part of the record; asked each time, from the event loop.
 
-    state: str = "starting"
+    Attributes:
+        pace: How training goes.
+        failovers: How often a host failed that microbatches were sent to.
+        next_stage: See `PeerRecord`.
+        serving: What is served.
+    """
+
     pace: Callable[[], Pace] = Pace
     failovers: Callable[[], int] = int
+    next_stage: Callable[[], int | None] = lambda: None
     serving: Callable[[], ServingReport | None] = lambda: None
+
+
+@dataclass
+class Status:
+    """A peer's state, for its record."""
+
+    started_at: float
+    state: str = "starting"
     note: str = ""
-    started_at: float = field(default=0.0)
 
 
 class Peer:
     """One running peer. Make it with `start`, end it with `close`.
 
     Attributes:
-        signed: The swarm's manifest.
+        signed: The swarm's manifest, with its organizer's signature; ``swarm``: its digest, 32 bytes.
         transport, directory, rpc, reach, presence, membership: Its parts.
-        status: What its record says; `presence.changed` publishes it.
+        status, activity: What its record says; `presence.changed` publishes it.
+        network_lost: Gets the reason when the network daemon is gone for good.
         jobs: What it does that takes long.
         synchronizer: When it trains.
-        hosted: The stages that it hosts; ``intended``: what its record says before it does;
-            ``next_stage``: where its record says that it goes.
+        hosted: The stages that it hosts; ``intended``: what its record says before it does.
     """
 
     def __init__(self, identity: Identity, options: PeerOptions, runtime: Runtime) -> None:
@@ -129,8 +143,11 @@ class Peer:
         self.hosted: list[HostedStage] = []
         self._closes_hosted = False
         self.intended: tuple[StageReport, ...] = ()
-        self.next_stage: Callable[[], int | None] = lambda: None
+        self.activity = Activity()
+        self.network_lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.signed: SignedManifest
+        self.manifest: Manifest
+        self.swarm: bytes
         self.transport: Transport
         self.directory: Directory
         self.rpc: Rpc
@@ -138,21 +155,11 @@ class Peer:
         self.membership = Membership(identity.peer_id, runtime)
         self.reach: Reach | FixedReach
         self._tasks = Tasks()
-        self._network_lost: Callable[[str], None] = lambda reason: None
         self._clock_note = ""
         self._directory_name = options.directory
         self._bootstrap: tuple[str, ...] = ()
         self._stack = AsyncExitStack()
-
-    @property
-    def manifest(self) -> Manifest:
-        """What the swarm agreed on."""
-        return self.signed.manifest
-
-    @property
-    def swarm(self) -> bytes:
-        """The manifest's digest, 32 bytes."""
-        return self.signed.manifest.digest
+        self.on_close = self._stack.push_async_callback
 
     @classmethod
     async def start(
@@ -187,18 +194,17 @@ class Peer:
         return peer
 
     async def _start(self, link: SwarmLink | None, signed: SignedManifest | None) -> None:
-        from dataclasses import replace
-
         assert link is not None or signed is not None
         digest = link.digest if link is not None else signed.manifest.digest if signed is not None else b""
+        self.swarm = digest
         own = f"/p2p/{self.identity.peer_id}"
         met = known_addresses(self.options.run_dir) if self.options.run_dir is not None else []
-        known = [*(link.addresses if link is not None else ()), *met]
+        known = [*(link.addresses if link is not None else ()), *self.options.network.bootstrap, *met]
         addresses = tuple(dict.fromkeys(a for a in known if not a.endswith(own)))[:MAX_KNOWN_ADDRESSES]
         self._directory_name = self._directory_name or (link.directory if link is not None else "") or LIBP2P
         self._bootstrap = addresses
-        settings = replace(relay_settings(self.options.network), bootstrap=addresses)
-        self.transport = await self._start_transport(settings)
+        settings = relay_settings(self.options.network).changed(bootstrap=addresses)
+        await self._use_transport(settings)
         self._stack.push_async_callback(lambda: self.transport.close())
         limits = RpcLimits(
             up_bytes_per_second=self.options.upload_bandwidth, down_bytes_per_second=self.options.download_bandwidth
@@ -207,6 +213,7 @@ class Peer:
         self._stack.push_async_callback(self.rpc.close)
         await self.rpc.start()
         self.signed = signed or await self._fetch_manifest(digest, addresses)
+        self.manifest = self.signed.manifest
         self.rpc.serve("manifest", dict, self._serve_manifest)
         self.reach = self._make_reach(settings)
         await self.reach.settle()
@@ -243,38 +250,38 @@ class Peer:
             assert isinstance(self.transport, Libp2pTransport)
             return self.transport
 
-        return Reach(self.identity, settings, self.rpc, transport, self._move, self.membership, self.runtime)
+        return Reach(settings, self.rpc, transport, self._move, self.membership, self.runtime)
 
     async def _move(self, settings: Libp2pSettings) -> None:
-        """Start the daemon again with other settings. What is under way with other peers breaks; all else goes on."""
-        from dataclasses import replace
-
+        """Restart the daemon with other settings. Streams break; everything else goes on."""
         met = [address for record in self.membership.records() for address in dialable(record.addresses)]
         bootstrap = tuple(dict.fromkeys([*self.options.network.bootstrap, *settings.bootstrap, *met]))
         self._bootstrap = bootstrap[:MAX_KNOWN_ADDRESSES]
-        settings = replace(settings, bootstrap=self._bootstrap)
+        settings = settings.changed(bootstrap=self._bootstrap)
         joined = hasattr(self, "presence")
         if joined:
             await self.directory.close()
         await self.transport.close()
-        self.transport = await self._start_transport(settings)
-        self.transport.on_lost(self._network_lost)
+        await self._use_transport(settings)
         await self.rpc.move(self.transport)
         if joined:
             self.directory = await self._start_directory()
             self._correct_clock()
             self.presence.use(self.directory)
 
+    async def _use_transport(self, settings: Libp2pSettings) -> None:
+        self.transport = await self._start_transport(settings)
+        self.transport.on_lost(self._lose_network)
+
+    def _lose_network(self, reason: str) -> None:
+        if not self.network_lost.done():
+            self.network_lost.set_result(reason)
+
     async def _watch_reach(self) -> None:
         try:
             await self.reach.watch(self.presence.changed)
         except P2PTrainError as error:
-            self._network_lost(str(error))
-
-    def on_network_lost(self, callback: Callable[[str], None]) -> None:
-        """Have ``callback(reason)`` called on the event loop when the network daemon is gone for good."""
-        self._network_lost = callback
-        self.transport.on_lost(callback)
+            self._lose_network(str(error))
 
     async def _follow_clocks(self) -> None:
         while True:  # Peers may be slow to answer, and this machine's clock may yet be set.
@@ -339,7 +346,7 @@ class Peer:
         )
 
     def remember_peers(self) -> None:
-        """Keep the addresses of the peers that are there now for the next start."""
+        """Keep the addresses of present peers for the next start."""
         if self.options.run_dir is not None:
             remember_addresses(self.options.run_dir, self.membership.records())
 
@@ -385,10 +392,6 @@ class Peer:
         for stage in self.hosted:
             await stage.close()
 
-    def on_close(self, end: Callable[[], Awaitable[None]]) -> None:
-        """Have something that was started for this peer ended with it."""
-        self._stack.push_async_callback(end)
-
     def _warm_up_codecs(self) -> None:
         """Check that this machine has the manifest's codec and rule, and compile; meanwhile torch gives the same bits.
 
@@ -414,8 +417,7 @@ class Peer:
         self.presence.changed()
 
     def describe(self) -> PeerRecord:
-        """This peer's record as of now."""
-        sync, status, pace = self.synchronizer, self.status, self.status.pace()
+        sync, status, activity, pace = self.synchronizer, self.status, self.activity, self.activity.pace()
         return PeerRecord(
             peer=self.identity.peer_id,
             name=self.options.name,
@@ -441,10 +443,10 @@ class Peer:
             trained_tokens=sync.trained_tokens if sync else 0,
             trained_rounds=sync.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
-            next_stage=self.next_stage(),
+            next_stage=activity.next_stage(),
             clock_skew_seconds=-self.runtime.clock_offset_seconds,
-            failovers=status.failovers(),
-            serving=status.serving(),
+            failovers=activity.failovers(),
+            serving=activity.serving(),
             note=status.note or self.jobs.note() or self._clock_note or self.reach.standing.note,
         )
 
@@ -459,7 +461,7 @@ class Peer:
 
 
 def _dialable(addresses: tuple[str, ...]) -> list[str]:
-    """The addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
+    """Return the addresses worth putting in a link: all of them if only loopback is there, else no loopback."""
     outside = [address for address in addresses if "/127.0.0.1/" not in address and "/ip6/::1/" not in address]
     return outside or list(addresses)
 

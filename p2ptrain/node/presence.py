@@ -1,4 +1,4 @@
-"""Being seen and seeing: publish this peer's record, read those of the others."""
+"""Publishes this peer's record, and reads those of the others."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RecordReader:
         """Records that were dropped for what they say."""
 
     async def read(self, timeout_seconds: float) -> list[tuple[PeerRecord, int, float]] | None:
-        """All records as (record, sequence, expiry), ordered by peer id; None when the directory cannot be asked."""
+        """Return all records as (record, sequence, expiry), ordered by peer id; None when the directory is silent."""
         entries = await self.directory.look_up(peers_key(self._swarm), timeout_seconds)
         if entries is None:
             return None
@@ -94,7 +94,7 @@ class Presence:
         self._sequence = 0
         self._changed = asyncio.Event()
         self._tasks = Tasks()
-        self.on_records: Callable[[list[tuple[PeerRecord, int, float]]], None] = lambda records: None
+        self.listeners: list[Callable[[list[tuple[PeerRecord, int, float]]], None]] = []
         """Called with what was read, each time: records, their sequences, and when they expire."""
         self.directory_answers = True
         """Whether the last look-up was answered."""
@@ -107,16 +107,16 @@ class Presence:
         self._tasks.keep(self._keep_refreshing, "presence-refresh")
 
     def use(self, directory: Directory) -> None:
-        """Go on with another directory, after this peer's network was started again."""
+        """Switch to another directory, after this peer's network was restarted."""
         self._directory = self.reader.directory = directory
         self.changed()
 
     def changed(self) -> None:
-        """Publish soon: something worth knowing has changed. Call it on the event loop."""
+        """Publish soon; call it on the event loop."""
         self._changed.set()
 
     async def publish(self, lifetime_seconds: float = LIFETIME_SECONDS) -> bool:
-        """Publish this peer's record now; whether anybody took it."""
+        """Publish this peer's record now; True if a peer took it."""
         now = self._runtime.now()
         self._sequence = max(self._sequence + 1, int(now * 1000))
         payload = self._describe().to_payload()
@@ -126,13 +126,14 @@ class Presence:
         return await self._directory.publish(key, self._signer.peer_id, sealed, expires_at, DIRECTORY_TIMEOUT_SECONDS)
 
     async def refresh(self) -> bool:
-        """Read all records now; whether the directory answered."""
+        """Read all records now; True if the directory answered."""
         records = await self.reader.read(DIRECTORY_TIMEOUT_SECONDS)
         self.directory_answers = records is not None
         for record, sequence, expires_at in records or []:
             self._membership.update(record, sequence, expires_at)
         self._membership.forget_expired()
-        self.on_records(records or [])
+        for listener in self.listeners:
+            listener(records or [])
         return records is not None
 
     async def _keep_publishing(self) -> None:

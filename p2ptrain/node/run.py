@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ConfigError, P2PTrainError, ResourceError, TemporaryError
@@ -22,45 +20,19 @@ from p2ptrain.node.draining import end_training, unless_stopped
 from p2ptrain.node.peer import Peer, PeerOptions
 from p2ptrain.node.service_manager import notify
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.summary import write_summary
 from p2ptrain.runtime import real_runtime
 from p2ptrain.tasks import Tasks
 
-if TYPE_CHECKING:
-    from p2ptrain.training.loop import Trainer
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Summary:
-    """How one peer's run went; written to ``summary.json`` in its run directory.
-
-    Attributes:
-        tokens: Of this peer's, in committed rounds.
-        tokens_per_second: Those by the seconds of the run.
-    """
-
-    peer: str
-    name: str
-    heldout_loss_before: float | None
-    heldout_loss_after: float | None
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    bytes_sent: int
-    bytes_received: int
-    rounds_committed: int
-    rounds_aborted: int
-    state_digest: str
-    round: int
-    exit_reason: str
 
 
 async def run_peer(
     config: PeerConfig,
     *,
     signed_manifest: SignedManifest | None = None,
-    on_start: Callable[[Peer, StopSignals], None] | None = None,
+    signals: StopSignals | None = None,
+    on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> int:
     """Run a peer until it is done or told to stop.
@@ -68,7 +40,8 @@ async def run_peer(
     Args:
         config: Its role file.
         signed_manifest: The manifest, where it is known already; otherwise from the config's file or the link's peers.
-        on_start: Called with the peer once it has met its swarm, and with what tells it to stop.
+        signals: Tell it to stop; None makes new ones.
+        on_start: Called with the peer once it has met its swarm.
         on_ready: Called with the swarm link once the peer can be reached.
 
     Returns:
@@ -79,7 +52,7 @@ async def run_peer(
     """
     run_dir = config.run_dir
     await asyncio.to_thread(run_dir.mkdir, parents=True, exist_ok=True)
-    signals = StopSignals()
+    signals = signals or StopSignals()
     signals.install()
     link = SwarmLink.parse(config.link) if config.link else None
     with contextlib.ExitStack() as stack:
@@ -100,10 +73,10 @@ async def serve_and_close(
     peer: Peer,
     config: PeerConfig,
     signals: StopSignals,
-    on_start: Callable[[Peer, StopSignals], None] | None = None,
+    on_start: Callable[[Peer], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Do what the peer's role asks for, until it is done or told to stop; then close the peer.
+    """Run the peer's role until it is done or told to stop; then close the peer.
 
     Args:
         peer: It has met its swarm.
@@ -116,10 +89,10 @@ async def serve_and_close(
         P2PTrainError: It cannot go on.
     """
     try:
-        peer.on_network_lost(lambda reason: signals.stop(f"the network daemon ended: {reason}"))
+        peer.network_lost.add_done_callback(lambda lost: signals.stop(f"the network daemon ended: {lost.result()}"))
         _keep_manifest(peer.signed, config.run_dir / SIGNED_FILE)
         if on_start is not None:
-            on_start(peer, signals)
+            on_start(peer)
         async with _metrics(peer, config.metrics.port):
             if on_ready is not None:
                 on_ready(str(peer.link))
@@ -172,7 +145,7 @@ def _read_manifest(config: PeerConfig, link: SwarmLink | None, identity: Identit
 
 
 def _keep_manifest(signed: SignedManifest, path: Path) -> None:
-    """Keep what the swarm agreed on beside the checkpoints, which can be exported with it after the swarm is gone."""
+    """Keep the manifest beside the checkpoints, which can be exported with it after the swarm is gone."""
     data = signed.to_bytes()
     try:
         if path.is_file() and path.read_bytes() == data:
@@ -185,24 +158,14 @@ def _keep_manifest(signed: SignedManifest, path: Path) -> None:
 
 
 def peer_options(config: PeerConfig, peer_id: str) -> PeerOptions:
-    """How a peer with this role file appears and listens."""
-    network = config.network
+    """Return the options of a peer with this role file."""
+    network = Libp2pSettings(**dict(config.network))
     return PeerOptions(
         role="stage" if config.role == "both" else config.role,
         name=config.name or peer_id[-6:],
         device=config.resources.device,
         run_dir=config.run_dir,
-        network=Libp2pSettings(
-            listen=tuple(network.listen),
-            announce=tuple(network.announce),
-            nat_port_map=network.nat_port_map,
-            auto_nat=network.auto_nat,
-            relay=network.relay,
-            trusted_relays=tuple(network.trusted_relays),
-            force_reachability=network.force_reachability,
-            direct=network.direct if config.role != "bootstrap" else "off",  # a seed moves nothing in bulk
-            direct_port=network.direct_port,
-        ),
+        network=network.changed(direct="off") if config.role == "bootstrap" else network,  # It moves nothing in bulk.
         upload_bandwidth=config.resources.up,
         download_bandwidth=config.resources.down,
         directory=network.directory,
@@ -245,34 +208,7 @@ async def _train(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
         except (ResourceError, CheckpointError) as caught:
             unsaved = caught
     error = done.exception() or unsaved if done.done() else unsaved
-    paths = [run_dir / "summary.json", *([config.summary] if config.summary else [])]
-    _write_summary(peer, trainer, paths, loop.time() - started, reason if error is None else str(error))
+    ended = reason if error is None else str(error)
+    write_summary(peer, config, trainer.progress, loop.time() - started, ended)
     if error is not None:
         raise error
-
-
-def _write_summary(peer: Peer, trainer: Trainer, paths: list[Path], seconds: float, reason: str) -> None:
-    sync, progress = peer.synchronizer, trainer.progress
-    assert sync is not None
-    summary = Summary(
-        peer=peer.identity.peer_id,
-        name=peer.options.name,
-        heldout_loss_before=progress.held_out_loss_before,
-        heldout_loss_after=progress.held_out_loss_after,
-        tokens=sync.trained_tokens,
-        tokens_per_second=sync.trained_tokens / seconds,
-        seconds=seconds,
-        bytes_sent=peer.rpc.bytes_sent,
-        bytes_received=peer.rpc.bytes_received,
-        rounds_committed=sync.rounds_committed,
-        rounds_aborted=sync.rounds_aborted,
-        state_digest=sync.head.digest.hex(),
-        round=sync.head.round,
-        exit_reason=reason,
-    )
-    text = json.dumps(asdict(summary), indent=2) + "\n"
-    for path in paths:
-        try:
-            path.write_text(text)
-        except OSError as error:
-            logger.error("cannot write the summary to %s: %s", path, error.strerror)

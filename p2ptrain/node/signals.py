@@ -1,4 +1,4 @@
-"""How a peer is told to stop: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
+"""Signals that stop a peer: `StopSignals` for a peer that is a process, `SigtermExit` for one in a script."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ class StopSignals:
     Attributes:
         requested: Set when it was asked for.
         reason: Why.
-        before_exit: Called right before the process ends at once; to leave a terminal as it was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_exit: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            before_exit: Called right before the process ends at once; to leave a terminal as it was.
+        """
         self.requested = asyncio.Event()
         self.reason = ""
-        self.before_exit: Callable[[], None] = lambda: None
+        self._before_exit = before_exit
 
     def install(self) -> None:
         """Take over both signals on the running loop."""
@@ -44,7 +47,7 @@ class StopSignals:
     def _on_signal(self, number: int) -> None:
         if self.requested.is_set() and self.reason == "signal":
             logger.warning("stopping at once")
-            self.before_exit()
+            self._before_exit()
             os._exit(FORCED_EXIT_CODE)
         logger.info("draining: the step in progress is finished; signal again to stop at once")
         self.reason = "signal"
@@ -52,7 +55,7 @@ class StopSignals:
 
 
 class SigtermExit:
-    """Has SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
+    """Makes SIGTERM raise `SystemExit` in the main thread, as Ctrl-C raises `KeyboardInterrupt`.
 
     By default SIGTERM ends the interpreter at once, and no ``with`` or ``finally`` block is closed. Only the first
     SIGTERM is changed, so a second one ends the process.
@@ -70,7 +73,7 @@ class SigtermExit:
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:
-        """A last block that a first SIGTERM ends only when it is through; then SIGTERM is as it was."""
+        """Delay a first SIGTERM to the end of the block, and restore the handler."""
         self._is_closing = True
         try:
             yield

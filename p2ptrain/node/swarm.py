@@ -1,10 +1,11 @@
-"""`Swarm`: the door for people who have a training script already."""
+"""`Swarm`: the API for existing training scripts."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Sized
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.sampler import SwarmSampler
-    from p2ptrain.training.optimizer import SwarmOptimizer
+    from p2ptrain.training.optimizer import Bridge, SwarmOptimizer
     from p2ptrain.training.state.shared_state import SharedState
     from p2ptrain.training.sync.synchronizer import Synchronizer
 
@@ -231,9 +232,18 @@ class Swarm:
         wrapped = self._optimizer = self._enter(state, wrap)
         wrapped.samples_per_step = samples
         # Without its daemon this peer would take itself for a lone survivor, and train on by itself.
-        self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
-        self._peer.status.pace = lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round)
+        self._cancel_without_network(bridge)
+        self._tell_pace(lambda: Pace(wrapped.loss, wrapped.tokens_per_second, wrapped.tokens_in_round))
         return wrapped
+
+    def _tell_pace(self, pace: Callable[[], Pace]) -> None:
+        self._peer.activity = replace(self._peer.activity, pace=pace)
+
+    def _cancel_without_network(self, bridge: Bridge) -> None:
+        def watch() -> None:
+            self._peer.network_lost.add_done_callback(lambda lost: bridge.cancel(lost.result()))
+
+        self._thread.loop.call_soon_threadsafe(watch)
 
     def _enter(self, state: SharedState, wrap: Callable[[Synchronizer], SwarmOptimizer]) -> SwarmOptimizer:
         """Restore the newest checkpoint, take on the swarm's state, and begin to take part."""
@@ -325,9 +335,9 @@ class Swarm:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
         plan, bridge = PipelinePlan(self.manifest), Bridge(self._thread.loop)
         feeder = self._thread.call(self._feed(plan))
-        self._thread.loop.call_soon_threadsafe(self._peer.on_network_lost, bridge.cancel)
+        self._cancel_without_network(bridge)
         module = self._module = PipelineModule(feeder, plan, bridge)
-        self._peer.status.pace = lambda: Pace(module.loss, 0.0, 0)
+        self._tell_pace(lambda: Pace(module.loss, 0.0, 0))
         return module
 
     async def _feed(self, plan: PipelinePlan) -> Feeder:
@@ -335,7 +345,8 @@ class Swarm:
         from p2ptrain.pipeline.view import PipelineView
 
         view = PipelineView(plan, self.peer_id, self._runtime)
-        self._peer.presence.on_records, self._peer.status.failovers = view.update, lambda: view.failovers
+        self._peer.presence.listeners.append(view.update)
+        self._peer.activity = replace(self._peer.activity, failovers=lambda: view.failovers)
         await self._peer.presence.refresh()
         feeder = await start_feeder(self._peer, view)
         self._peer.set_state("training")

@@ -28,7 +28,6 @@ class LoopThread:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The running loop."""
         assert self._loop is not None
         return self._loop
 

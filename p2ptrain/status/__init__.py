@@ -1,1 +1,1 @@
-"""What terminals and the status page show of a swarm: pure functions of what peers publish."""
+"""Pure functions from peers' records to the views that terminals and the status page show."""

@@ -1,4 +1,4 @@
-"""What a swarm agreed on, for whoever looks at it: the page, and terminals."""
+"""The part of a swarm's view that its manifest and its link decide."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from p2ptrain.errors import IncompatibleError, UsageError
 from p2ptrain.manifest import MAX_PIPELINE_STAGES, Manifest, SignedManifest
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.progress import round_goal
 from p2ptrain.status.views import SwarmView
 
 
 def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRecord] = ()) -> SwarmView:
-    """What a swarm agreed on, for the page; arguments and errors are those of `stage_spans`."""
+    """Return a swarm's view; arguments and errors are those of `stage_spans`."""
     manifest = signed.manifest
     spans = stage_spans(manifest, records)
     return SwarmView(
@@ -27,6 +28,7 @@ def swarm_view(signed: SignedManifest, link: SwarmLink, records: Sequence[PeerRe
         num_blocks=spans[-1][1],
         group_size=manifest.averaging.group_size,
         spans=spans,
+        goal=round_goal(manifest),
         missing=what_is_missing(manifest),
     )
 
@@ -59,7 +61,7 @@ def stage_spans(manifest: Manifest, records: Sequence[PeerRecord] = ()) -> tuple
 
 
 def what_is_missing(manifest: Manifest) -> str:
-    """Why a model's stages are shown without their blocks, and what to do, for people; empty where they need not be."""
+    """Return why a model's stages are shown without their blocks, for people; empty where blocks are known."""
     if not manifest.in_stages:
         return ""
     from p2ptrain.models import get_family
@@ -72,5 +74,5 @@ def what_is_missing(manifest: Manifest) -> str:
 
 
 def bootstraps(link: SwarmLink) -> list[str]:
-    """Ids of the peers that a link names, each once."""
+    """Return the ids of the peers that a link names, each once."""
     return list(dict.fromkeys(address.rpartition("/p2p/")[2] for address in link.addresses))

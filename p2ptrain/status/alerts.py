@@ -1,4 +1,4 @@
-"""Rules: what an operator should be told about, found in what the page shows anyway. All of them are pure."""
+"""Rules that find alerts in what the page shows; all of them are pure."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ RISING_RATIO = 1.05
 FORK_SECONDS = 60.0
 """Peers of one round on two lineages may be about to meet again; after so long they are said to have split."""
 MAX_PER_RULE = 20
+RECENT_ROUNDS = 5
+"""Rounds of each peer that decide whether rounds fail; records hold 8."""
 MIN_FAILED_ROUNDS = 2
 """One failed round is no alert: a peer that is killed breaks the round in progress."""
 MAX_REASON_CHARACTERS = 100
@@ -24,7 +26,7 @@ MAX_REASON_CHARACTERS = 100
 
 @dataclass(frozen=True)
 class Facts:
-    """What rules know beside the present.
+    """Facts of more than one look, for rules.
 
     Attributes:
         since: Wall-clock second at which this monitor began to watch.
@@ -47,7 +49,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Scene:
-    """What each rule looks at."""
+    """The input of each rule."""
 
     peers: Sequence[PeerView]
     stages: Sequence[StageView]
@@ -57,14 +59,13 @@ class Scene:
 
     @property
     def trainers(self) -> list[PeerView]:
-        """Peers that train, or are about to."""
-        return [peer for peer in self.peers if peer.role in TRAINING_ROLES]
+        return [peer for peer in self.peers if peer.record.role in TRAINING_ROLES]
 
 
 def find_alerts(
     peers: Sequence[PeerView], stages: Sequence[StageView], rounds: Sequence[RoundView], facts: Facts, now: float
 ) -> list[Alert]:
-    """All that holds at ``now``, the worst first; of each rule at most `MAX_PER_RULE`: none hides the others."""
+    """Return all alerts at ``now``, the worst first, at most `MAX_PER_RULE` of each rule: none hides the others."""
     scene = Scene(peers, stages, rounds, facts, now)
     found = [alert for rule in RULES for alert in islice(rule(scene), MAX_PER_RULE)]
     return sorted(found, key=lambda alert: SEVERITIES.index(alert.severity))
@@ -77,7 +78,7 @@ def _directory(scene: Scene) -> Iterator[Alert]:
 
 
 def _stages(scene: Scene) -> Iterator[Alert]:
-    if all(peer.state in ARRIVING for peer in scene.trainers):
+    if all(peer.record.state in ARRIVING for peer in scene.trainers):
         return  # Nobody is here, or all are about to begin.
     what = "hosts it" if len(scene.stages) > 1 else "trains"
     for stage in scene.stages:
@@ -94,17 +95,17 @@ def _digests(scene: Scene) -> Iterator[Alert]:
     for peer in scene.peers:
         if peer.agrees is False and not peer.hosting:
             text = (
-                f"{peer.name} holds another state than the others of round {peer.round}:"
+                f"{peer.name} holds another state than the others of round {peer.record.round}:"
                 " restart it if it does not fetch theirs by itself"
             )
-            yield Alert("digest", "critical", peer.peer, text)
-        for hosted in [each for each in peer.hosting if each.agrees is False][:1]:  # One alert for each peer.
+            yield Alert("digest", "critical", peer.record.peer, text)
+        for hosted in [each.report for each in peer.hosting if each.agrees is False][:1]:  # One alert for each peer.
             what = f"stage {hosted.unit}" if hosted.unit < len(scene.stages) else "the shared embeddings"
             text = (
                 f"{peer.name} holds another state of {what} than the other hosts of round {hosted.round}:"
                 " restart it if it does not fetch theirs by itself"
             )
-            yield Alert("digest", "critical", peer.peer, text)
+            yield Alert("digest", "critical", peer.record.peer, text)
     whose = "hosts of one stage" if len(scene.stages) > 1 else "peers"
     for view in scene.rounds[:1]:
         if view.agrees is False:
@@ -126,9 +127,9 @@ def _fork(scene: Scene) -> Iterator[Alert]:
 
 def _loss(scene: Scene) -> Iterator[Alert]:
     for peer in scene.trainers:
-        if peer.diverged:
+        if peer.record.diverged:
             text = f"{peer.name}'s loss is not a finite number any more: restart it, and see whether others follow"
-            yield Alert("loss", "critical", peer.peer, text)
+            yield Alert("loss", "critical", peer.record.peer, text)
     if scene.facts.losses is not None:
         before, now = scene.facts.losses
         if now > RISING_RATIO * before > 0:
@@ -137,7 +138,7 @@ def _loss(scene: Scene) -> Iterator[Alert]:
 
 
 def _stall(scene: Scene) -> Iterator[Alert]:
-    if not any(peer.state == "training" for peer in scene.trainers):
+    if not any(peer.record.state == "training" for peer in scene.trainers):
         return
     waited = scene.now - max(scene.facts.since, scene.facts.last_commit or 0.0)
     if waited > scene.facts.stall_seconds:
@@ -145,38 +146,52 @@ def _stall(scene: Scene) -> Iterator[Alert]:
         yield Alert("no-round", "critical", "", text)
 
 
-def _failing(peers: Sequence[PeerView]) -> tuple[list[PeerView], bool]:
-    """Return the training peers of whose last rounds half or more failed, and whether most peers are among them."""
-    reporting = [peer for peer in peers if peer.state == "training" and peer.recent_rounds]
-    found = [
-        peer
-        for peer in reporting
-        if peer.failed_rounds >= MIN_FAILED_ROUNDS and 2 * peer.failed_rounds >= peer.recent_rounds
-    ]
-    return found, 2 * len(found) > len(reporting)
+@dataclass(frozen=True)
+class _Trouble:
+    """The last rounds of one peer: how many it reports, how many of these were not committed, and most often why."""
+
+    peer: PeerView
+    reported: int
+    failed: int
+    reason: str
+
+    @classmethod
+    def of(cls, peer: PeerView) -> _Trouble:
+        recent = peer.record.last_rounds[-RECENT_ROUNDS:]
+        reasons = Counter(report.reason for report in recent if not report.committed)
+        return cls(peer, len(recent), reasons.total(), _most_frequent(reasons))
+
+    @property
+    def is_bad(self) -> bool:
+        return self.failed >= MIN_FAILED_ROUNDS and 2 * self.failed >= self.reported
 
 
-def _failure_words(peers: Sequence[PeerView]) -> str:
-    """Return how many rounds failed at the peer in the middle of ``peers``, and the most frequent cause."""
-    middle = sorted(peers, key=lambda peer: peer.failed_rounds / peer.recent_rounds)[(len(peers) - 1) // 2]
-    reasons = Counter(peer.failed_reason for peer in peers)
-    reason = min(reasons, key=lambda reason: (-reasons[reason], reason))[:MAX_REASON_CHARACTERS]
-    words = f"{middle.failed_rounds} of the last {middle.recent_rounds} were not committed"
+def _most_frequent(reasons: Counter[str]) -> str:
+    return min(reasons, key=lambda reason: (-reasons[reason], reason), default="")
+
+
+def _failure_words(troubles: Sequence[_Trouble]) -> str:
+    """Return how many rounds failed at the peer in the middle of ``troubles``, and the most frequent cause."""
+    middle = sorted(troubles, key=lambda each: each.failed / each.reported)[(len(troubles) - 1) // 2]
+    reason = _most_frequent(Counter(each.reason for each in troubles))[:MAX_REASON_CHARACTERS]
+    words = f"{middle.failed} of the last {middle.reported} were not committed"
     return f"{words} ({reason})" if reason else words
 
 
 def _rounds(scene: Scene) -> Iterator[Alert]:
-    found, are_most = _failing(scene.trainers)
+    reporting = [peer for peer in scene.trainers if peer.record.state == "training" and peer.record.last_rounds]
+    found = [trouble for trouble in map(_Trouble.of, reporting) if trouble.is_bad]
     hint = "see the last reasons, and whether peers reach each other"
-    if are_most:
+    if 2 * len(found) > len(reporting):
         yield Alert("rounds", "warning", "", f"rounds fail: {_failure_words(found)}; {hint}")
         return
-    for peer in found:
-        yield Alert("rounds", "warning", peer.peer, f"{peer.name}'s rounds fail: {_failure_words([peer])}; {hint}")
+    for each in found:
+        text = f"{each.peer.name}'s rounds fail: {_failure_words([each])}; {hint}"
+        yield Alert("rounds", "warning", each.peer.record.peer, text)
 
 
 def _bootstraps(scene: Scene) -> Iterator[Alert]:
-    present = {peer.peer for peer in scene.peers}
+    present = {peer.record.peer for peer in scene.peers}
     missing = [peer for peer in scene.facts.bootstraps if peer not in present]
     for peer in missing:
         others = len(scene.facts.bootstraps) - len(missing)
@@ -187,14 +202,15 @@ def _bootstraps(scene: Scene) -> Iterator[Alert]:
 
 def _clocks(scene: Scene) -> Iterator[Alert]:
     for peer in scene.peers:
-        if abs(peer.clock_skew_seconds) > MAX_SKEW_SECONDS:
-            way = "ahead of" if peer.clock_skew_seconds > 0 else "behind"
-            text = f"{peer.name}'s clock is {abs(peer.clock_skew_seconds):.0f} s {way} the swarm's: set it by NTP"
-            yield Alert("clock", "warning", peer.peer, text)
+        skew = peer.record.clock_skew_seconds
+        if abs(skew) > MAX_SKEW_SECONDS:
+            way = "ahead of" if skew > 0 else "behind"
+            text = f"{peer.name}'s clock is {abs(skew):.0f} s {way} the swarm's: set it by NTP"
+            yield Alert("clock", "warning", peer.record.peer, text)
 
 
 def _versions(scene: Scene) -> Iterator[Alert]:
-    protocols = Counter(peer.protocol for peer in scene.peers)
+    protocols = Counter(peer.record.protocol for peer in scene.peers)
     if len(protocols) > 1:
         counts = ", ".join(f"{count} of protocol {protocol}" for protocol, count in sorted(protocols.items()))
         yield Alert("protocol", "warning", "", f"peers speak different versions, {counts}: update the older ones")

@@ -1,4 +1,4 @@
-"""Numbers as people read them, on the page and on terminals."""
+"""Numbers as text, for the page and terminals."""
 
 from __future__ import annotations
 
@@ -47,26 +47,36 @@ def human_latency(seconds: float) -> str:
 
 
 def utc(at: float) -> str:
-    """A wall-clock second as ``2026-11-22 05:40:00 UTC``."""
+    """Format a wall-clock second as ``2026-11-22 05:40:00 UTC``."""
     return _moment(at).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def iso(at: float) -> str:
-    """The same for machines."""
+    """Format a wall-clock second for machines."""
     return _moment(at).isoformat(timespec="seconds")
 
 
 def _moment(at: float) -> datetime:
-    """A wall-clock second, or the nearest that there is: peers may claim any."""
+    """Return a wall-clock second, or the nearest that `datetime` knows: peers may claim any."""
     return datetime.fromtimestamp(min(max(at, 0.0), LAST_SECOND), UTC)
 
 
 def short_id(peer: str) -> str:
-    """The end of a peer id, which is what tells one from another."""
+    """Return the end of a peer id, in which ids differ."""
     return f"…{peer[-8:]}" if len(peer) > 10 else peer
+
+
+def human_loss(loss: float | None) -> str:
+    """A loss in nats: ``2.345``; ``?`` where it is not known."""
+    return "?" if loss is None else f"{loss:.3f}"
+
+
+def human_hash(value: bytes) -> str:
+    """A hash in hexadecimal; empty for zeros, which stand for none."""
+    return value.hex() if any(value) else ""
 
 
 FILTERS: dict[str, Callable[..., Any]] = {
     "bytes": human_bytes, "count": human_count, "duration": human_seconds, "latency": human_latency, "utc": utc,
-    "iso": iso, "short_id": short_id,
+    "iso": iso, "short_id": short_id, "hash": human_hash,
 }  # fmt: skip

@@ -1,69 +1,70 @@
-"""Is the swarm healthy? In words, with the reasons and the few numbers that everybody asks for first."""
+"""The swarm's health in words, with its reasons and main numbers."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+from p2ptrain.status.progress import tokens_in_round
 from p2ptrain.status.stages import TRAINING_ROLES
 from p2ptrain.status.views import Alert, Headline, Health, PeerView, RoundView, StageView
+
+if TYPE_CHECKING:
+    from p2ptrain.status.snapshot import Observation
 
 SEVERITIES = ("critical", "warning", "info")
 MAX_NAMED_STAGES = 4
 
 
 def headline(
-    peers: Sequence[PeerView],
-    stages: Sequence[StageView],
-    rounds: Sequence[RoundView],
-    alerts: Sequence[Alert],
-    tokens_per_second: float | None,
-    committed: int,
-    aborted: int,
+    seen: Observation, peers: Sequence[PeerView], stages: Sequence[StageView], alerts: Sequence[Alert]
 ) -> Headline:
-    """The page's first lines.
+    """Return the page's first lines.
 
     Args:
+        seen: What the rest is made of.
         peers: All of them.
         stages: Of the model.
-        rounds: Newest first.
         alerts: That hold now.
-        tokens_per_second: In committed rounds; None before it is known.
-        committed, aborted: Rounds since the monitor began to watch.
     """
-    trainers = [peer for peer in peers if peer.role in TRAINING_ROLES]
-    training = [peer for peer in trainers if peer.state == "training"]
+    trainers = [peer for peer in peers if peer.record.role in TRAINING_ROLES]
+    training = [peer.record for peer in trainers if peer.record.state == "training"]
     # Medians: a single peer cannot make them up.
-    losses = [peer.loss for peer in training if peer.loss is not None]
-    costs = [peer.bytes_sent / peer.trained_tokens for peer in training if peer.trained_tokens]
+    losses = [record.loss for record in training if record.loss is not None]
+    costs = [record.bytes_sent / record.trained_tokens for record in training if record.trained_tokens]
     hosts = [peer for peer in trainers if peer.hosting]
-    health = _health(trainers, training, alerts)
+    health = _health(len(trainers), len(training), alerts)
+    # Who only feeds a pipeline is in no round.
+    round_ = statistics.median_high([peer.record.round for peer in hosts or trainers]) if trainers else 0
+    tokens, needs = tokens_in_round((peer.record for peer in peers), round_, seen.swarm.goal)
     return Headline(
         health=health,
-        summary=_summary(health, training, trainers, stages, rounds, alerts),
+        summary=_summary(health, len(training), len(trainers), stages, seen.rounds, alerts),
         reasons=tuple(alert.text for alert in sorted(alerts, key=lambda each: SEVERITIES.index(each.severity))),
         loss=statistics.median(losses) if losses else None,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=seen.tokens_per_second,
         peers=len(peers),
         training=len(training),
-        # Who only feeds a pipeline is in no round.
-        round=statistics.median_high([peer.round for peer in hosts or trainers]) if trainers else 0,
-        round_seconds=seconds_between(rounds),
-        committed=committed,
-        aborted=aborted,
+        round=round_,
+        round_tokens=tokens,
+        round_needs=needs,
+        round_seconds=seconds_between(seen.rounds),
+        committed=seen.committed,
+        aborted=seen.aborted,
         bytes_per_token=statistics.median(costs) if costs else None,
     )
 
 
 def seconds_between(rounds: Sequence[RoundView]) -> float | None:
-    """Median time from one committed round to the next; None before two of them were seen."""
+    """Return the median time between committed rounds; None before two of them were seen."""
     times = sorted(view.at for view in rounds if view.committed)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     return statistics.median(gaps) if gaps else None
 
 
-def _health(trainers: Sequence[PeerView], training: Sequence[PeerView], alerts: Sequence[Alert]) -> Health:
+def _health(trainers: int, training: int, alerts: Sequence[Alert]) -> Health:
     severities = {alert.severity for alert in alerts}
     if not trainers:
         return "empty"
@@ -74,15 +75,15 @@ def _health(trainers: Sequence[PeerView], training: Sequence[PeerView], alerts: 
 
 def _summary(
     health: Health,
-    training: Sequence[PeerView],
-    trainers: Sequence[PeerView],
+    training: int,
+    trainers: int,
     stages: Sequence[StageView],
     rounds: Sequence[RoundView],
     alerts: Sequence[Alert],
 ) -> str:
     if health == "empty":
         return "Nobody trains in this swarm yet"
-    count = f"{len(training)} {'peer trains' if len(training) == 1 else 'peers train'}"
+    count = f"{training} {'peer trains' if training == 1 else 'peers train'}"
     if len(stages) > 1:
         count += f" {len(stages)} stages"
     bare = [str(stage.number) for stage in stages if not stage.hosts] if len(stages) > 1 and training else []
@@ -95,12 +96,12 @@ def _summary(
         return f"{count}, and {failures[0].rpartition(';')[0]}"
     if not any(view.committed for view in rounds):
         return f"{count}; no round is committed yet"
-    others = len(trainers) - len(training)
+    others = trainers - training
     return f"{count}{f', {others} more on the way' if others else ''}"
 
 
 def _listed(numbers: Sequence[str]) -> str:
-    """``stage 2 has``, ``stages 0, 2 and 3 have``; of many, how many there are."""
+    """Return ``stage 2 has`` or ``stages 0, 2 and 3 have``; of many stages only their number."""
     if len(numbers) == 1:
         return f"stage {numbers[0]} has"
     if len(numbers) > MAX_NAMED_STAGES:

@@ -1,16 +1,21 @@
-"""How rounds went: what peers report of each, put together with what certificates prove."""
+"""How rounds went: what peers report of each, put together with what certificates prove.
+
+The hosts of a stage average among themselves, so each stage has a `RoundBook`. Round r of a pipeline is committed when
+every stage has committed its round r, and as fast as the stage that took longest.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.network.records.record import MAX_REPORTS, PeerRecord, RoundReport
+from p2ptrain.status.stages import WHOLE, reports_of
 from p2ptrain.status.views import Absence, GroupView, RoundView
 
 MAX_ROUNDS = 48
@@ -24,7 +29,7 @@ EMPTY = bytes(32)
 
 @dataclass
 class _Entry:
-    """What is known of one round."""
+    """One round, as far as it is known."""
 
     round: int
     at: float
@@ -41,7 +46,7 @@ class _Entry:
 
 
 class RoundBook:
-    """The last rounds, as peers tell of them.
+    """The last rounds, as peers report them.
 
     A peer can say what it likes of rounds. So a round counts as committed once most trainers are past it, whatever a
     single peer says, and what is further ahead is not kept.
@@ -64,13 +69,13 @@ class RoundBook:
         self._told: dict[str, tuple[RoundReport, ...]] = {}
         self._first: int | None = None
 
-    def learn(self, record: PeerRecord, at: float, usual_round: int) -> list[int]:
-        """Take in what a peer says of its last rounds.
+    def learn(self, record: PeerRecord, at: float, median_round: int) -> list[int]:
+        """Take in a peer's reports of its last rounds.
 
         Args:
             record: Its newest record.
             at: Wall-clock second at which it was published.
-            usual_round: That most trainers work towards.
+            median_round: That most trainers work towards.
 
         Returns:
             Rounds after the first look that are now known to be committed and were not before.
@@ -78,13 +83,13 @@ class RoundBook:
         if record.role != "trainer":
             return []
         if self._first is None:
-            self._first = usual_round  # What was before, this monitor did not see.
-        self._go_back(usual_round)
+            self._first = median_round  # What was before, this monitor did not see.
+        self._go_back(median_round)
         if self._told.get(record.peer) == record.last_rounds:
             return []
-        self._names[record.peer] = record.name or record.peer[-8:]
+        self._names[record.peer] = record.label
         certified = [entry.round for entry in self._entries.values() if entry.body is not None]
-        horizon = max([usual_round, *(number + 1 for number in certified)])
+        horizon = max([median_round, *(number + 1 for number in certified)])
         committed, skipped = [], False
         ended = at
         broken: dict[int, list[RoundReport]] = {}
@@ -102,13 +107,13 @@ class RoundBook:
         self._forget()
         return sorted(committed)
 
-    def _go_back(self, usual_round: int) -> None:
-        """Forget rounds of a history that was given up: the swarm began anew from an old checkpoint."""
-        if max(self._entries, default=0) <= usual_round + MAX_ROUNDS:
+    def _go_back(self, median_round: int) -> None:
+        """Forget rounds of an abandoned history: the swarm began anew from an old checkpoint."""
+        if max(self._entries, default=0) <= median_round + MAX_ROUNDS:
             return
-        self._entries = {number: entry for number, entry in self._entries.items() if number < usual_round}
+        self._entries = {number: entry for number, entry in self._entries.items() if number < median_round}
         self._told.clear()
-        self._first = min(self._first or 0, usual_round)
+        self._first = min(self._first or 0, median_round)
 
     def _learn_report(self, peer: str, report: RoundReport, broken: Sequence[RoundReport], at: float) -> bool:
         entry = self._entries.get(report.round)
@@ -132,7 +137,7 @@ class RoundBook:
         return self._note_commit(entry, at)
 
     def certify(self, body: Body, at: float) -> bool:
-        """Note a result that a majority of its group signed; whether its round was not known to be committed before.
+        """Note a result that a majority of its group signed; True if its round was not known to be committed before.
 
         Args:
             body: The result, of a lineage that most trainers follow: anybody can sign a group of its own.
@@ -144,7 +149,7 @@ class RoundBook:
         return self._note_commit(entry, at) if entry.reports or entry.is_closed else False
 
     def _note_commit(self, entry: _Entry, at: float) -> bool:
-        """Whether a round that counts turns out to be committed, for the first time."""
+        """True if a round that counts turns out to be committed, for the first time."""
         if entry.is_known or not _is_committed(entry):
             return False
         entry.is_known, entry.at = True, at
@@ -166,13 +171,13 @@ class RoundBook:
                 entry.broken.clear()
 
     def forget_peers(self, present: Iterable[str]) -> None:
-        """Forget the names of peers that neither are here nor took part in a round that is still shown."""
+        """Forget the names of absent peers that took part in no round that is still shown."""
         needed = set(present).union(*(entry.reports for entry in self._entries.values()))
         self._names = {peer: name for peer, name in self._names.items() if peer in needed}
         self._told = {peer: told for peer, told in self._told.items() if peer in needed}
 
     def views(self) -> list[RoundView]:
-        """Newest first; rounds of which only a certificate is known are left out."""
+        """Return all rounds, newest first, but those of which only a certificate is known."""
         known = [self._entries[number] for number in sorted(self._entries, reverse=True)]
         return [self._view(entry) for entry in known if entry.reports or entry.is_closed]
 
@@ -182,7 +187,7 @@ class RoundBook:
         reports = list(entry.reports.values())
         done = [report for report in reports if report.committed] or reports
         digests = Counter(report.digest.hex() for report in done if report.committed and report.digest != EMPTY)
-        members, contributors = _usual_size(done)
+        members, contributors = _median_size(done)
         reasons = Counter(report.reason for attempts in entry.broken.values() for report in attempts)
         view = RoundView(
             round=entry.round,
@@ -220,7 +225,7 @@ class RoundBook:
         return found
 
     def groups(self, peers: Sequence[str]) -> list[GroupView]:
-        """Who averaged with whom in the last certified round, as all members compute it from the head before.
+        """Return who averaged with whom in the last certified round, as all members compute it from the head before.
 
         Args:
             peers: Ids of the trainers that are there now.
@@ -265,21 +270,149 @@ def _absence(report: RoundReport) -> Literal["late", "dropped", "aborted"]:
     return "dropped" if "dropped" in report.reason else "late"
 
 
-def _usual_size(reports: Sequence[RoundReport]) -> tuple[int, int]:
-    """Members and contributors as the middle one of those says who know of any."""
+def _median_size(reports: Sequence[RoundReport]) -> tuple[int, int]:
+    """Return the median of the reported group sizes: members and contributors."""
     sizes = [(report.members, report.contributors) for report in reports]
     return statistics.median_high([size for size in sizes if size[0]] or sizes)
 
 
 def _is_committed(entry: _Entry) -> bool:
-    """Whether a majority signed it, or most of those say so who report it."""
+    """True if a majority signed the round, or most peers that report it say that it is committed."""
     committed = sum(report.committed for report in entry.reports.values())
     return entry.body is not None or 2 * committed > len(entry.reports)
 
 
 def _proven(view: RoundView, body: Body) -> RoundView:
-    """What a certificate says of a round outweighs what peers say."""
+    """Return a view with the certificate's values, which outweigh reports."""
     return replace(
         view, verified=True, committed=True, members=sum(body.peers), tokens=body.tokens, levels=body.levels,
         contributors=sum(body.peers[index] for index, *_ in body.contributors), lineage=body.lineage.hex(),
     )  # fmt: skip
+
+
+class SwarmRounds:
+    """The last rounds of a swarm with any number of stages.
+
+    Attributes:
+        committed, aborted: Since the first look, as `RoundBook` counts them.
+    """
+
+    def __init__(self, group_size: int, num_stages: int) -> None:
+        """
+        Args:
+            group_size: Of the manifest.
+            num_stages: 1 where the model is not cut.
+        """
+        self.committed = 0
+        self.aborted = 0
+        self._num_stages = num_stages
+        self._books = {stage: RoundBook(group_size) for stage in (range(num_stages) if num_stages > 1 else [WHOLE])}
+        self._hosted = set(range(num_stages))
+        self._first: int | None = None
+        self._has_news = False
+        self._done: set[int] = set()
+        self._broken: set[int] = set()
+
+    def learn(self, record: PeerRecord, at: float, medians: Mapping[int, int]) -> None:
+        """Take in a peer's reports of its last rounds.
+
+        Args:
+            record: Its newest record.
+            at: Wall-clock second at which it was published.
+            medians: By stage (`WHOLE` where there is one): the round that most of its hosts work towards.
+        """
+        if self._num_stages == 1:
+            self._has_news |= bool(self._books[WHOLE].learn(record, at, medians.get(WHOLE, 0)))
+            return
+        stage = told_of(record, self._num_stages)
+        if stage is not None and (seen := record.of_unit(stage)) is not None:
+            self._books[stage].learn(seen, at, medians.get(stage, 0))
+
+    def certify(self, body: Body, at: float) -> bool:
+        """See `RoundBook.certify`; of stages nobody asks for certificates."""
+        newly = self._books[WHOLE].certify(body, at)
+        self.settle({})
+        return newly
+
+    def settle(self, medians: Mapping[int, int]) -> bool:
+        """Count the rounds since the last call; True if one of them was committed.
+
+        Args:
+            medians: As for `learn`.
+        """
+        if self._num_stages == 1:
+            book, has_news = self._books[WHOLE], self._has_news
+            self.committed, self.aborted, self._has_news = book.committed, book.aborted, False
+            return has_news
+        self._hosted = {stage for stage in self._books if stage in medians}
+        stages = [medians[stage] for stage in self._hosted]
+        if self._first is None and stages:
+            self._first = min(stages)  # What was before, this monitor did not see.
+        views = [view for view in self.views() if self._first is not None and view.round >= self._first]
+        done = {view.round for view in views if view.committed} - self._done
+        broken = {view.round for view in views if view.broken_tries} - self._broken
+        self.committed += len(done)
+        self.aborted += len(broken)
+        kept = max((view.round for view in views), default=0) - MAX_ROUNDS
+        self._done = {number for number in self._done | done if number >= kept}
+        self._broken = {number for number in self._broken | broken if number >= kept}
+        return bool(done)
+
+    def forget_peers(self, present: Iterable[str]) -> None:
+        """See `RoundBook.forget_peers`."""
+        here = set(present)
+        for book in self._books.values():
+            book.forget_peers(here)
+
+    def views(self) -> list[RoundView]:
+        """Return all rounds, newest first; of several stages only rounds that every hosted stage has reported."""
+        if self._num_stages == 1:
+            return self._books[WHOLE].views()
+        by_stage = {stage: {view.round: view for view in book.views()} for stage, book in self._books.items()}
+        by_stage = {stage: views for stage, views in by_stage.items() if views or stage in self._hosted}
+        newest = min((max(views, default=-1) for views in by_stage.values()), default=-1)
+        numbers = {number for views in by_stage.values() for number in views if number <= newest}
+        return [
+            merged({stage: views[number] for stage, views in by_stage.items() if number in views})
+            for number in sorted(numbers, reverse=True)
+        ]
+
+    def groups(self, peers: Sequence[str]) -> list[GroupView]:
+        """See `RoundBook.groups`; empty for several stages."""
+        return self._books[WHOLE].groups(peers) if self._num_stages == 1 else []
+
+
+def told_of(record: PeerRecord, num_stages: int) -> int | None:
+    """Return the stage whose rounds a host reports; None where it reports none."""
+    own = [stage for stage in reports_of(record, num_stages) if stage.unit < num_stages]
+    if len(own) > 1:  # Such as while it moves.
+        own = [stage for stage in own if (stage.lineage, stage.round) == (record.lineage, record.round)]
+    return own[0].unit if own else None
+
+
+def merged(stages: Mapping[int, RoundView]) -> RoundView:
+    """Merge the views of one round of a pipeline, by stage, at least one.
+
+    The times are those of the stage that averaged longest: the others waited for it.
+    """
+    views = list(stages.values())
+    slowest = max(views, key=lambda view: view.seconds)
+    astray = next((view for view in views if view.agrees is False), None)
+    worst = max(stages, key=lambda stage: (stages[stage].broken_tries, stages[stage].broken_peers, -stage))
+    reason = stages[worst].broken_reason
+    return replace(
+        slowest,
+        committed=all(view.committed for view in views),
+        verified=all(view.verified for view in views),
+        at=max(view.at for view in views),
+        members=sum(view.members for view in views),
+        contributors=sum(view.contributors for view in views),
+        levels=max(view.levels for view in views),
+        lineage="",
+        agrees=False if astray is not None else True if any(view.agrees for view in views) else None,
+        digests=astray.digests if astray is not None else (),
+        absences=tuple(absence for stage in sorted(stages) for absence in stages[stage].absences)[:MAX_ABSENCES],
+        broken_tries=stages[worst].broken_tries,
+        broken_peers=sum(view.broken_peers for view in views),
+        broken_reason=f"stage {worst}: {reason}" if reason else "",
+    )

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingReport, ServingTotals
-from p2ptrain.status.rate import Amount
-from p2ptrain.status.views import LatencyView, Percentiles, ServedView, ServingView
+from p2ptrain.network.records.serving import BOUNDS, Latencies, ServingTotals
+from p2ptrain.network.records.sighting import Sighting
+from p2ptrain.status.views import Percentiles, ServingView
 
 WINDOW_SECONDS = 60.0
 """Over which rates and percentiles of the present are taken."""
@@ -28,9 +29,16 @@ SLACK_SECONDS = 5.0
 NONE = ServingTotals()
 
 
+class Amount(NamedTuple):
+    """A total within a number of seconds; totals and seconds add up, so that rates average correctly."""
+
+    total: float
+    seconds: float
+
+
 @dataclass(frozen=True)
 class Told:
-    """What one peer said.
+    """One peer's report.
 
     Attributes:
         started_at: Wall-clock second at which it started, from which its totals count.
@@ -44,7 +52,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Served:
-    """What a swarm served, as far as it is known.
+    """The totals of a swarm, as far as they are known.
 
     Attributes:
         totals: Since the monitor began to watch.
@@ -59,16 +67,17 @@ class Served:
 NOTHING = Served()
 
 
-def told(record: PeerRecord, at: float, known: Told | None = None) -> Told:
-    """What a peer says in a record that it published at second ``at``; without that part, what is ``known`` stays."""
+def told(seen: Sighting, known: Told | None = None) -> Told:
+    """Return a peer's report; where its record has none, ``known`` stays."""
+    record = seen.record
     if record.serving is not None:
-        return Told(record.started_at, at, record.serving.totals)
+        return Told(record.started_at, seen.at, record.serving.totals)
     is_same_life = known is not None and known.started_at == record.started_at
-    return Told(record.started_at, at, known.totals if known is not None and is_same_life else NONE)
+    return Told(record.started_at, seen.at, known.totals if known is not None and is_same_life else NONE)
 
 
 def growth(before: Told, after: Told) -> ServingTotals | None:
-    """What a peer served between two of its records; None where that is not to be believed."""
+    """Return the difference between two reports of a peer; None where it is not credible."""
     grown = after.totals if after.started_at != before.started_at else after.totals.since(before.totals)
     seconds = max(0.0, after.at - before.at) + SLACK_SECONDS
     if (
@@ -95,15 +104,16 @@ class ServingBook:
         self._totals = NONE
         self._point: tuple[float, ServingTotals] | None = None
 
-    def learn(self, records: Sequence[tuple[PeerRecord, float]], now: float) -> None:
-        """Take in all records of a look, each with the second at which it was published."""
+    def learn(self, sightings: Sequence[Sighting], now: float) -> None:
+        """Take in all records of a look at second ``now``."""
         present: dict[str, Told] = {}
-        for record, at in records:
+        for seen in sightings:
+            record = seen.record
             known = self._told.get(record.peer)
-            if known is not None and known.at >= at:
+            if known is not None and known.at >= seen.at:
                 present[record.peer] = known
                 continue
-            new = told(record, at, known)
+            new = told(seen, known)
             grown = growth(known, new) if known is not None else NONE
             if known is not None and grown is None:
                 self.rejected += 1
@@ -118,14 +128,14 @@ class ServingBook:
             self._past.popleft()
 
     def served(self) -> Served:
-        """As of the last look."""
+        """Return the totals as of the last look."""
         if not self._past:
             return NOTHING
         (first, before), (last, after) = self._past[0], self._past[-1]
         return Served(after, after.since(before) or NONE, last - first)
 
     def take_point(self, now: float, sessions: int | None) -> tuple[dict[str, float | Amount], dict[str, Latencies]]:
-        """Values for the history since the last call: by series, and by kind of latency.
+        """Return values for the history since the last call: by series, and by kind of latency.
 
         Args:
             now: Wall-clock second.
@@ -150,50 +160,32 @@ class ServingBook:
 
 
 def since_their_start(records: Sequence[PeerRecord]) -> Served:
-    """What those who are here served since each of them started, for who looks once."""
+    """Return the totals since each peer's start, where there is only one look."""
     totals = sum((record.serving.totals for record in records if record.serving is not None), NONE)
     return Served(totals, totals)
 
 
 def serving_view(records: Sequence[PeerRecord], served: Served) -> ServingView:
-    """What the swarm serves.
+    """Return the view of what the swarm serves.
 
     Args:
         records: Of all peers.
         served: What they served.
     """
     reports = [record.serving for record in records if record.serving is not None]
-    totals, recent = served.totals, served.recent
+    recent = served.recent
     is_known = bool(reports) and served.seconds > 0
     return ServingView(
         peers=len(reports),
         sessions=sum(report.sessions for report in reports),
         tokens_per_second=recent.generated_tokens / served.seconds if is_known else None,
         prompt_tokens_per_second=recent.prompt_tokens / served.seconds if is_known else None,
-        requests=totals.requests,
-        failed_requests=totals.failed_requests,
-        generated_tokens=totals.generated_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        first_token=LatencyView(percentiles(recent.first_token), totals.first_token.counts, totals.first_token.seconds),
-        token=LatencyView(percentiles(recent.token), totals.token.counts, totals.token.seconds),
+        first_token=percentiles(recent.first_token),
+        token=percentiles(recent.token),
+        totals=served.totals,
         bounds=BOUNDS,
     )
 
 
-def served_view(report: ServingReport) -> ServedView:
-    """What one peer says that it served since it started."""
-    totals = report.totals
-    return ServedView(
-        sessions=report.sessions,
-        requests=totals.requests,
-        failed_requests=totals.failed_requests,
-        generated_tokens=totals.generated_tokens,
-        prompt_tokens=totals.prompt_tokens,
-        first_token=percentiles(totals.first_token),
-        token=percentiles(totals.token),
-    )
-
-
 def percentiles(latencies: Latencies) -> Percentiles:
-    """Those that are shown."""
     return Percentiles(latencies.quantile(0.5), latencies.quantile(0.95), latencies.quantile(0.99))

@@ -21,8 +21,8 @@ WHOLE = -1
 """Stands for the number of a stage where the model is not cut."""
 
 
-class Standing(NamedTuple):
-    """Where a peer stands in one lineage; ``unit`` is the stage's number or that of what two stages share."""
+class Position(NamedTuple):
+    """A peer's position in one lineage; ``unit`` is the stage's number, or that of shared embeddings."""
 
     unit: int
     round: int
@@ -32,24 +32,24 @@ class Standing(NamedTuple):
 
 
 def reports_of(record: PeerRecord, num_stages: int) -> list[StageReport]:
-    """What a peer says of stages that there are, and of what is averaged beside them; none where there is one stage."""
+    """Return a peer's reports of existing stages and of shared embeddings; empty for a model of one stage."""
     return [stage for stage in record.stages if stage.unit <= num_stages] if num_stages > 1 else []
 
 
-def standings(record: PeerRecord, num_stages: int) -> list[Standing]:
-    """Where a peer stands in all that it averages; empty for those who do not train, or only feed a pipeline."""
+def positions(record: PeerRecord, num_stages: int) -> list[Position]:
+    """Return a peer's position in everything that it averages; empty for peers that do not average."""
     if record.role not in TRAINING_ROLES:
         return []
     if num_stages == 1:
-        return [Standing(WHOLE, record.round, record.lineage, record.digest, record.lineage_tokens)]
+        return [Position(WHOLE, record.round, record.lineage, record.digest, record.lineage_tokens)]
     return [
-        Standing(stage.unit, stage.round, stage.lineage, stage.digest, stage.lineage_tokens)
+        Position(stage.unit, stage.round, stage.lineage, stage.digest, stage.lineage_tokens)
         for stage in reports_of(record, num_stages)
     ]
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Spans of blocks in order, with those in one that touch."""
+    """Return spans of blocks in order, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(spans):
         if found and low <= found[-1][1]:
@@ -60,23 +60,23 @@ def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def hosts_stage(peer: PeerView, number: int) -> bool:
-    """Whether a peer has the state of a stage, whose blocks need not be known."""
-    return any(each.unit == number and each.digest for each in peer.hosting)
+    """True if a peer has the state of a stage; its blocks need not be known."""
+    return any(each.report.unit == number and any(each.report.digest) for each in peer.hosting)
 
 
 def holds(peer: PeerView, span: tuple[int, int]) -> bool:
-    """Whether a peer has all blocks of a span."""
+    """True if a peer has all blocks of a span."""
     return any(low <= span[0] and span[1] <= high for low, high in peer.spans)
 
 
 def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> list[StageView]:
-    """Who hosts each stage of the model, and what losing one host would break.
+    """Return the hosts of each stage of the model, and the risk of losing one.
 
     Args:
         spans: By stage: its first block and the one after its last.
         peers: All of them.
     """
-    hosting = [peer for peer in peers if peer.state in HOSTING]
+    hosting = [peer for peer in peers if peer.record.state in HOSTING]
     hosts = [
         [peer for peer in hosting if (holds(peer, span) if span[0] < span[1] else hosts_stage(peer, number))]
         for number, span in enumerate(spans)
@@ -87,9 +87,11 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
         StageView(
             number=number,
             blocks=span,
-            hosts=tuple(peer.peer for peer in of_stage),
-            syncing=tuple(peer.peer for peer in peers if _is_on_the_way(peer, number, len(spans))),
-            waiting=sum(each.waiting for peer in of_stage for each in peer.hosting if each.unit == number),
+            hosts=tuple(peer.record.peer for peer in of_stage),
+            syncing=tuple(peer.record.peer for peer in peers if _is_on_the_way(peer, number, len(spans))),
+            waiting=sum(
+                each.report.waiting for peer in of_stage for each in peer.hosting if each.report.unit == number
+            ),
             tokens_per_second=speed,
             load=load,
             is_bottleneck=len(spans) > 1 and (not of_stage or (load == 1.0 and min(speeds) < max(speeds))),
@@ -100,10 +102,10 @@ def stage_views(spans: Sequence[tuple[int, int]], peers: Sequence[PeerView]) -> 
 
 
 def _speed(peer: PeerView, stage: int) -> float:
-    """A host of a pipeline says what it can do for a stage; who holds the whole model, how fast it trains."""
+    """Return a host's measured speed for a stage, or the training speed of a peer with the whole model."""
     if not peer.hosting:
-        return peer.tokens_per_second
-    return sum(each.tokens_per_second for each in peer.hosting if each.unit == stage)
+        return peer.record.tokens_per_second
+    return sum(each.report.tokens_per_second for each in peer.hosting if each.report.unit == stage)
 
 
 def _loads(covered: Sequence[bool], speeds: Sequence[float]) -> list[float | None]:
@@ -113,9 +115,9 @@ def _loads(covered: Sequence[bool], speeds: Sequence[float]) -> list[float | Non
 
 
 def _is_on_the_way(peer: PeerView, stage: int, num_stages: int) -> bool:
-    if peer.state not in ARRIVING:
+    if peer.record.state not in ARRIVING:
         return False
-    return stage in peer.stages if num_stages > 1 else peer.role == "trainer"
+    return stage in peer.stages if num_stages > 1 else peer.record.role == "trainer"
 
 
 def _risk(number: int, num_stages: int, hosts: Sequence[PeerView]) -> str:

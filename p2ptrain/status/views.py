@@ -1,44 +1,42 @@
-"""What the page shows: plain, immutable values that JSON, templates and metrics are made of."""
+"""Plain, immutable values for JSON, templates, metrics and terminals."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Any, Literal, get_type_hints
+
+import msgspec
+
+from p2ptrain.network.records.record import PeerRecord, StageReport
+from p2ptrain.network.records.serving import ServingTotals
+from p2ptrain.status.progress import RoundGoal
 
 Severity = Literal["info", "warning", "critical"]
 Health = Literal["healthy", "degraded", "stopped", "empty"]
+PRIVATE = frozenset({"addresses"})
+"""Fields that `plain` leaves out: peers need addresses, visitors of a page in the web have no business with them."""
 
 
 @dataclass(frozen=True)
 class HostedView:
-    """What one peer says of one stage that it hosts, or of what it averages beside it.
+    """A peer's report of one stage that it hosts, or of embeddings that it averages beside it.
 
     Attributes:
-        unit: The stage's number; the number of stages for embeddings that the first and the last one share.
+        report: As in its record.
         blocks: First block of the stage and the one after its last; equal for what is shared, and where the model's
             blocks are not known.
-        round: The round that it is working towards there.
-        digest, lineage: In hexadecimal; empty before it has a state.
         agrees: Whether its state is that of most hosts of the stage, lineage and round; None where nobody else has one.
-        tokens_per_second: What it can do, forward and backward; 0 before it was measured.
-        waiting: Passes in its queue.
-        samples: Settled in this round.
     """
 
-    unit: int
+    report: StageReport
     blocks: tuple[int, int]
-    round: int
-    digest: str
-    lineage: str
     agrees: bool | None
-    tokens_per_second: float
-    waiting: int
-    samples: int
 
 
 @dataclass(frozen=True)
 class Percentiles:
-    """Half, 95 % and 99 % took no more than this many seconds; None where nothing was measured."""
+    """Seconds that 50 %, 95 % and 99 % of requests did not exceed; None where nothing was measured."""
 
     p50: float | None
     p95: float | None
@@ -46,87 +44,44 @@ class Percentiles:
 
 
 @dataclass(frozen=True)
-class ServedView:
-    """What one peer says that it served since it started.
+class Rates:
+    """What a peer sends and receives, in bytes per second, and the tokens per second that it generates for others.
 
-    Attributes:
-        sessions: Generations that are open now.
-        requests: That were accepted, ``failed_requests`` among them.
-        generated_tokens: That went out; ``prompt_tokens``: that came in.
-        first_token: From a request's arrival to its first token; ``token``: from one token to the next.
+    The last one is None where it does not serve.
     """
 
-    sessions: int
-    requests: int
-    failed_requests: int
-    generated_tokens: int
-    prompt_tokens: int
-    first_token: Percentiles
-    token: Percentiles
+    sent_per_second: float = 0.0
+    received_per_second: float = 0.0
+    served_per_second: float | None = None
 
 
 @dataclass(frozen=True)
 class PeerView:
-    """One peer, as its record says; what it says is checked for shape and signature, not for truth.
-
-    Its addresses are not here: peers need them, but who looks at a page in the web has no business with them.
+    """One peer: its record, which is checked for shape and signature, not for truth, and what follows from it.
 
     Attributes:
-        peer: Its id.
-        blocks: First block that it hosts and the one after its last; equal when it hosts none, or they are not known.
-        spans: The same, without what lies between stages that it hosts; empty when it hosts none.
+        name: Of the record, or the end of its id.
+        last_seen: Wall-clock second at which it published the record.
+        spans: First block that it hosts and the one after its last, for each run of blocks; empty when it hosts none,
+            or they are not known.
         stages: Numbers of the stages that it hosts, of a model that is cut into several.
         hosting: What it says of each of them, and of what it averages beside them.
-        digest, lineage: In hexadecimal; empty for peers without state. Those of its stage, if it hosts one.
         agrees: Whether its state is that of most peers of its lineage and round; None where nobody else has one. In a
             pipeline, of most hosts of the same stage, for all that it hosts.
-        sent_per_second, received_per_second: Bytes.
-        hours: Since it started.
-        last_seen: Wall-clock second at which it published its record.
-        last_reason: Why its last round was not committed, or not with its work; empty when all went well.
-        recent_rounds: Rounds among its last five that it reports; ``failed_rounds``: how many of these were not
-            committed; ``failed_reason``: the most frequent cause.
-        serving: What it served; None where it does not serve.
-        served_per_second: Tokens that it generates for others; None where it does not serve.
+        first_token: From a request's arrival to its first token, since the peer started; ``token``: from one token to
+            the next.
     """
 
-    peer: str
+    record: PeerRecord
     name: str
-    role: str
-    state: str
-    device: str
-    version: str
-    protocol: int
-    reachability: str
-    blocks: tuple[int, int]
+    last_seen: float
+    rates: Rates
     spans: tuple[tuple[int, int], ...]
     stages: tuple[int, ...]
     hosting: tuple[HostedView, ...]
-    round: int
-    digest: str
-    lineage: str
     agrees: bool | None
-    loss: float | None
-    diverged: bool
-    tokens_per_second: float
-    bytes_sent: int
-    bytes_received: int
-    sent_per_second: float
-    received_per_second: float
-    trained_tokens: int
-    trained_rounds: int
-    hours: float
-    started_at: float
-    last_seen: float
-    clock_skew_seconds: float
-    direct_refusals: int
-    last_reason: str
-    note: str
-    recent_rounds: int = 0
-    failed_rounds: int = 0
-    failed_reason: str = ""
-    serving: ServedView | None = None
-    served_per_second: float | None = None
+    first_token: Percentiles
+    token: Percentiles
 
 
 @dataclass(frozen=True)
@@ -158,7 +113,7 @@ class StageView:
 
 @dataclass(frozen=True)
 class Absence:
-    """One peer whose work is not in a round, and why.
+    """One peer whose work is not in a round.
 
     Attributes:
         kind: ``late`` (it waits for the next round), ``dropped`` (it is lost), ``aborted`` (its attempt broke).
@@ -207,9 +162,9 @@ class RoundView:
     agrees: bool | None
     digests: tuple[tuple[str, int], ...]
     absences: tuple[Absence, ...]
-    broken_tries: int = 0
-    broken_peers: int = 0
-    broken_reason: str = ""
+    broken_tries: int
+    broken_peers: int
+    broken_reason: str
 
 
 @dataclass(frozen=True)
@@ -226,7 +181,7 @@ class GroupView:
 
 @dataclass(frozen=True)
 class Alert:
-    """Something that the operator should know.
+    """A problem for the operator.
 
     Attributes:
         rule: Which rule found it.
@@ -241,13 +196,29 @@ class Alert:
 
 
 @dataclass(frozen=True)
+class Event:
+    """Something that happened, with one line for people.
+
+    Attributes:
+        kind: ``joined``, ``left``, ``failover``, ``alert`` or ``cleared``.
+    """
+
+    at: float
+    kind: str
+    peer: str
+    text: str
+
+
+@dataclass(frozen=True)
 class Headline:
-    """Is the swarm healthy, in words, and why not.
+    """The swarm's health in words, and its main numbers.
 
     Attributes:
         reasons: One line each, the worst first.
         loss: Median over training peers; None before the first batch.
         tokens_per_second: That committed rounds contain; None before two of them were seen.
+        round_tokens: That peers have for the round in progress; ``round_needs``: with how many it is due, 0 where that
+            is not known.
         round_seconds: Median from one committed round to the next.
         committed, aborted: Rounds since this monitor began to watch.
         bytes_per_token: Sent for each token that counts, the median over training peers; None before there is any.
@@ -261,6 +232,8 @@ class Headline:
     peers: int
     training: int
     round: int
+    round_tokens: int
+    round_needs: int
     round_seconds: float | None
     committed: int
     aborted: int
@@ -268,46 +241,26 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class LatencyView:
-    """How long something took in the whole swarm.
-
-    Attributes:
-        recent: In the last minute.
-        counts: Since the monitor began to watch: how often it took up to each of `ServingView.bounds` and more than the
-            one before; the last is of what took longer than all of them.
-        seconds: The sum of all these.
-    """
-
-    recent: Percentiles
-    counts: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ServingView:
-    """What the swarm serves, all peers together, as they say.
+    """The serving of all peers together, as they report it.
 
     Attributes:
         peers: That serve.
         sessions: Generations that are open now.
         tokens_per_second: Generated in the last minute; ``prompt_tokens_per_second``: that came in. None where no peer
             serves, or before it is known.
-        requests: That were accepted since the monitor began to watch, ``failed_requests`` among them.
-        generated_tokens: That went out since then; ``prompt_tokens``: that came in.
-        first_token: From a request's arrival to its first token; ``token``: from one token to the next.
-        bounds: Of the counts in both, in seconds.
+        first_token: In the last minute, from a request's arrival to its first token; ``token``: from one token to the
+            next.
+        totals: Since the monitor began to watch. Latencies have a count for each of ``bounds``, in seconds, and above.
     """
 
     peers: int
     sessions: int
     tokens_per_second: float | None
     prompt_tokens_per_second: float | None
-    requests: int
-    failed_requests: int
-    generated_tokens: int
-    prompt_tokens: int
-    first_token: LatencyView
-    token: LatencyView
+    first_token: Percentiles
+    token: Percentiles
+    totals: ServingTotals
     bounds: tuple[float, ...]
 
 
@@ -323,6 +276,7 @@ class SwarmView:
         num_blocks: Of the model; 0 where it is not known.
         group_size: Peers that average together at most.
         spans: Of each stage: its first block and the one after its last; one for a model that is not cut.
+        goal: When a round is due.
         missing: Why the model's blocks are not known, and what to do; empty where they are.
     """
 
@@ -336,6 +290,7 @@ class SwarmView:
     num_blocks: int
     group_size: int
     spans: tuple[tuple[int, int], ...]
+    goal: RoundGoal
     missing: str = ""
 
 
@@ -360,3 +315,18 @@ class Snapshot:
     serving: ServingView
     rejected: int
     directory_answers: bool
+
+
+@cache
+def fields_of(kind: type) -> dict[str, Any]:
+    """Return the types of the fields that `plain` shows, by name; empty for other types than views."""
+    if not (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
+        return {}
+    return {name: hint for name, hint in get_type_hints(kind).items() if name not in PRIVATE}
+
+
+def plain(value: Any) -> Any:
+    """For ``json.dumps(…, default=plain)``: a view as a dict without what is `PRIVATE`, bytes in hexadecimal."""
+    if isinstance(value, bytes):
+        return value.hex()
+    return {name: getattr(value, name) for name in fields_of(value.__class__)}

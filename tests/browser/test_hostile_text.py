@@ -9,11 +9,11 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import Browser
 
-from p2ptrain.monitor.store import Event, Store
+from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.rounds import RoundBook
-from p2ptrain.status.views import Alert, GroupView, HostedView, RoundView, Snapshot, SwarmView
+from p2ptrain.status.views import Alert, Event, GroupView, HostedView, RoundView, Snapshot, SwarmView
 from tests.support.processes.daemons import wait_until
 from tests.support.web.hostile_text import PAYLOADS, filled_text_fields, poisoned, text_fields
 from tests.support.web.visits import PHONE, Visit, visiting
@@ -38,7 +38,7 @@ RECORD = trainer(
     "a", note="a note", diverged=True, last_rounds=TOLD, addresses=("/ip4/198.51.100.1/tcp/1",),
     clock_skew_seconds=60.0, stages=host("a", 0).stages,
 )  # fmt: skip
-HOSTED = HostedView(0, (0, 4), 8, "digest", "lineage", False, 1.0, 1, 1)
+HOSTED = HostedView(RECORD.stages[0], (0, 4), False)
 PLAIN = frozenset({"peer", "role", "state"})
 UNEXPECTED = """() => [...document.querySelectorAll('*')].filter((each) =>
     ['IMG', 'IFRAME', 'OBJECT', 'EMBED', 'BASE', 'FRAME', 'APPLET', 'STYLE'].includes(each.tagName)

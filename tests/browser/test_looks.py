@@ -13,7 +13,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
-from p2ptrain.monitor.store import Event, Store
+from p2ptrain.monitor.store import Store
+from p2ptrain.status.views import Event
 from tests.support.web.made_up_swarm import MadeUpSwarm, fill
 from tests.support.web.visits import DESKTOP, PHONE, Visit, screenshot, visiting
 from tests.support.web.watched import trainer, views_of
@@ -51,15 +52,15 @@ class Sites:
     def paths(self) -> dict[str, tuple[ServedPage, str]]:
         """Every kind of page, by name."""
         astray = next(peer for peer in self.busy.snapshot().peers if peer.agrees is False)
-        server = next(peer for peer in self.serving.snapshot().peers if peer.serving is not None)
+        server = next(peer for peer in self.serving.snapshot().peers if peer.record.serving is not None)
         return {
             "home": (self.busy, "/"),
             "search-nothing": (self.busy, "/?search=nobody-of-this-name"),
             "empty": (self.empty, "/"),
-            "peer": (self.busy, f"/peers/{quote(astray.peer, safe='')}"),
+            "peer": (self.busy, f"/peers/{quote(astray.record.peer, safe='')}"),
             "departed": (self.busy, f"/peers/{GONE}"),
             "serving": (self.serving, "/"),
-            "server": (self.serving, f"/peers/{quote(server.peer, safe='')}"),
+            "server": (self.serving, f"/peers/{quote(server.record.peer, safe='')}"),
         }
 
 
@@ -239,6 +240,6 @@ def test_whether_anybody_serves_is_said_and_who(browser: Browser, sites: Sites, 
             assert 0.3 < float(said[1]) < 0.7, "made up as 0.38 to 0.58 s, in waves"
             visit.page.locator("#peer-table thead button", has_text="Serves").click()
             visit.page.locator("#peer-table thead button", has_text="Serves").click()
-        names = [peer.name for peer in sites.serving.snapshot().peers if peer.serving is not None]
+        names = [peer.name for peer in sites.serving.snapshot().peers if peer.record.serving is not None]
         if with_scripts:
             assert visit.page.locator("#peer-table tbody th").first.inner_text() in names

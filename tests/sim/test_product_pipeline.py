@@ -88,12 +88,12 @@ def test_a_pipeline_trains_to_its_last_round_and_saves_it_whole(
         assert {swarm.round(name) for name in HOSTS} == {ROUNDS}
         for name in HOSTS:
             summary = swarm.summary(name)
-            assert (summary["exit_reason"], summary["round"], summary["rounds_aborted"]) == ("rounds", ROUNDS, 0)
+            assert (summary.exit_reason, summary.round, summary.rounds_aborted) == ("rounds", ROUNDS, 0)
             assert saved_head(swarm, name) == (ROUNDS, swarm.sync(name).head.digest)
             assert all(not hosted.saves.missing() for hosted in swarm.nodes[name].hosted)
         tokens = {swarm.sync(name).head.tokens for name in HOSTS}
         assert len(tokens) == 1
-        counted = sum(swarm.summary(name)["tokens"] for name in ("trainer1", "trainer2"))
+        counted = sum(swarm.summary(name).tokens for name in ("trainer1", "trainer2"))
         assert tokens.pop() <= counted
 
     simulate(main, seed=1)
@@ -114,7 +114,7 @@ def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_chec
         await asyncio.gather(*swarm.tasks.values())
         assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
         assert swarm.sync("host1b").trained_rounds > 0
-        assert swarm.summary("host1a")["rounds_aborted"] <= 1
+        assert swarm.summary("host1a").rounds_aborted <= 1
 
     simulate(main, seed=1)
 
@@ -149,7 +149,7 @@ def test_a_trainer_that_is_told_to_stop_reads_on_where_it_stopped(
         await swarm.until(lambda: windows["trainer1"].total() >= 20)
         swarm.stop("trainer1")
         await swarm.tasks["trainer1"]
-        assert swarm.summary("trainer1")["exit_reason"] == "signal"
+        assert swarm.summary("trainer1").exit_reason == "signal"
         read = windows["trainer1"].total()
         assert json.loads((tmp_path / "trainer1" / POSITION_FILE).read_text())["next"] == read
         swarm.start("trainer1")
@@ -171,7 +171,7 @@ def test_a_host_that_is_told_to_stop_saves_the_last_round(
         swarm.stop("host0b")
         await swarm.tasks["host0b"]
         assert network.loop.time() - began <= 45.0
-        assert swarm.summary("host0b")["exit_reason"] == "signal"
+        assert swarm.summary("host0b").exit_reason == "signal"
         assert saved_head(swarm, "host0b") == (swarm.round("host0b"), swarm.sync("host0b").head.digest)
         del swarm.nodes["host0b"]
         await asyncio.gather(*swarm.tasks.values())

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.summary import combine
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.node.summary import combine
 from p2ptrain.training.checkpoints.files import load_newest_valid
 from p2ptrain.training.loop import Trainer
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
@@ -147,9 +147,9 @@ def test_a_trainer_that_is_told_to_stop_hands_in_its_work_and_saves(
         swarm.stop("c")
         await swarm.tasks["c"]
         summary = swarm.summary("c")
-        assert summary["exit_reason"] == "signal"
-        assert summary["round"] >= left_at
-        assert saved_head(swarm, "c") == (summary["round"], bytes.fromhex(summary["state_digest"]))
+        assert summary.exit_reason == "signal"
+        assert summary.round >= left_at
+        assert saved_head(swarm, "c") == (summary.round, bytes.fromhex(summary.state_digest))
         assert swarm.trainers["c"].optimizer.tokens_in_round == 0
         swarm.start("c", 4 * ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
@@ -177,7 +177,7 @@ def test_a_trainer_that_is_told_to_stop_in_a_round_that_does_not_end_saves_in_ti
         swarm.stop("c")
         await swarm.tasks["c"]
         assert network.loop.time() - began <= 30.0
-        assert swarm.summary("c")["exit_reason"] == "signal"
+        assert swarm.summary("c").exit_reason == "signal"
         assert saved_head(swarm, "c") == (held, swarm.sync("c").head.digest)
         for name in "ab":
             await swarm.kill(name)
@@ -236,7 +236,7 @@ def test_a_trainer_leaves_after_its_minutes(text: Path, tmp_path: Path, monkeypa
         for name in "ab":
             swarm.start(name, stop_after={"minutes": 0.5})
         await asyncio.gather(*swarm.tasks.values())
-        assert {swarm.summary(name)["exit_reason"] for name in "ab"} == {"minutes"}
+        assert {swarm.summary(name).exit_reason for name in "ab"} == {"minutes"}
         assert 30.0 <= network.loop.time() <= 60.0
         for name in "ab":
             assert saved_head(swarm, name) == (swarm.round(name), swarm.sync(name).head.digest)

@@ -41,14 +41,15 @@ def test_the_page_follows_a_swarm_and_remembers_it(tmp_path: Path) -> None:
             assert certified["tokens"] > 0
             assert certified["agrees"]
             (group,) = page.api("groups")["groups"]
-            assert {peer for peer, _ in group["members"]} == {peer["peer"] for peer in page.api("peers")["peers"]}
+            ids = {peer["record"]["peer"] for peer in page.api("peers")["peers"]}
+            assert {peer for peer, _ in group["members"]} == ids
             assert page.get("healthz") == '{"status":"ok"}'
             assert "first" in page.get("")
 
             third = swarm.start("third", step_seconds=0.5, serves=4.0)
             third.wait_for("training")
             wait_until(lambda: page.names() == {"first", "second", "third"}, NEXT_LOOK_SECONDS + 5)
-            wait_until(lambda: page.api("serving")["requests"] > 0, PATIENCE_SECONDS)
+            wait_until(lambda: page.api("serving")["totals"]["requests"] > 0, PATIENCE_SECONDS)
             assert page.api("serving")["peers"] == 1
             third.signal_all(signal.SIGKILL)
             wait_until(lambda: page.names() == {"first", "second"}, RECORD_SECONDS + NEXT_LOOK_SECONDS)

@@ -25,7 +25,6 @@ _NAME = re.compile(r"\d+-round-\d+")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain checkpoint``."""
     parser.add_argument("action", choices=("ls", "verify", "export"), help="what to do")
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint, or a folder that holds checkpoints")
     parser.add_argument("output", type=Path, nargs="?", metavar="OUTPUT", help="export: the folder to write")
@@ -74,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def find_checkpoints(path: Path) -> list[Path]:
-    """The checkpoints that a path names: itself, or those in it or in its folder ``checkpoints``, oldest first.
+    """Return the checkpoints at a path: itself, or those in it or in its folder ``checkpoints``, oldest first.
 
     Torn and tampered ones are among them: whoever verifies must not pass over them.
 
@@ -99,7 +98,7 @@ def find_checkpoints(path: Path) -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """A checkpoint's; of a stage's also which."""
+    """Return a checkpoint's name, with its stage if it has one."""
     from p2ptrain.cli.stage_checkpoints import is_of_stage
 
     return f"{path.parent.name}/{path.name}" if is_of_stage(path) else path.name
@@ -124,7 +123,7 @@ def _list(paths: list[Path]) -> None:
 
 
 def _find_manifest(checkpoint: LoadedCheckpoint, given: Path | None) -> Manifest:
-    """The manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
+    """Return the manifest of the checkpoint's swarm, from a file or from the folders above the checkpoint."""
     from p2ptrain.manifest import SIGNED_FILE, SignedManifest
     from p2ptrain.network.identity import Identity
 

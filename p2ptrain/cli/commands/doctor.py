@@ -14,7 +14,6 @@ from p2ptrain.errors import ResourceError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain doctor``."""
     parser.add_argument(
         "--run-dir", type=Path, default=Path(), metavar="DIR", help="the folder whose disk is checked (default .)"
     )

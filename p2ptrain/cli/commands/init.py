@@ -36,7 +36,6 @@ _MORE = "# Settings that are not here have their defaults: p2ptrain init --all D
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain init``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="where to write; made as needed")
     parser.add_argument("--all", action="store_true", help="write all settings, not only those that are often changed")
     parser.add_argument("--name", help="a name for the swarm")
@@ -92,7 +91,7 @@ def _is_written(key: str, value: Any, default: Any) -> bool:
 
 
 def _of_model(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What --model and --lora set.
+    """Return the settings of --model and --lora.
 
     Raises:
         UsageError: --context stands alone.

@@ -31,7 +31,6 @@ _SPARE_DISK_BYTES = 200_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain join``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument(
         "--role",
@@ -79,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, object]:
-    """What --role and --stage mean in this swarm.
+    """Return the part that --role and --stage give the peer in this swarm.
 
     Raises:
         UsageError: They mean nothing there.
@@ -100,7 +99,7 @@ def in_pipeline(arguments: argparse.Namespace, manifest: Manifest) -> dict[str, 
 
 
 def _has_room(arguments: argparse.Namespace, manifest: Manifest) -> bool:
-    """Whether a stage fits into this machine; says so if none does, since the peer then hosts none.
+    """True if a stage fits into this machine; else print that the peer hosts none.
 
     Raises:
         ConfigError: --max-memory is no size.
@@ -150,7 +149,7 @@ def check_compatible(manifest: Manifest) -> None:
 
 
 def describe(signed: SignedManifest, config: PeerConfig) -> str:
-    """What joining means, for the person who is asked: what is downloaded, run and exposed."""
+    """Explain to the owner what joining downloads, runs and exposes."""
     from p2ptrain.models import estimate_memory_bytes, num_parameters
     from p2ptrain.status.formats import human_bytes, human_count
 
@@ -228,7 +227,7 @@ def _describe_stages(signed: SignedManifest, config: PeerConfig) -> str:
 
 
 def _least_stage(manifest: Manifest, config: PeerConfig) -> tuple[int, int]:
-    """Bytes of memory and of state of the stage to be hosted; of the smallest if that is open."""
+    """Return the bytes of memory and of state of the stage to be hosted; of the smallest if that is open."""
     from p2ptrain.models.registry import PROCESS_BYTES
     from p2ptrain.pipeline.plan import PipelinePlan
 

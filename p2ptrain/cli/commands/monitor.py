@@ -15,7 +15,6 @@ from p2ptrain.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain monitor``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     parser.add_argument("--host", default="127.0.0.1", help="where to serve at (default 127.0.0.1: this machine only)")
     parser.add_argument("--port", type=int, default=8080, help="port to serve at (default 8080; 0 takes a free one)")

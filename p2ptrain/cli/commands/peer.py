@@ -15,7 +15,6 @@ from p2ptrain.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain peer``."""
     parser.add_argument("file", type=Path, metavar="FILE", help="the role file")
     parser.add_argument("--link", help="the swarm link, if the file has none or another")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="where to keep this peer's files")
@@ -43,7 +42,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def peer_overrides(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of `add_peer_arguments`' options by configuration key; None where not given."""
+    """Return the values of `add_peer_arguments`' options by configuration key; None where not given."""
     return {
         "name": arguments.name,
         "weights": arguments.weights,

@@ -11,7 +11,6 @@ from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain report``."""
     parser.add_argument("directory", type=Path, metavar="RUN_DIR", help="the run directory")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write (default RUN_DIR/report.html)")
 

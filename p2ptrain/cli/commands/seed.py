@@ -17,7 +17,6 @@ LOG_LEVEL = "info"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain seed``."""
     parser.add_argument("directory", type=Path, metavar="DIR", help="what 'p2ptrain init' wrote")
     parser.add_argument(
         "--listen", action="append", metavar="MULTIADDR", help="where to listen (default /ip4/0.0.0.0/tcp/31337)"

@@ -12,13 +12,10 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from p2ptrain.network.link import SwarmLink
-    from p2ptrain.network.records.record import PeerRecord
     from p2ptrain.status.views import Snapshot
 
 ANY_WIDTH = 10_000
@@ -26,7 +23,6 @@ ANY_WIDTH = 10_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain status``."""
     parser.add_argument("link", metavar="LINK", help="the swarm link, 'p2ptrain://…', in quotes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -34,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the swarm's peers."""
     from p2ptrain.cli.running import run_async
     from p2ptrain.network.link import SwarmLink
 
@@ -43,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
-    from p2ptrain.cli.screen.looking import Remembering, watch_over
+    from p2ptrain.cli.screen.looking import Looking
     from p2ptrain.node.observe import Observer
 
     async with Observer(link) as observer:
@@ -53,54 +48,52 @@ async def _show(link: SwarmLink, *, as_json: bool, watch: bool) -> None:
             await watch_swarm(observer, link)
             return
         await observer.peers()
-        source = Remembering(observer)
-        async with watch_over(source, observer, link) as one_look:
-            print(rendered(await one_look.look(), source.records, as_json=as_json))
+        snapshot = await Looking(observer.look, observer.peer.signed, link).look()
+        print(json_of(snapshot) if as_json else rendered(snapshot))
 
 
-def _title(name: str, peers: int) -> str:
-    return f"swarm {name}: {peers} peer{'s' if peers != 1 else ''}"
+def json_of(snapshot: Snapshot) -> str:
+    """Return the output of ``status --json``: parts of ``/api/v1/snapshot``, and the peers' addresses."""
+    from p2ptrain.status.views import plain
+
+    headline = snapshot.headline
+    values = {
+        "swarm": snapshot.swarm.name,
+        "digest": snapshot.swarm.digest,
+        "health": headline.health,
+        "summary": headline.summary,
+        "reasons": headline.reasons,
+        "stages": snapshot.stages,
+        "missing": snapshot.swarm.missing,
+        "peers": [{**plain(peer.record), "addresses": peer.record.addresses} for peer in snapshot.peers],
+    }
+    return json.dumps(values, indent=2, default=plain)
 
 
-def rendered(
-    snapshot: Snapshot, records: Sequence[PeerRecord], *, as_json: bool = False, width: int | None = None
-) -> str:
-    """What ``status`` prints.
+def rendered(snapshot: Snapshot, width: int | None = None) -> str:
+    """Return the output of ``status``.
 
     Args:
         snapshot: As the status page shows the swarm.
-        records: Of all peers.
-        as_json: Whether for machines.
         width: Of the terminal; None: that of standard output, or any width where that is none.
     """
-    from p2ptrain.cli.screen.lines import health, reasons, serving_parts
+    from p2ptrain.cli.screen.lines import counted, health, reasons, serving_parts
     from p2ptrain.cli.screen.stages import risk_lines, stage_lines
-    from p2ptrain.cli.screen.table import peer_row, plain_table, printable, record_values
+    from p2ptrain.cli.screen.table import peer_row, plain_table, printable
     from p2ptrain.status.serving import serving_view, since_their_start
 
     stages, headline, missing = snapshot.stages, snapshot.headline, snapshot.swarm.missing
-    if as_json:
-        values = {
-            "swarm": snapshot.swarm.name,
-            "digest": snapshot.swarm.digest,
-            "health": headline.health,
-            "summary": headline.summary,
-            "reasons": headline.reasons,
-            "stages": [asdict(stage) for stage in stages],
-            "missing": missing,
-            "peers": [record_values(record) for record in records],
-        }
-        return json.dumps(values, indent=2)
     if width is None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
-    lines = [_title(snapshot.swarm.name, len(records)), health(headline).plain]
+    lines = [f"swarm {snapshot.swarm.name}: {counted(len(snapshot.peers), 'peer')}", health(headline).plain]
     lines += [line.plain for line in reasons(headline, width or ANY_WIDTH, len(headline.reasons))]
     if len(stages) > 1:
         lines += [line.plain for line in stage_lines(stages, width)]
         if not any(stage.risk for stage in stages):  # Else it is among the reasons.
             lines += risk_lines(stages, width)
         lines += [*([printable(missing)] if missing else []), ""]
+    records = [peer.record for peer in snapshot.peers]
     # One look knows no rates: these are totals and percentiles since each peer started.
     if served := serving_parts(serving_view(records, since_their_start(records))):
         lines.append("serving: " + ", ".join(served))
-    return "\n".join([*lines, plain_table([peer_row(record, len(stages)) for record in records], width)])
+    return "\n".join([*lines, plain_table([peer_row(peer, len(stages)) for peer in snapshot.peers], width)])

@@ -16,7 +16,6 @@ from p2ptrain.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``p2ptrain up``."""
     parser.add_argument("--peers", type=int, default=3, metavar="N", help="trainers (default 3)")
     end = parser.add_argument_group("when it ends")
     end.add_argument("--minutes", type=float, metavar="N", help="after this time (default 3, unless --rounds)")
@@ -64,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(path: Path) -> None:
-    """Find out now, not after the training, that a file cannot be written."""
+    """Raise now, not after the training, if a file cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise UsageError(f"--summary {path}: a file cannot be written there; choose another path")

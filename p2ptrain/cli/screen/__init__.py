@@ -1,1 +1,1 @@
-"""What commands draw on a terminal."""
+"""The terminal drawings of commands."""

@@ -1,4 +1,4 @@
-"""Long jobs of commands that do one after the other: a bar on the terminal while a job lasts, nothing elsewhere."""
+"""A bar on the terminal for one long job at a time; nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -14,10 +14,11 @@ from rich.text import Text
 from p2ptrain.cli.screen.stages import stage_lines
 from p2ptrain.cli.screen.table import clipped, human_time, printable
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
-from p2ptrain.node.progress import Job, PeerProgress
+from p2ptrain.node.progress import Job
 from p2ptrain.status.formats import human_bytes, human_count, human_latency, human_seconds
+from p2ptrain.status.progress import PeerProgress
 from p2ptrain.status.stages import TRAINING_ROLES
-from p2ptrain.status.views import Headline, ServingView, Snapshot, StageView
+from p2ptrain.status.views import Headline, Rates, ServingView, Snapshot, StageView
 
 LABEL_CHARS = 9
 MAX_BAR_CHARS = 24
@@ -34,7 +35,7 @@ Part = str | Text
 
 
 def line(label: str, parts: Iterable[Part], width: int) -> Text:
-    """A label, and as many of the parts as there is room for; the first one is cut if it must be, empty ones go."""
+    """Return a label, and as many of the parts as fit; the first one is cut if it must be, empty ones are left out."""
     built = Text().append(label.ljust(LABEL_CHARS) if label else "", "dim")
     start = built.cell_len
     for part in parts:
@@ -52,7 +53,7 @@ def line(label: str, parts: Iterable[Part], width: int) -> Text:
 
 
 def title_line(parts: Sequence[str], width: int) -> Text:
-    """What follows belongs together: a title in a rule across the terminal, its first part in bold."""
+    """Return a title in a rule across the terminal, its first part in bold."""
     text = line("", [Text(f"── {printable(parts[0])}", "bold"), *parts[1:]], width)
     rest = width - text.cell_len - 1
     return text.append(f" {'─' * rest}", "dim") if rest > 0 else text
@@ -76,12 +77,12 @@ def bar(done: float, total: float, width: int, pulse: float = 0.0) -> Text:
 
 
 def percent(done: float, total: float) -> str:
-    """``62%``, at most ``100%``; empty without a total."""
+    """Return ``62%``, at most ``100%``; empty without a total."""
     return f"{100 * min(1.0, done / total):.0f}%" if total > 0 else ""
 
 
 def counted(number: int, what: str, plural: str = "") -> str:
-    """``1 peer``, ``2 peers``."""
+    """Return ``1 peer`` or ``2 peers``."""
     return f"{number} {what if number == 1 else plural or what + 's'}"
 
 
@@ -89,13 +90,13 @@ def counted(number: int, what: str, plural: str = "") -> str:
 
 
 def health(headline: Headline) -> Text:
-    """Whether a swarm is healthy, with the words of the status page."""
+    """Return a swarm's health in the words of the status page."""
     word = Text().append(headline.health.capitalize(), HEALTH_STYLES[headline.health])
     return word.append(f": {printable(headline.summary)}")
 
 
 def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Text]:
-    """Why it is not healthy, the worst first."""
+    """Return the reasons of a bad health, the worst first."""
     lines = []
     for reason in headline.reasons[:most]:
         wrapped = textwrap.wrap(printable(reason), max(10, width - 2), max_lines=MAX_REASON_LINES, placeholder=" …")
@@ -106,13 +107,13 @@ def reasons(headline: Headline, width: int, most: int = MAX_REASONS) -> list[Tex
     return lines
 
 
-def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> list[Text]:
-    """A swarm at one moment: health, coverage, the round in progress, speed, traffic.
+def swarm_lines(snapshot: Snapshot, width: int, *, with_progress: bool = True) -> list[Text]:
+    """Return a swarm at one moment: health, coverage, the round in progress, speed, traffic.
 
     Args:
         snapshot: As the status page shows it.
-        in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
         width: Characters in a line.
+        with_progress: Whether to say how far the round in progress is.
     """
     headline = snapshot.headline
     lines = [line("", [health(headline)], width), *reasons(headline, width)]
@@ -122,6 +123,7 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     else:
         lines += [model_line(stage, width) for stage in snapshot.stages]
     if headline.training:
+        in_round = (headline.round_tokens, headline.round_needs) if with_progress else (0, 0)
         lines.append(line("round", [str(headline.round), *_round_parts(in_round, width)], width))
         lines.append(line("speed", [
             f"{human_count(headline.tokens_per_second)} tokens/s" if headline.tokens_per_second is not None else "",
@@ -132,27 +134,23 @@ def swarm_lines(snapshot: Snapshot, in_round: tuple[int, int], width: int) -> li
     if served := serving_parts(snapshot.serving):
         lines.append(line("serves", served, width))
     peers = snapshot.peers
-    lines.append(traffic_line(
-        sum(peer.bytes_sent for peer in peers), sum(peer.bytes_received for peer in peers),
-        sum(peer.sent_per_second for peer in peers), sum(peer.received_per_second for peer in peers), "", width,
-    ))  # fmt: skip
+    lines.append(traffic_line([peer.record for peer in peers], [peer.rates for peer in peers], "", width))
     return lines
 
 
 def serving_parts(served: ServingView) -> list[str]:
-    """What peers serve, in words; empty where nobody does."""
+    """Return the totals of serving in words; empty where nobody serves."""
     if not served.peers:
         return []
-    first, token = served.first_token.recent, served.token.recent
-    rate = served.tokens_per_second
+    rate, totals = served.tokens_per_second, served.totals
     return [
         counted(served.peers, "peer"),
         counted(served.sessions, "session"),
         *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
-        f"{human_count(served.requests)} requests, {human_count(served.failed_requests)} failed",
+        f"{human_count(totals.requests)} requests, {human_count(totals.failed_requests)} failed",
         *(
             f"{what} {human_latency(each.p50)} (95 % {human_latency(each.p95)}, 99 % {human_latency(each.p99)})"
-            for what, each in (("first token", first), ("further ones", token))
+            for what, each in (("first token", served.first_token), ("further ones", served.token))
             if each.p50 is not None and each.p95 is not None and each.p99 is not None
         ),
     ]
@@ -167,7 +165,7 @@ def _round_parts(in_round: tuple[int, int], width: int) -> list[Part]:
 
 
 def model_line(stage: StageView, width: int) -> Text:
-    """Who covers a model that is not cut."""
+    """Return the replicas of a model that is not cut."""
     first, end = stage.blocks
     num_hosts = len(stage.hosts)
     cell = "·" if not num_hosts else "▂" if num_hosts == 1 else "█"
@@ -179,11 +177,13 @@ def model_line(stage: StageView, width: int) -> Text:
     ], width)  # fmt: skip
 
 
-def traffic_line(sent: int, received: int, sent_rate: float, received_rate: float, reached: str, width: int) -> Text:
-    """Bytes in all, and per second."""
+def traffic_line(records: Sequence[PeerRecord], rates: Sequence[Rates], reached: str, width: int) -> Text:
+    """Return the bytes that peers moved in all, and per second."""
+    sent, received = sum(each.bytes_sent for each in records), sum(each.bytes_received for each in records)
+    up, down = sum(each.sent_per_second for each in rates), sum(each.received_per_second for each in rates)
     return line("traffic", [
         f"{human_bytes(sent)} sent, {human_bytes(received)} received",
-        f"now {human_bytes(sent_rate)}/s and {human_bytes(received_rate)}/s" if sent_rate or received_rate else "",
+        f"now {human_bytes(up)}/s and {human_bytes(down)}/s" if up or down else "",
         reached,
     ], width)  # fmt: skip
 
@@ -191,20 +191,12 @@ def traffic_line(sent: int, received: int, sent_rate: float, received_rate: floa
 # --- a peer -----------------------------------------------------------------------------------------------------------
 
 
-def peer_lines(
-    progress: PeerProgress,
-    seconds: float,
-    rates: tuple[float, float],
-    swarm: str,
-    snapshot: Snapshot | None,
-    width: int,
-) -> list[Text]:
-    """A peer at one moment: what it does, what it gave, what it moves, and how its swarm is doing.
+def peer_lines(progress: PeerProgress, seconds: float, swarm: str, snapshot: Snapshot | None, width: int) -> list[Text]:
+    """Return a peer at one moment: state, contribution, traffic, and the health of its swarm.
 
     Args:
         progress: The peer.
         seconds: Since it was started.
-        rates: Bytes per second that it sends and receives.
         swarm: The swarm's name.
         snapshot: The swarm, as this peer sees it; None before that is known.
         width: Characters in a line.
@@ -229,9 +221,8 @@ def peer_lines(
             f"{progress.aborted} aborted" if progress.aborted else "",
         ], width))  # fmt: skip
     reached = {"direct": "reached directly", "relay": "reached through a relay", "unknown": "reached by nobody yet"}
-    lines.append(traffic_line(
-        record.bytes_sent, record.bytes_received, *rates, reached.get(record.reachability, record.reachability), width
-    ))  # fmt: skip
+    rates = [peer.rates for peer in snapshot.peers if peer.record.peer == record.peer] if snapshot is not None else []
+    lines.append(traffic_line([record], rates, reached.get(record.reachability, record.reachability), width))
     if snapshot is not None:
         lines.append(line("swarm", [health(snapshot.headline), _cover(snapshot.stages)], width))
         lines += reasons(snapshot.headline, width, most=1)
@@ -255,7 +246,7 @@ def _hosted_line(peer: str, report: StageReport, snapshot: Snapshot, width: int)
 
 
 def _cover(stages: Sequence[StageView]) -> str:
-    """How many hold the model, or the stage of it that fewest hold."""
+    """Return how many peers hold the model, or the stage with the fewest hosts."""
     if len(stages) == 1:
         return counted(len(stages[0].hosts), "replica")
     weakest = min(stages, key=lambda stage: (len(stage.hosts), stage.number))
@@ -298,12 +289,11 @@ def _last_round(report: RoundReport) -> str:
 
 
 def job_lines(jobs: Sequence[Job], width: int) -> list[Text]:
-    """A bar for each long job."""
     return [job_line(job, width) for job in jobs]
 
 
 def job_line(job: Job, width: int) -> Text:
-    """A bar, how far it is, and how long it will take if it goes on like this."""
+    """Return a bar, the amount done, and the time left at this pace."""
     amount = human_bytes if job.unit == "bytes" else human_count
     of = ""
     if job.unit and job.done:

@@ -1,4 +1,4 @@
-"""What ``p2ptrain up`` shows while it runs: a live table on a terminal, one line for each new round elsewhere."""
+"""The output of ``p2ptrain up``: a live table on a terminal, one line for each new round elsewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
-from p2ptrain.cli.screen.table import (
-    COLUMNS,
-    committed_rounds,
-    human_time,
-    most_tokens,
-    peer_row,
-    present_state,
-    rounds_line,
-)
+from p2ptrain.cli.screen.table import COLUMNS, human_time, peer_row, present_state, rounds_line
 from p2ptrain.errors import TemporaryError
-from p2ptrain.status.rate import TokenRate
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -32,8 +23,6 @@ if TYPE_CHECKING:
     from p2ptrain.cli.screen.screen import Screen
     from p2ptrain.cli.supervise import Child
     from p2ptrain.network.link import SwarmLink
-    from p2ptrain.network.records.record import PeerRecord
-    from p2ptrain.node.observe import Observer
     from p2ptrain.status.views import Snapshot
 
 _REFRESH_SECONDS = 1.0
@@ -59,13 +48,13 @@ def stop_on_signals(end_at_once: Callable[[], None]) -> asyncio.Event:
 
 @dataclass(frozen=True)
 class Goal:
-    """When a swarm is done: after so many minutes, or when it has committed so many rounds; 0 for no such limit."""
+    """The end of a run: after so many minutes, or so many committed rounds; 0 for no such limit."""
 
     minutes: float = 0.0
     rounds: int = 0
 
 
-class View:
+class SwarmScreen:
     """Shows a swarm on a stream; a context manager, so that a terminal is left as it was."""
 
     def __init__(self, stream: TextIO, goal: Goal) -> None:
@@ -76,15 +65,12 @@ class View:
         self._started = time.monotonic()
         self._draining = False
         self._shown_rounds = 0
-        self._rate = TokenRate()
-        self._state = ""
         self._held_out: float | None = None
-        self._num_stages = 1
         self._others: list[tuple[str, ...]] = []
         self._ours: dict[str, tuple[str, ...]] = {}
         self._ended: set[str] = set()
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> SwarmScreen:
         if self._stream.isatty():
             from p2ptrain.cli.screen.screen import Screen
 
@@ -106,7 +92,7 @@ class View:
             print(text, file=self._stream, flush=True)
 
     def drain(self, trainers: list[Child]) -> None:
-        """From now on trainers that still run are on their way out."""
+        """Show running trainers as draining from now on."""
         self._draining = True
         if self._screen is None and any(child.exit_code is None for child in trainers):
             self.say(_DRAINING)
@@ -119,95 +105,62 @@ class View:
         self._started = time.monotonic()
         if self._screen is None:
             self.say(f"starting {len(trainers)} trainer{'s' if len(trainers) != 1 else ''}")
-        self.show([], trainers)
+        self.show(None, trainers)
         # It takes seconds, in which signals have to be answered.
-        await asyncio.to_thread(import_module, "p2ptrain.node.observe")
+        for module in ("p2ptrain.node.observe", "p2ptrain.cli.screen.looking"):
+            await asyncio.to_thread(import_module, module)
+        from p2ptrain.cli.screen.looking import Looking
         from p2ptrain.node.observe import Observer
 
         async with Observer(link) as observer:
-            if self._screen is not None:
-                await self._draw_swarm(observer, link, run_dir, trainers)
+            looking = Looking(observer.look, observer.peer.signed, link)
             while True:
                 try:
-                    records = await observer.peers()
+                    snapshot = await looking.look()
                     self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
-                    self.show(records, trainers)
+                    self.show(snapshot, trainers)
+                    if self._screen is None and not snapshot.directory_answers:
+                        self.say("no news: the swarm's directory does not answer")
                 except TemporaryError as error:
                     self.say(f"no news: {error}")
                 await asyncio.sleep(_REFRESH_SECONDS)
 
-    async def _draw_swarm(self, observer: Observer, link: SwarmLink, run_dir: Path, trainers: list[Child]) -> None:
-        """Keep drawing the swarm until cancelled, with what the status page says of it."""
-        from p2ptrain.cli.screen.looking import Remembering, watch_over
-        from p2ptrain.node.progress import round_goal, tokens_in_round
-
-        source, goal = Remembering(observer), round_goal(observer.manifest)
-        async with watch_over(source, observer, link) as watch:
-            while True:
-                try:
-                    snapshot = await watch.look()
-                    self._held_out = newest_held_out_loss(run_dir, trainers) or self._held_out
-                    in_round = tokens_in_round(source.records, snapshot.headline.round, goal)
-                    self.show(source.records, trainers, snapshot, in_round)
-                except TemporaryError as error:
-                    self.say(f"no news: {error}")
-                await asyncio.sleep(_REFRESH_SECONDS)
-
-    def show(
-        self,
-        records: list[PeerRecord],
-        trainers: list[Child],
-        snapshot: Snapshot | None = None,
-        in_round: tuple[int, int] = (0, 0),
-    ) -> None:
-        """Show these records, and say once of each trainer that it has ended.
+    def show(self, snapshot: Snapshot | None, trainers: list[Child]) -> None:
+        """Show a swarm, and say once of each trainer that it has ended.
 
         Args:
-            records: Of all peers.
+            snapshot: As the status page shows it; None before it is known.
             trainers: Processes.
-            snapshot: What the status page would show of the swarm; None where that has not changed.
-            in_round: The result of `p2ptrain.node.progress.tokens_in_round`.
         """
-        if snapshot is not None:
-            self._num_stages = len(snapshot.stages)
-        if (tokens := most_tokens(records)) is not None:
-            self._rate.update(time.monotonic(), tokens)
         for child in trainers:
             if child.exit_code is not None and child.name not in self._ended:
                 self._ended.add(child.name)
                 if child.exit_code != 0 or not self._draining:
                     self.say(f"{child.name} {child.ending}")
-        if records:
-            self._state = present_state(records, self._rate.tokens_per_second, self._held_out)
-        new = committed_rounds(records, self._shown_rounds)
+        done = [view for view in reversed(snapshot.rounds) if view.committed] if snapshot is not None else []
+        new = [view for view in done if view.round >= self._shown_rounds]
         if new:
             self._shown_rounds = new[-1].round + 1
         if self._screen is not None:
-            over = all(child.exit_code is not None for child in trainers)
-            footer = "" if over else _DRAINING if self._draining else _FOOTER
-            self._draw(self._screen, self._table_rows(records, trainers), snapshot, in_round, footer)
-        elif new:
-            self.say(f"{self._elapsed()}  {rounds_line(new, records, self._state)}")
+            self._draw(self._screen, snapshot, trainers)
+        elif snapshot is not None and new:
+            state = present_state(snapshot.headline, self._held_out)
+            self.say(f"{self._elapsed()}  {rounds_line(new, snapshot.peers, state)}")
 
-    def _draw(
-        self,
-        screen: Screen,
-        rows: list[tuple[str, ...]],
-        snapshot: Snapshot | None,
-        in_round: tuple[int, int],
-        footer: str,
-    ) -> None:
+    def _draw(self, screen: Screen, snapshot: Snapshot | None, trainers: list[Child]) -> None:
         from rich.text import Text
 
         from p2ptrain.cli.screen.lines import swarm_lines, title_line
         from p2ptrain.cli.screen.table import table_lines
 
         if snapshot is not None:
-            self._swarm = [*swarm_lines(snapshot, in_round, screen.width), Text()]
+            self._swarm = [*swarm_lines(snapshot, screen.width), Text()]
         held_out = f"held-out {self._held_out:.2f}" if self._held_out is not None else ""
         lines = [title_line(["p2ptrain up", self._progress(), held_out], screen.width), *self._swarm]
         room = max(2, screen.height - len(lines) - 3)
-        screen.draw([*lines, *table_lines(rows, screen.width, room)], footer)
+        over = all(child.exit_code is not None for child in trainers)
+        footer = "" if over else _DRAINING if self._draining else _FOOTER
+        screen.draw([*lines, *table_lines(self._table_rows(snapshot, trainers), screen.width, room)], footer)
 
     def _elapsed(self) -> str:
         return human_time(time.monotonic() - self._started)
@@ -217,20 +170,18 @@ class View:
         rounds = f" of {self._goal.rounds}" if self._goal.rounds else ""
         return f"{self._elapsed()}{minutes}  round {self._shown_rounds}{rounds}"
 
-    def _table_rows(self, records: list[PeerRecord], trainers: list[Child]) -> list[tuple[str, ...]]:
-        """Peers that are not ours, then ours; a child keeps its last numbers when it has ended."""
+    def _table_rows(self, snapshot: Snapshot | None, trainers: list[Child]) -> list[tuple[str, ...]]:
+        """Return other peers, then ours; a child keeps its last numbers when it has ended."""
         children = {child.name: child for child in trainers}
-        if records:
-            self._others = [self._row(record) for record in records if record.name not in children]
-        self._ours |= {record.name: self._row(record) for record in records if record.name in children}
-        rows = sorted(self._others)
+        if snapshot is not None and snapshot.peers:
+            rows = [(peer.record.name, peer_row(peer, len(snapshot.stages))) for peer in snapshot.peers]
+            self._others = [row for name, row in rows if name not in children]
+            self._ours |= {name: row for name, row in rows if name in children}
+        shown = sorted(self._others)
         for name, child in children.items():
             row = self._ours.get(name, (name, "starting", *[""] * (len(COLUMNS) - 2)))
-            rows.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
-        return rows
-
-    def _row(self, record: PeerRecord) -> tuple[str, ...]:
-        return peer_row(record, self._num_stages)
+            shown.append((*row[:_STATE], self._child_state(child, row[_STATE]), *row[_STATE + 1 :]))
+        return shown
 
     def _child_state(self, child: Child, state: str) -> str:
         if child.exit_code is not None:
@@ -241,7 +192,7 @@ class View:
 
 
 def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | None:
-    """What a trainer measured last on held-out text, in nats, and in the latest round; None if nothing new is known.
+    """Return the newest held-out loss of a running trainer, in nats; None if none was measured.
 
     Those that have ended do not count: they may be far behind.
     """
@@ -251,7 +202,7 @@ def newest_held_out_loss(run_dir: Path, trainers: Iterable[Child]) -> float | No
 
 
 def _held_out_loss(path: Path) -> tuple[int, float] | None:
-    """The round and loss of the newest measurement near the end of a file of metrics."""
+    """Return the round and loss of the newest measurement near the end of a file of metrics."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _METRICS_TAIL_BYTES))

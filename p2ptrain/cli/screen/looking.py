@@ -1,104 +1,62 @@
-"""The status page's own view of a swarm for terminals, so that both say the same: a `Watch` with history in memory."""
+"""A swarm for terminals, with the same snapshots as the status page."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
+from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.status.agreed import bootstraps, swarm_view
+from p2ptrain.status.snapshot import build_snapshot
+from p2ptrain.status.tracker import SwarmTracker
+
 if TYPE_CHECKING:
-    from p2ptrain.averaging.protocol.certificate import Certificate
-    from p2ptrain.monitor.watch import Source, Watch
+    from p2ptrain.manifest import SignedManifest
     from p2ptrain.network.link import SwarmLink
-    from p2ptrain.network.records.record import PeerRecord
-    from p2ptrain.node.observe import Observer
     from p2ptrain.node.peer import Peer
+    from p2ptrain.status.views import Snapshot
 
 
-class Remembering:
-    """A source that keeps what it was told last, for tables.
+class Looking:
+    def __init__(self, source: Callable[[], Awaitable[Look]], signed: SignedManifest, link: SwarmLink) -> None:
+        """
+        Args:
+            source: Such as `p2ptrain.node.observe.Observer.look`.
+            signed: What the swarm agreed on.
+            link: The swarm's.
+        """
+        self._source = source
+        self._signed = signed
+        self._link = link
+        self._tracker: SwarmTracker | None = None
 
-    Attributes:
-        records: Of the last look that was answered.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self.records: list[PeerRecord] = []
-
-    @property
-    def rejected(self) -> int:
-        """See `Source.rejected`."""
-        return self._observer.rejected
-
-    def now(self) -> float:
-        """See `Source.now`."""
-        return self._observer.now()
-
-    async def look(self) -> Sequence[tuple[PeerRecord, float]] | None:
-        """See `Source.look`."""
-        seen = await self._observer.look()
-        if seen is not None:
-            self.records = [record for record, _ in seen]
-        return seen
-
-    async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
-        """See `Source.certificates_after`."""
-        return await self._observer.certificates_after(peer, lineage)
+    async def look(self) -> Snapshot:
+        look = await self._source()
+        tracker = self._tracker
+        if tracker is None:
+            swarm = swarm_view(self._signed, self._link, [each.record for each in look.sightings or ()])
+            tracker = SwarmTracker(swarm, look.at, bootstraps(self._link))
+            self._tracker = tracker if look.sightings is not None else None  # Stages may have to be counted.
+        tracker.take_in(look)
+        return await asyncio.to_thread(build_snapshot, tracker.observation(), look.at)
 
 
 class OwnView:
-    """The swarm as one of its peers knows it anyway: a source that asks nobody."""
+    """The swarm as one of its peers knows it, without asking anybody."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
-        self._seen: dict[str, tuple[PeerRecord, float]] = {}
+        self._seen: dict[str, Sighting] = {}
 
-    @property
-    def rejected(self) -> int:
-        """See `Source.rejected`."""
-        return self._peer.presence.reader.rejected
-
-    def now(self) -> float:
-        """See `Source.now`."""
-        return self._peer.runtime.now()
-
-    async def look(self) -> Sequence[tuple[PeerRecord, float]] | None:
-        """This peer as of now, and what it knows of the others, with the time at which it learnt that."""
-        if not self._peer.presence.directory_answers:
-            return None
-        now, before = self.now(), self._seen
+    async def __call__(self) -> Look:
+        """Return this peer as of now, and the other peers' records with the time at which it learnt them."""
+        peer, now, before = self._peer, self._peer.runtime.now(), self._seen
+        rejected = peer.presence.reader.rejected
+        if not peer.presence.directory_answers:
+            return Look(now, None, rejected)
         self._seen = {}
-        for record in [self._peer.describe(), *self._peer.membership.records()]:
+        for record in [peer.describe(), *peer.membership.records()]:
             known = before.get(record.peer)
-            self._seen[record.peer] = known if known is not None and known[0] is record else (record, now)
-        return list(self._seen.values())
-
-    async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
-        """None: reports say enough, and the others have better things to do."""
-        return []
-
-
-@contextlib.asynccontextmanager
-async def watch_over(source: Source, manifest: Observer | Peer, link: SwarmLink) -> AsyncIterator[Watch]:
-    """A watch that forgets everything when it ends; whoever has it calls `Watch.look`.
-
-    Args:
-        source: Where records come from.
-        manifest: Who knows what the swarm agreed on.
-        link: The swarm's.
-    """
-    from p2ptrain.monitor.store import Store
-    from p2ptrain.monitor.watch import Watch
-    from p2ptrain.status.agreed import bootstraps, swarm_view, what_is_missing
-
-    # What it would log is on the screen.
-    logging.getLogger("p2ptrain.monitor.watch").setLevel(logging.ERROR)
-    seen = await source.look() if what_is_missing(manifest.manifest) else None
-    swarm = swarm_view(manifest.signed, link, [record for record, _ in seen or ()])
-    store = await Store.open(None, swarm.digest, source.now())
-    try:
-        yield Watch(source, swarm, store, bootstraps=bootstraps(link))
-    finally:
-        await store.close()
+            self._seen[record.peer] = known if known is not None and known.record is record else Sighting(record, now)
+        return Look(now, list(self._seen.values()), rejected)

@@ -1,4 +1,4 @@
-"""What ``join``, ``peer`` and ``seed`` show on a terminal while they run: the peer below, its log above."""
+"""The output of ``join``, ``peer`` and ``seed`` on a terminal: the peer below, its log above."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import asyncio
 import logging
 import sys
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from p2ptrain.cli.screen.lines import job_line, peer_lines
-from p2ptrain.cli.screen.looking import OwnView, watch_over
+from p2ptrain.cli.screen.looking import Looking, OwnView
 from p2ptrain.cli.screen.screen import Screen
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.node.progress import Job, PeerProgress, progress_of
+from p2ptrain.node.progress import Job
+from p2ptrain.node.signals import StopSignals
+from p2ptrain.status.progress import PeerProgress, progress_of
 from p2ptrain.status.views import Snapshot
 from p2ptrain.tasks import Tasks
 
@@ -29,35 +29,16 @@ REFRESH_SECONDS = 0.5
 LOOK_SECONDS = 2.0
 LOOK_SHARE = 50
 """Looking at the swarm takes less than a fiftieth of the time, however large the swarm is."""
-RATE_SECONDS = 10.0
 FOOTER, LAST_FOOTER = "Ctrl-C leaves, twice at once", "Ctrl-C ends it at once"
 
 
-class Leaving(Protocol):
-    """Knows whether a peer was asked to end: `p2ptrain.node.signals.StopSignals`."""
+class PeerScreen:
+    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager.
 
-    requested: asyncio.Event
-    before_exit: Callable[[], None]
-
-
-class ByteRates:
-    """Bytes per second over the last seconds."""
-
-    def __init__(self) -> None:
-        self._points: deque[tuple[float, int, int]] = deque()
-
-    def update(self, now: float, sent: int, received: int) -> tuple[float, float]:
-        """Learn the totals of now; what was sent and received per second since the oldest ones known."""
-        self._points.append((now, sent, received))
-        while len(self._points) > 2 and now - self._points[1][0] >= RATE_SECONDS:
-            self._points.popleft()
-        then, sent_before, received_before = self._points[0]
-        seconds = max(now - then, 1e-9)
-        return max(0, sent - sent_before) / seconds, max(0, received - received_before) / seconds
-
-
-class PeerView:
-    """Shows one peer, before it is there and until it has ended; use it as an asynchronous context manager."""
+    Attributes:
+        screen: Where.
+        signals: Tell the peer to stop, and leave the terminal as it was before the process ends at once.
+    """
 
     def __init__(self, name: str, screen: Screen) -> None:
         """
@@ -66,22 +47,20 @@ class PeerView:
             screen: Where.
         """
         self.screen = screen
+        self.signals = StopSignals(screen.leave)
         self._name = name
         self._began = time.monotonic()
         self._peer: Peer | None = None
-        self._leaving: Leaving | None = None
         self._last: PeerProgress | None = None
         self._snapshot: Snapshot | None = None
-        self._rates = ByteRates()
         self._tasks = Tasks()
 
-    def follow(self, peer: Peer, leaving: Leaving) -> None:
+    def follow(self, peer: Peer) -> None:
         """Show this peer from now on; call it on the event loop."""
-        self._peer, self._leaving = peer, leaving
-        leaving.before_exit = self.screen.leave
+        self._peer = peer
         self._tasks.keep(lambda: self._look(peer), "the look at the swarm")
 
-    async def __aenter__(self) -> PeerView:
+    async def __aenter__(self) -> PeerScreen:
         self.screen.__enter__()
         self._tasks.keep(self._refresh, "the live view")
         return self
@@ -99,36 +78,33 @@ class PeerView:
             await asyncio.sleep(REFRESH_SECONDS)
 
     async def _look(self, peer: Peer) -> None:
-        """Keep judging how the swarm is doing, as the status page would."""
-        async with watch_over(OwnView(peer), peer, peer.link) as watch:
-            while True:
-                started = time.monotonic()
-                try:
-                    self._snapshot = await watch.look()
-                except P2PTrainError as error:
-                    logger.debug("a look at the swarm failed: %s", error)
-                await asyncio.sleep(max(LOOK_SECONDS, LOOK_SHARE * (time.monotonic() - started)))
+        """Keep making snapshots of the swarm."""
+        looking = Looking(OwnView(peer), peer.signed, peer.link)
+        while True:
+            started = time.monotonic()
+            try:
+                self._snapshot = await looking.look()
+            except P2PTrainError as error:
+                logger.debug("a look at the swarm failed: %s", error)
+            await asyncio.sleep(max(LOOK_SECONDS, LOOK_SHARE * (time.monotonic() - started)))
 
     def draw(self, is_over: bool = False) -> None:
-        """Draw what is known now."""
         width, seconds = self.screen.width, time.monotonic() - self._began
         if self._peer is None:
             job = Job("meeting the swarm", "", 0, 0, seconds)
             self.screen.draw([] if is_over else [job_line(job, width)], "" if is_over else "Ctrl-C ends it")
             return
-        assert self._leaving is not None
         if not is_over or self._last is None:
-            self._last = progress_of(self._peer, self._leaving.requested.is_set())
-        record = self._last.record
-        rates = self._rates.update(seconds, record.bytes_sent, record.bytes_received)
+            self._last = progress_of(self._peer, self.signals.requested.is_set())
         if is_over:
-            self._last = replace(self._last, jobs=(), is_leaving=False, record=replace(record, state="ended"))
-        lines = peer_lines(self._last, seconds, rates, self._peer.manifest.name, self._snapshot, width)
+            ended = replace(self._last.record, state="ended")
+            self._last = replace(self._last, jobs=(), is_leaving=False, record=ended)
+        lines = peer_lines(self._last, seconds, self._peer.manifest.name, self._snapshot, width)
         self.screen.draw(lines, "" if is_over else LAST_FOOTER if self._last.is_leaving else FOOTER)
 
 
-def view_for(name: str, log_format: str) -> PeerView | None:
-    """A view on standard error; None where only log lines belong there."""
+def view_for(name: str, log_format: str) -> PeerScreen | None:
+    """Return a view on standard error; None where only log lines belong there."""
     if log_format == "json" or not Screen.can_draw(sys.stderr):
         return None
-    return PeerView(name, Screen(sys.stderr))
+    return PeerScreen(name, Screen(sys.stderr))

@@ -1,4 +1,4 @@
-"""A few lines at the bottom of a terminal that change, while log lines go on scrolling above them."""
+"""A few changing lines at the bottom of a terminal, with log lines scrolling above them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Screen:
 
     @staticmethod
     def can_draw(stream: TextIO) -> bool:
-        """Whether lines can be changed there: not on a pipe, on a dumb terminal, or on one that others use now."""
+        """True if lines can be changed there: not on a pipe, a dumb terminal, or one that another process uses."""
         if not stream.isatty() or os.environ.get("TERM", "dumb") == "":
             return False
         return _console(stream).is_interactive and _is_in_foreground(stream)
@@ -70,7 +70,7 @@ class Screen:
         self.leave()
 
     def leave(self) -> None:
-        """Draw no more, and leave the cursor below what is drawn; idempotent."""
+        """Stop drawing, with the cursor below the drawing; idempotent."""
         if self._handlers:
             logging.getLogger().handlers[:] = self._handlers
             self._handlers = []
@@ -100,7 +100,7 @@ class Screen:
 
 
 class _Above(logging.Handler):
-    """Prints what another handler would have printed, above what is drawn."""
+    """Prints another handler's lines above the drawing."""
 
     def __init__(self, screen: Screen, handler: logging.Handler) -> None:
         super().__init__(handler.level)
@@ -119,7 +119,7 @@ def _console(stream: TextIO) -> Console:
 
 
 def _is_in_foreground(stream: TextIO) -> bool:
-    """Whether this process has the terminal; true where nobody can tell."""
+    """True if this process has the terminal, or if that cannot be known."""
     try:
         return os.tcgetpgrp(stream.fileno()) == os.getpgrp()
     except (OSError, io.UnsupportedOperation):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from p2ptrain.status.formats import human_bytes, human_count
+from p2ptrain.status.formats import human_bytes, human_count, human_hash
 from p2ptrain.status.stages import TRAINING_ROLES
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from p2ptrain.network.records.record import PeerRecord, RoundReport
+    from p2ptrain.status.views import Headline, PeerView, RoundView
 
 COLUMNS = (
     "peer", "state", "stage", "round", "tokens/s", "loss", "given", "group", "sent", "received", "reached", "digest",
@@ -24,21 +23,21 @@ FEEDS = "feeds"
 """In place of a stage: it hosts none, and sends microbatches through all."""
 
 
-def peer_row(record: PeerRecord, num_stages: int = 1) -> tuple[str, ...]:
+def peer_row(peer: PeerView, num_stages: int = 1) -> tuple[str, ...]:
     """One peer as text, in the order of `COLUMNS`; what a bootstrap peer has not is left out.
 
     Args:
-        record: What it publishes.
+        peer: As the status page shows it.
         num_stages: Into which the swarm's model is cut.
     """
-    stages = hosted_stages(record, num_stages)
+    record = peer.record
     # Who only sends microbatches through a pipeline is in no round.
-    trains = record.role != "bootstrap" if num_stages == 1 else bool(stages)
+    trains = record.role != "bootstrap" if num_stages == 1 else bool(peer.stages)
     last = record.last_rounds[-1] if record.last_rounds else None
     return (
-        record.name or record.peer[-8:],
+        peer.name,
         record.state,
-        FEEDS if num_stages > 1 and record.role == "trainer" else ",".join(map(str, stages)),
+        FEEDS if num_stages > 1 and record.role == "trainer" else ",".join(map(str, peer.stages)),
         str(record.round) if trains else "",
         human_count(record.tokens_per_second) if record.tokens_per_second > 0 else "",
         f"{record.loss:.3f}" if record.loss is not None else "",
@@ -47,13 +46,8 @@ def peer_row(record: PeerRecord, num_stages: int = 1) -> tuple[str, ...]:
         human_bytes(record.bytes_sent),
         human_bytes(record.bytes_received),
         record.reachability,
-        record.digest.hex()[:8] if any(record.digest) else "",
+        human_hash(record.digest)[:8],
     )
-
-
-def hosted_stages(record: PeerRecord, num_stages: int) -> list[int]:
-    """Numbers of the stages that a peer hosts, of so many; empty where the model is not cut."""
-    return [stage.unit for stage in record.stages if stage.unit < num_stages] if num_stages > 1 else []
 
 
 def _shown_columns(rows: Sequence[Sequence[str]]) -> list[int]:
@@ -124,89 +118,27 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-def record_values(record: PeerRecord) -> dict[str, Any]:
-    """A record as plain values for JSON, hashes in hexadecimal."""
-    return asdict(record, dict_factory=_with_hex)
-
-
-def _with_hex(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    return {key: value.hex() if isinstance(value, bytes) else value for key, value in items}
-
-
-def most_tokens(records: Iterable[PeerRecord]) -> int | None:
-    """Tokens of the lineage that is furthest, for `TokenRate`; None while nobody trains.
-
-    In a pipeline, of the stage that is least far: a token counts when all stages have counted it.
-    """
-    furthest: dict[int | None, int] = {}
-    for record in records:
-        if record.role in TRAINING_ROLES and record.state != "starting":
-            stage = _own_stage(record)
-            furthest[stage] = max(furthest.get(stage, 0), record.lineage_tokens)
-    if len(furthest) > 1:
-        furthest.pop(None, None)  # Those who feed a pipeline have no lineage.
-    return min(furthest.values(), default=None)
-
-
-def committed_rounds(records: Iterable[PeerRecord], after: int) -> list[RoundReport]:
-    """The committed rounds that the trainers report, in order, each as the peer saw it that saw most contributors.
-
-    In a pipeline each stage has rounds of its own: one is told when no stage is behind it, with the members of all.
-
-    Args:
-        records: Of all peers.
-        after: Leave out this many of the swarm's first rounds.
-    """
-    by_stage: dict[int | None, dict[int, RoundReport]] = {}
-    for record in records:
-        if record.role not in TRAINING_ROLES or not (record.last_rounds or record.stages):
-            continue
-        done = by_stage.setdefault(_own_stage(record), {})
-        for report in record.last_rounds:
-            # A report names the round that was worked on, counted from 0; people count the rounds that are done.
-            if report.committed and report.round + 1 > after:
-                done[report.round] = max(done.get(report.round, report), report, key=lambda other: other.contributors)
-    everywhere = min((max(done, default=-1) for done in by_stage.values()), default=-1)
-    numbers = {number for done in by_stage.values() for number in done if number <= everywhere}
-    return [
-        _of_all_stages([done[number] for done in by_stage.values() if number in done]) for number in sorted(numbers)
-    ]
-
-
-def _of_all_stages(reports: Sequence[RoundReport]) -> RoundReport:
-    slowest = max(reports, key=lambda report: report.seconds)
-    return replace(
-        slowest,
-        members=sum(report.members for report in reports),
-        contributors=sum(report.contributors for report in reports),
-    )
-
-
-def _own_stage(record: PeerRecord) -> int | None:
-    """The stage that a peer tells of in the rest of its record; None where it holds the whole model, or nothing."""
-    return record.stages[0].unit if record.stages else None
-
-
-def rounds_line(rounds: Sequence[RoundReport], records: Sequence[PeerRecord], state: str) -> str:
+def rounds_line(rounds: Sequence[RoundView], peers: Sequence[PeerView], state: str) -> str:
     """One line about the rounds that were committed since the last line; of several, it counts the peers of the worst.
 
     Args:
-        rounds: The result of `committed_rounds`, at least one.
-        records: Of all peers.
+        rounds: In order, at least one.
+        peers: All of them.
         state: The result of `present_state`.
     """
+    # A view names the round that was worked on, counted from 0; people count the rounds that are done.
     first, last = rounds[0].round + 1, rounds[-1].round + 1
-    fewest = min(rounds, key=lambda report: report.contributors / max(report.members, 1))
-    seconds = sum(report.seconds for report in rounds) / len(rounds)
+    fewest = min(rounds, key=lambda view: view.contributors / max(view.members, 1))
+    seconds = sum(view.seconds for view in rounds) / len(rounds)
     digests = sorted(
         {
-            (_own_stage(record) or 0, record.digest.hex()[:8])
-            for record in records
-            if record.role in TRAINING_ROLES and record.round == last and any(record.digest)
+            (peer.stages[:1], human_hash(peer.record.digest)[:8])
+            for peer in peers
+            if peer.record.role in TRAINING_ROLES and peer.record.round == last and any(peer.record.digest)
         }
     )
-    is_cut = any(record.stages for record in records)
-    shown = " ".join(f"{stage}:{digest}" if is_cut else digest for stage, digest in digests)
+    is_cut = any(peer.stages for peer in peers)
+    shown = " ".join("".join([*(f"{stage}:" for stage in stages), digest]) for stages, digest in digests)
     return "  ".join(
         [
             f"round {last}" if first == last else f"rounds {first}-{last}",
@@ -218,14 +150,14 @@ def rounds_line(rounds: Sequence[RoundReport], records: Sequence[PeerRecord], st
     )
 
 
-def present_state(records: Iterable[PeerRecord], tokens_per_second: float | None, held_out: float | None) -> str:
-    """How a swarm is doing: the mean training loss, the held-out loss and the speed, as far as they are known."""
-    losses = [record.loss for record in records if record.role in TRAINING_ROLES and record.loss is not None]
+def present_state(headline: Headline, held_out: float | None) -> str:
+    """How a swarm is doing: the training loss, the held-out loss and the speed, as far as they are known."""
+    rate = headline.tokens_per_second
     return "  ".join(
         [
-            *([f"loss {sum(losses) / len(losses):.3f}"] if losses else []),
+            *([f"loss {headline.loss:.3f}"] if headline.loss is not None else []),
             *([f"held-out {held_out:.2f}"] if held_out is not None else []),
-            *([f"{human_count(tokens_per_second)} tokens/s"] if tokens_per_second is not None else []),
+            *([f"{human_count(rate)} tokens/s"] if rate is not None else []),
         ]
     )
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of a finished run: how the loss fell, what rounds took, who gave what."""
+"""One self-contained HTML page of a finished run: loss, rounds, contributions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import jinja2
 from p2ptrain._version import __version__
 from p2ptrain.monitor.charts import Series, line_chart
 from p2ptrain.monitor.report.run_files import Line, PeerRun, Run
+from p2ptrain.node.summary import combine
 from p2ptrain.status import formats
 
 MAX_TROUBLES = 50
@@ -20,7 +21,6 @@ ENDINGS = {
 
 
 def render(run: Run) -> str:
-    """The page."""
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("p2ptrain.monitor"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
@@ -40,31 +40,31 @@ def render(run: Run) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """The first things that people ask: names and values."""
-    summaries = [peer.summary for peer in run.peers if peer.summary]
-    before = _mean([summary.get("heldout_loss_before") for summary in summaries])
-    after = _mean([summary.get("heldout_loss_after") for summary in summaries])
+    """Return the main numbers, by name."""
+    found = {str(index): peer.summary for index, peer in enumerate(run.peers) if peer.summary is not None}
+    whole = combine(found, len(run.peers))
+    before, after = formats.human_loss(whole.heldout_loss_before), formats.human_loss(whole.heldout_loss_after)
+    sent, received = formats.human_bytes(whole.bytes_sent), formats.human_bytes(whole.bytes_received)
     rounds = [line for peer in run.peers for line in peer.of_kind("round")]
     done = [line for line in rounds if line.values.get("committed") is True]
     seconds = [taken for line in done if (taken := line.number("seconds")) is not None]
     states = {(_stage(peer), state) for peer in run.peers if (state := _state(peer))}
     stages = {stage for stage, _ in states}
-    tokens, sent, received = (_total(summaries, name) for name in ("tokens", "bytes_sent", "bytes_received"))
     return [
-        ("held-out loss", f"{_loss(before)} → {_loss(after)} nats"),
+        ("held-out loss", f"{before} → {after} nats"),
         ("duration", formats.human_seconds(run.ended - run.started)),
-        ("peers", f"{len(run.peers)}, of which {len(summaries)} ended in good order"),
+        ("peers", f"{whole.peers}, of which {whole.reporting_peers} ended in good order"),
         ("rounds", f"{len({line.values.get('round') for line in done})} committed"),
         ("averaging", f"{statistics.median(seconds):.2f} s a round (median)" if seconds else "no round was committed"),
-        ("tokens", formats.human_count(tokens)),
-        ("traffic", f"{formats.human_bytes(sent)} sent, {formats.human_bytes(received)} received"),
-        ("bytes a token", f"{sent / tokens:.0f}" if tokens else "unknown"),
+        ("tokens", formats.human_count(whole.tokens)),
+        ("traffic", f"{sent} sent, {received} received"),
+        ("bytes a token", f"{whole.bytes_sent / whole.tokens:.0f}" if whole.tokens else "unknown"),
         ("state at the end", _agreement(len(states), len(stages))),
     ]  # fmt: skip
 
 
 def charts(run: Run) -> list[tuple[str, str]]:
-    """Headings and SVG markup."""
+    """Return headings and SVG markup."""
     start = run.started
 
     def of(kind: str, name: str, committed_only: bool = False) -> list[Series]:
@@ -94,24 +94,21 @@ def charts(run: Run) -> list[tuple[str, str]]:
 
 
 def peer_row(peer: PeerRun) -> dict[str, Any]:
-    """One line of the table of peers."""
     rounds = peer.of_kind("round")
     committed = [line for line in rounds if line.values.get("committed") is True]
+    reason = peer.summary.exit_reason if peer.summary is not None else ""
     return {
         "name": peer.name,
-        "tokens": peer.summary.get("tokens"),
-        "tokens_per_second": peer.summary.get("tokens_per_second"),
+        "summary": peer.summary,
         "committed": len(committed),
         "aborted": len(rounds) - len(committed),
-        "sent": peer.summary.get("bytes_sent"),
-        "received": peer.summary.get("bytes_received"),
         "digest": _state(peer)[:8],
-        "ended": ENDINGS.get(peer.summary.get("exit_reason", ""), peer.summary.get("exit_reason", "")),
+        "ended": ENDINGS.get(reason, reason),
     }
 
 
 def troubles(run: Run) -> list[tuple[float, str, str, str]]:
-    """Rounds that were not committed, or not with a peer's work: seconds since the start, peer, round and reason."""
+    """Return rounds without a peer's work: seconds since the start, peer, round and reason."""
     found: list[tuple[Line, PeerRun]] = [
         (line, peer) for peer in run.peers for line in peer.of_kind("round") if line.values.get("reason")
     ]
@@ -123,34 +120,24 @@ def troubles(run: Run) -> list[tuple[float, str, str, str]]:
 
 
 def _state(peer: PeerRun) -> str:
-    """The digest that a peer ended with, in hexadecimal; empty if it is not known."""
-    rounds = peer.of_kind("round")
-    digest = peer.summary.get("state_digest") or (rounds[-1].values.get("digest") if rounds else "")
+    """Return a peer's last digest in hexadecimal; empty if it is not known."""
+    digest = peer.summary.state_digest if peer.summary is not None else _of_last_round(peer, "digest")
     return digest if isinstance(digest, str) else ""
 
 
 def _stage(peer: PeerRun) -> int | None:
-    """Which stage of a model that is cut a peer hosted; None if it held the whole model, or nothing."""
-    rounds = peer.of_kind("round")
-    stage = peer.summary.get("stage", rounds[-1].values.get("stage") if rounds else None)
+    """Return the stage that a peer hosted; None if it held the whole model, or nothing."""
+    stage = peer.summary.stage if peer.summary is not None else _of_last_round(peer, "stage")
     return stage if type(stage) is int else None
 
 
+def _of_last_round(peer: PeerRun, name: str) -> Any:
+    rounds = peer.of_kind("round")
+    return rounds[-1].values.get(name) if rounds else None
+
+
 def _agreement(num_states: int, num_stages: int) -> str:
-    """Hosts of one stage should end with one state; those of two never do."""
+    """Compare hosts of one stage with each other only."""
     if num_stages < 2:
         return "equal everywhere" if num_states == 1 else f"{num_states} different ones"
     return "equal in each stage" if num_states == num_stages else f"{num_states} different ones in {num_stages} stages"
-
-
-def _mean(values: Sequence[Any]) -> float | None:
-    numbers = [float(value) for value in values if type(value) in (int, float)]
-    return statistics.fmean(numbers) if numbers else None
-
-
-def _total(summaries: Sequence[dict[str, Any]], name: str) -> int:
-    return sum(value for summary in summaries if type(value := summary.get(name)) is int)
-
-
-def _loss(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3f}"

@@ -1,4 +1,4 @@
-"""What a finished run left behind: metrics and summaries of its peers, and the manifest."""
+"""The files of a finished run: metrics and summaries of its peers, and the manifest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from p2ptrain.errors import ConfigError, ManifestError
 from p2ptrain.manifest import Manifest, SignedManifest
+from p2ptrain.node.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.signing import Signer
 
-METRICS, SUMMARY, MANIFEST = "metrics.jsonl", "summary.json", "manifest.bin"
+METRICS, MANIFEST = "metrics.jsonl", "manifest.bin"
 MAX_LINE_CHARS = 1 << 16
 MAX_PEERS = 256
 
@@ -27,7 +28,6 @@ class Line:
     values: dict[str, Any]
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None."""
         value = self.values.get(name)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None
@@ -39,15 +39,14 @@ class PeerRun:
     """One peer's part of a run.
 
     Attributes:
-        summary: What it wrote at its end; empty if it did not end in good order.
+        summary: None if it did not end in good order.
     """
 
     name: str
     lines: tuple[Line, ...]
-    summary: dict[str, Any]
+    summary: Summary | None
 
     def of_kind(self, kind: str) -> list[Line]:
-        """Its lines of one kind, in order."""
         return [line for line in self.lines if line.kind == kind]
 
 
@@ -67,12 +66,10 @@ class Run:
 
     @property
     def started(self) -> float:
-        """When the first line was written."""
         return min(peer.lines[0].time for peer in self.peers if peer.lines)
 
     @property
     def ended(self) -> float:
-        """When the last was."""
         return max(peer.lines[-1].time for peer in self.peers if peer.lines)
 
 
@@ -91,16 +88,15 @@ def read_run(directory: Path, verifier: Signer) -> Run:
         lines, unread = read_lines(folder / METRICS)
         skipped += unread
         if lines:
-            summary = _read_object(folder / SUMMARY)
-            name = summary.get("name") if isinstance(summary.get("name"), str) else folder.name
-            peers.append(PeerRun(str(name), tuple(lines), summary))
+            summary = read_summary(folder / SUMMARY_FILE)
+            peers.append(PeerRun(summary.name if summary is not None else folder.name, tuple(lines), summary))
     if not peers:
         raise ConfigError(f"{directory} holds no {METRICS}: a peer writes it when its first round is over")
     return Run(directory, tuple(peers), _read_manifest(directory / MANIFEST, verifier), skipped)
 
 
 def read_lines(path: Path) -> tuple[list[Line], int]:
-    """The lines of a file of metrics, the one put aside before it included, and how many could not be read."""
+    """Return the lines of a file of metrics and of its predecessor, and how many could not be read."""
     lines, skipped = [], 0
     for part in (path.with_name(path.name + ".1"), path):
         for text in _texts(part):
@@ -123,14 +119,6 @@ def _texts(path: Path) -> Iterator[str]:
                 yield text
     except FileNotFoundError:
         return
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _read_manifest(path: Path, verifier: Signer) -> Manifest | None:

@@ -1,4 +1,4 @@
-// Numbers as people read them: the same as p2ptrain/monitor/formats.py writes.
+// Numbers as people read them: the same as p2ptrain/status/formats.py writes.
 
 function scaled(number, units, last, gap) {
   for (const unit of units) {

@@ -5,12 +5,13 @@ import { bytes, count, latency, orDash, utc } from "./formats.js";
 
 const EVERY_MILLISECONDS = 5_000;
 const FORMATS = {
-  loss: (value) => orDash(value, (loss) => loss.toFixed(4)),
-  served_per_second: (value) => orDash(value, count),
-  "serving.requests": count, "serving.failed_requests": count,
-  "serving.generated_tokens": count, "serving.prompt_tokens": count,
-  "serving.first_token": percentiles, "serving.token": percentiles,
-  tokens_per_second: count, sent_per_second: bytes, received_per_second: bytes,
+  "record.loss": (value) => orDash(value, (loss) => loss.toFixed(4)),
+  "record.tokens_per_second": count,
+  "record.serving.totals.requests": count, "record.serving.totals.failed_requests": count,
+  "record.serving.totals.generated_tokens": count, "record.serving.totals.prompt_tokens": count,
+  "rates.sent_per_second": bytes, "rates.received_per_second": bytes,
+  "rates.served_per_second": (value) => orDash(value, count),
+  first_token: percentiles, token: percentiles,
 };
 const place = byId("connection");
 const path = `/api/v1/peers/${encodeURIComponent(byId("main").dataset.peer)}`;

@@ -10,11 +10,11 @@ const OVERSCAN = 8; // Rows above and below the region, which is 0.7 screens hig
 const STRIDE = 4; // Rows to scroll before others are drawn.
 const NUMBERS = new Set([
   "round", "loss", "tokens_per_second", "sent_per_second", "received_per_second", "trained_tokens", "trained_rounds",
-  "served_per_second", "hours", "last_seen",
+  "served_per_second", "started_at", "last_seen",
 ]);
 const CELLS = {
   peer: (row) => shortId(row.peer),
-  blocks: ({ spans, stages }) =>
+  spans: ({ spans, stages }) =>
     (spans.map(([first, end]) => (end - first === 1 ? `${first}` : `${first}–${end - 1}`)).join(", ") || "–")
     + (stages.length ? ` stage ${stages.join(", ")}` : ""),
   state: (row) => (row.agrees === false ? `${row.state}, astray` : row.state),
@@ -24,7 +24,7 @@ const CELLS = {
   received_per_second: (row) => bytes(row.received_per_second),
   trained_tokens: (row) => count(row.trained_tokens),
   served_per_second: (row) => orDash(row.served_per_second, count),
-  hours: (row) => duration(3600 * row.hours),
+  started_at: (row, now) => duration(Math.max(0, now - row.started_at)),
   last_seen: (row, now) => ago(now, row.last_seen),
 };
 
@@ -88,8 +88,9 @@ function take(view, { at, columns, rows }) {
 
 function choose(view) {
   const wanted = byId("search-text").value.trim().toLowerCase();
-  const sign = view.down ? -1 : 1;
-  const value = (row) => (view.key === "blocks" ? row.blocks[0] * 4096 + row.blocks[1] : row[view.key]);
+  // Who started last is up for the shortest time.
+  const sign = view.down === (view.key === "started_at") ? 1 : -1;
+  const value = (row) => (view.key === "spans" ? 4096 * (row.spans[0]?.[0] ?? 0) + (row.spans.at(-1)?.[1] ?? 0) : row[view.key]);
   view.rows = view.all.filter((row) => row.words.includes(wanted));
   view.rows.sort((first, second) => {
     const [a, b] = [value(first), value(second)];

@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Self
 
+from pydantic import model_validator
+
+from p2ptrain.config import NetworkSection
 from p2ptrain.network.libp2p.daemon import MAX_UNARY_BYTES
 from p2ptrain.network.link import check_address, check_peer_address
 from p2ptrain.network.reachability import host_of
 
 
-@dataclass(frozen=True)
-class Libp2pSettings:
-    """How a peer's daemon listens and what it does for others. Multiaddrs are text.
+class Libp2pSettings(NetworkSection):
+    """A role file's section ``network``, with what only code changes."""
 
-    Attributes:
-        listen: Where to listen; port 0 takes any free one.
-        announce: Where others are told to dial; empty: wherever the daemon listens.
-        bootstrap: Peers to stay connected with, each address ending in ``/p2p/<id>``.
-        nat_port_map: Ask the gateway to open a port (UPnP, NAT-PMP).
-        auto_nat: Help others to find out whether they can be reached, and take part in hole punching.
-        relay: Serve as a relay for peers that cannot be reached.
-        trusted_relays: Relays to be reached through, each ending in ``/p2p/<id>``; used when this peer's reachability
-            is private.
-        force_reachability: ``private`` takes the relays at once, ``public`` never; None lets the daemon find out.
-        find_peers: Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only
-            what `Libp2pTransport.connect` was told is dialled.
-        startup_timeout_seconds: For each of three attempts to start the daemon.
-        max_streams: Incoming streams at a time; more are refused.
-        direct: Whether streams that carry much go over connections without the daemons where peers can reach each
-            other (`p2ptrain.network.libp2p.direct`); ``off`` neither dials such connections nor listens for them.
-        direct_port: The TCP port to listen at for those; 0 takes any free one.
-        direct_from_bytes: How much a stream must be expected to carry for that: what a connection costs beyond a stream
-            between the daemons is what 2 or 3 MB cost less, and other streams use it afterwards.
-    """
-
-    listen: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
-    announce: tuple[str, ...] = ()
-    bootstrap: tuple[str, ...] = ()
-    nat_port_map: bool = False
-    auto_nat: bool = False
-    relay: bool = False
-    trusted_relays: tuple[str, ...] = ()
-    force_reachability: Literal["private", "public"] | None = None
     find_peers: bool = True
+    """Ask other daemons for the addresses of peers, and dial those that it hears of; without that, only what
+    `Libp2pTransport.connect` was told is dialled."""
     startup_timeout_seconds: float = 15.0
+    """For each of three attempts to start the daemon."""
     max_streams: int = 1024
-    direct: Literal["auto", "off"] = "auto"
-    direct_port: int = 0
+    """Incoming streams at a time; more are refused."""
     direct_from_bytes: int = 2 << 20
+    """How much a stream must be expected to carry to go past the daemon: what a connection costs beyond a stream
+    between the daemons is what 2 or 3 MB cost less, and other streams use it afterwards."""
 
-    def __post_init__(self) -> None:
-        for address in (*self.listen, *self.announce):
-            check_address(address)
-        for address in (*self.bootstrap, *self.trusted_relays):
-            check_peer_address(address)
+    @model_validator(mode="before")
+    @classmethod
+    def _names_addresses(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for name, check in (
+            ("listen", check_address), ("announce", check_address), ("bootstrap", check_peer_address),
+            ("trusted_relays", check_peer_address),
+        ):  # fmt: skip
+            for address in values.get(name, ()):
+                check(address)
+        return values
+
+    def changed(self, **changes: Any) -> Self:
+        """A checked copy."""
+        return type(self)(**{**dict(self), **changes})
 
     @property
     def direct_hosts(self) -> tuple[str, ...]:

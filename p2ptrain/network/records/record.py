@@ -1,4 +1,4 @@
-"""Records: what peers say about themselves in the directory, signed and bounded.
+"""Records of peers in the directory, signed and bounded.
 
 A sealed record is canonical msgpack ``[body, proof]``; the body holds version, kind, swarm, peer, sequence, expiry and
 payload, and the proof is the peer's signature over all of it. So a record cannot be passed off as another peer's,
@@ -48,7 +48,7 @@ _BODY_KEYS = {"version", "kind", "swarm", "peer", "sequence", "expires_at", "pay
 
 @dataclass(frozen=True)
 class OpenedRecord:
-    """What a sealed record says, after its signature was checked.
+    """The content of a sealed record, after its signature was checked.
 
     Attributes:
         peer: Who signed it.
@@ -64,7 +64,7 @@ class OpenedRecord:
 
 
 def peers_key(swarm: bytes) -> str:
-    """The directory key under which the peers of a swarm publish themselves; the subkey is the peer id."""
+    """Return the directory key of a swarm's peers; the subkey is the peer id."""
     return f"p2ptrain/{swarm.hex()}/peers"
 
 
@@ -173,7 +173,7 @@ class RoundReport:
 
 
 class StageReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer says of one stage that it hosts, or of what it averages beside it.
+    """A peer's report of one stage that it hosts, or of embeddings that it averages beside it.
 
     It travels without names, which would be half of its bytes: with 64 stages a record has no room for more.
 
@@ -206,7 +206,7 @@ StageReports = Annotated[tuple[StageReport, ...], Meta(max_length=MAX_STAGES)]
 
 @dataclass(frozen=True)
 class PeerRecord:
-    """What a peer publishes about itself; the status page and all others read nothing else.
+    """A peer's record about itself, from which all others know it.
 
     Attributes:
         peer: Its id. Not in the payload: it comes from the signature.
@@ -266,8 +266,13 @@ class PeerRecord:
         if len({stage.unit for stage in self.stages}) < len(self.stages):
             raise ValueError("stages: a stage is named twice")
 
+    @property
+    def label(self) -> str:
+        """The name, or the end of the id where there is none."""
+        return self.name or self.peer[-8:]
+
     def of_unit(self, unit: int) -> PeerRecord | None:
-        """This record as one of the swarm that averages a stage (see `StageReport`); None where it hosts another."""
+        """Return this record as one of a stage's own swarm (see `StageReport`); None where it hosts another stage."""
         for stage in self.stages:
             if stage.unit == unit:
                 return replace(
@@ -298,7 +303,7 @@ class PeerRecord:
 
     @classmethod
     def from_payload(cls, peer: str, payload: dict[str, Any]) -> PeerRecord:
-        """Return what a peer says about itself.
+        """Return a peer's record.
 
         Args:
             peer: Who signed it (`OpenedRecord.peer`).

@@ -1,4 +1,4 @@
-"""What a peer says of the requests that it served: totals since it started, and latencies that can be added up.
+"""A peer's totals of served requests since it started, with latencies that can be added up.
 
 Percentiles of several peers, or of several minutes, do not average. So a peer sends how many of its latencies fell
 between fixed bounds, and whoever reads adds the counts of all and takes percentiles of the sum. There are eight bounds
@@ -32,7 +32,7 @@ _TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Latencies:
-    """How often something took how long.
+    """A histogram of latencies.
 
     Attributes:
         counts: Up to each of `BOUNDS` and above the one before; the last one is of what is above all of them.
@@ -44,7 +44,7 @@ class Latencies:
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Latencies:
-        """Count samples, in seconds; what is below 0 is 0."""
+        """Count samples, in seconds; negative ones count as 0."""
         counts, seconds = [0] * (len(BOUNDS) + 1), 0.0
         for sample in samples:
             counts[bisect_left(BOUNDS, sample)] += 1
@@ -53,7 +53,6 @@ class Latencies:
 
     @property
     def total(self) -> int:
-        """How many there are."""
         return sum(self.counts)
 
     def __add__(self, other: Latencies) -> Latencies:
@@ -61,7 +60,7 @@ class Latencies:
         return Latencies(counts, self.seconds + other.seconds)
 
     def since(self, before: Latencies) -> Latencies | None:
-        """What came to ``before``; None where something became less, so that this is no continuation of it."""
+        """Return the difference to ``before``; None where something became less."""
         counts = tuple(mine - its for mine, its in zip(self.counts, before.counts, strict=True))
         seconds = self.seconds - before.seconds
         if min(counts) < 0 or seconds < -_TOLERANCE * before.seconds:
@@ -69,7 +68,7 @@ class Latencies:
         return Latencies(counts, max(0.0, seconds))
 
     def quantile(self, share: float) -> float | None:
-        """So long took no more than this share of them, in seconds; None of none.
+        """Return the latency that a share of samples did not exceed, in seconds; None without samples.
 
         Within the bounds between which it lies it is interpolated as if logarithms were spread evenly there. Above all
         bounds it is the last one.
@@ -87,7 +86,7 @@ class Latencies:
 
 
 def cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them: under each of `BOUNDS`, how many there are up to it.
+    """Return buckets as Prometheus has them: under each of `BOUNDS`, the count of samples up to it.
 
     Args:
         counts: As `Latencies.counts`.
@@ -97,7 +96,7 @@ def cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class ServingTotals:
-    """What was served since some moment.
+    """Totals since some moment.
 
     Attributes:
         requests: That were accepted, ``failed_requests`` among them.
@@ -121,7 +120,7 @@ class ServingTotals:
         )  # fmt: skip
 
     def since(self, before: ServingTotals) -> ServingTotals | None:
-        """What came to ``before``; None where something became less, so that this is no continuation of it."""
+        """Return the difference to ``before``; None where something became less."""
         first_token, token = self.first_token.since(before.first_token), self.token.since(before.token)
         if first_token is None or token is None:
             return None
@@ -136,7 +135,7 @@ class ServingTotals:
 
 @dataclass(frozen=True)
 class ServingReport:
-    """What a serving peer publishes.
+    """A serving peer's part of its record.
 
     Attributes:
         sessions: Generations that are open now.

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import PeerError, TemporaryError
-from p2ptrain.network.identity import Identity
 from p2ptrain.network.libp2p.transport import Libp2pSettings, Libp2pTransport, Reachability
 from p2ptrain.network.link import check_peer_address
 from p2ptrain.network.reachability import ProbeReport, Scope, host_of, judge, scope
@@ -47,7 +46,7 @@ OUTBOUND_NOTE = "cannot be dialled, and no relay is known: reached only by peers
 
 @dataclass
 class Standing:
-    """How this peer is reached now, for its record."""
+    """A peer's reachability, for its record."""
 
     reachability: Reachability = "unknown"
     addresses: tuple[str, ...] = ()
@@ -79,7 +78,7 @@ class FixedReach:
 
 @dataclass
 class _Search:
-    """When relays are looked for again."""
+    """The schedule of the search for relays."""
 
     lost_since: float | None = None
     next_at: float = 0.0
@@ -90,7 +89,6 @@ class Reach:
     """Finds out how this peer is reached and keeps it so.
 
     Args:
-        identity: This peer's key.
         settings: How its daemon listens; asking is skipped where these say the answer already.
         rpc: Serves and asks.
         transport: Returns the transport of now.
@@ -104,7 +102,6 @@ class Reach:
 
     def __init__(
         self,
-        identity: Identity,
         settings: Libp2pSettings,
         rpc: Rpc,
         transport: Callable[[], Libp2pTransport],
@@ -113,7 +110,6 @@ class Reach:
         runtime: Runtime,
     ) -> None:
         self.standing = Standing()
-        self._identity = identity
         self._settings = settings
         self._rpc = rpc
         self._transport = transport
@@ -130,12 +126,12 @@ class Reach:
 
     @property
     def is_outbound_only(self) -> bool:
-        """Whether nobody can reach this peer unless it is connected to them."""
+        """True if others reach this peer only over connections that it opened."""
         return self._verdict in ("relay", "unknown") and self.standing.reachability == "unknown"
 
     @property
     def asks(self) -> bool:
-        """Whether there is anything to find out: not for loopback swarms, relays, and where the owner said it."""
+        """True if reachability is open: not for loopback swarms, for relays, or where the owner stated it."""
         settings = self._settings
         outside = any(scope(address) is not Scope.LOOPBACK for address in settings.listen)
         said = settings.announce or settings.force_reachability is not None
@@ -161,7 +157,7 @@ class Reach:
         await self.refresh()
 
     async def refresh(self) -> bool:
-        """Bring `standing` up to date; whether it changed."""
+        """Update `standing`; True if it changed."""
         transport = self._transport()
         addresses = await transport.addresses()
         reachability: Reachability
@@ -210,7 +206,7 @@ class Reach:
         inside = [address.partition("/p2p/")[0] for address in own if scope(address) is Scope.PRIVATE]
         outside = f"{as_multiaddr(report.observed)}/tcp/{port}"
         listen = tuple(f"{address.rpartition('/tcp/')[0]}/tcp/{port}" for address in self._settings.listen)
-        await self._move(replace(transport.settings, listen=listen, announce=(outside, *inside)))
+        await self._move(transport.settings.changed(listen=listen, announce=(outside, *inside)))
 
     async def _be_private(self, reports: Sequence[ProbeReport], reason: str) -> None:
         """Take the relays among those that reported, and those that the owner named."""
@@ -230,8 +226,8 @@ class Reach:
         self._verdict = "relay"
         relays = tuple(routes.values())[:MAX_RELAYS]
         logger.info("%s: taking a place at %d relays", reason, len(relays))
-        settings = replace(transport.settings, trusted_relays=relays, force_reachability="private", auto_nat=True)
-        await self._move(settings)
+        private = {"trusted_relays": relays, "force_reachability": "private", "auto_nat": True}
+        await self._move(transport.settings.changed(**private))
         self._proven = await self._prove(relays)
         if not self._proven:
             logger.warning("no relay carries data to this peer: others reach it only while it is connected to them")
@@ -239,7 +235,7 @@ class Reach:
     # Relays
 
     async def _live_relays(self) -> set[str]:
-        """The proven relays at which this peer has a place now, as far as its daemon knows."""
+        """Return the proven relays at which this peer has a place now, as far as its daemon knows."""
         transport = self._transport()
         connected = set(await transport.connected_peers())
         reserved = await transport.reserved_relays()
@@ -251,7 +247,7 @@ class Reach:
         }
 
     async def _prove(self, relays: Sequence[str]) -> tuple[str, ...]:
-        """Those of ``relays`` that carry data to this peer."""
+        """Return those of ``relays`` that carry data to this peer."""
         proven = []
         async with carrier(self._runtime, self._rpc.swarm) as stranger:
             self._carrier = stranger.peer_id
@@ -261,7 +257,7 @@ class Reach:
                     await self._transport().connect([relay], CONTACT_SECONDS)
                 except PeerError as error:
                     reason = str(error)
-                reason = reason or await stranger.why_not(relay, self._identity.peer_id)
+                reason = reason or await stranger.why_not(relay, self._rpc.peer_id)
                 if reason:
                     logger.warning("relay %s is not used: %s", check_peer_address(relay)[-8:], reason)
                 else:
@@ -270,7 +266,7 @@ class Reach:
         return tuple(proven)
 
     async def _be_relay(self, attempts: int) -> None:
-        """Start the daemon again until it carries, so often at most."""
+        """Restart the daemon until it carries data, at most ``attempts`` times."""
         for _ in range(attempts):
             reason = await why_no_relay(self._transport(), self._runtime, self._rpc.swarm)
             if not reason:
@@ -282,7 +278,7 @@ class Reach:
         logger.warning("this peer does not relay for others yet: %s; it goes on trying", reason)
 
     async def _try_again_to_relay(self) -> None:
-        """Once in a while, and ever more rarely, because each attempt breaks this peer's streams."""
+        """Retry with backoff, since each attempt breaks this peer's streams."""
         search, now = self._search, asyncio.get_running_loop().time()
         if now >= search.next_at:
             await self._be_relay(1)
@@ -290,7 +286,7 @@ class Reach:
             search.pause_seconds = min(2 * search.pause_seconds, LONGEST_SEARCH_PAUSE_SECONDS)
 
     async def _keep_relays(self) -> None:
-        """Look for relays, ever more rarely, while there is no place at any."""
+        """Look for relays, with backoff, while there is no place at any."""
         search, now = self._search, asyncio.get_running_loop().time()
         if self._proven and await self._live_relays():
             self._search = replace(search, lost_since=None, pause_seconds=FIRST_SEARCH_PAUSE_SECONDS)
@@ -315,5 +311,5 @@ class Reach:
 
 
 def _relay_of(address: str) -> str:
-    """The relay's id in a circuit address."""
+    """Return the relay's id in a circuit address."""
     return address.partition("/p2p-circuit")[0].rpartition("/p2p/")[2]

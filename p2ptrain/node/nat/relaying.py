@@ -15,7 +15,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 from p2ptrain.errors import P2PTrainError, PeerError, PeerLostError, ProtocolError
@@ -40,15 +39,15 @@ RELAY_ATTEMPTS = 10
 
 
 def relay_settings(settings: Libp2pSettings) -> Libp2pSettings:
-    """``settings``, and if they are a relay's, those that let it become one that carries."""
+    """Return ``settings``; a relay's with those that let it carry data."""
     if settings.relay and settings.force_reachability is None:
-        return replace(settings, force_reachability="public")
+        return settings.changed(force_reachability="public")
     return settings
 
 
 @asynccontextmanager
 async def _stranger(runtime: Runtime, swarm: bytes, **settings: Any) -> AsyncIterator[tuple[Libp2pTransport, Rpc]]:
-    """A daemon of this process with a key that nobody knows."""
+    """Start a daemon of this process with a new key."""
     with await asyncio.to_thread(Identity.ephemeral) as identity:
         bare = {"listen": (), "direct": "off"}
         transport = await Libp2pTransport.start(identity, Libp2pSettings(**{**bare, **settings}))
@@ -83,7 +82,7 @@ class Carrier:
         self._rpc = rpc
 
     async def why_not(self, relay: str, peer: str) -> str:
-        """Why the relay at an address does not carry `CARRIED_BYTES` to ``peer`` and back; empty when it does."""
+        """Return why the relay at an address does not carry `CARRIED_BYTES` to ``peer`` and back; else empty."""
         try:
             async with asyncio.timeout(PROOF_SECONDS):
                 await self._carry(relay, peer)
@@ -126,7 +125,7 @@ async def carrier(runtime: Runtime, swarm: bytes) -> AsyncIterator[Carrier]:
 
 
 async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: bytes) -> str:
-    """Why this peer's own daemon does not carry data between two strangers; empty when it does.
+    """Return why this peer's own daemon does not carry data between two strangers; empty when it does.
 
     Raises:
         ResourceError: No further daemon can be started.
@@ -151,7 +150,7 @@ async def why_no_relay(transport: Libp2pTransport, runtime: Runtime, swarm: byte
 
 
 async def _address_here(transport: Libp2pTransport) -> str:
-    """Where this machine itself can dial a daemon; what it announces may not lead back to it."""
+    """Return the address at which this machine dials a daemon; announced addresses may not lead back to it."""
     fixed = [
         address for address in transport.settings.listen if tcp_ports([address]) and not address.endswith("/tcp/0")
     ]

@@ -1,1 +1,1 @@
-"""What a peer does: it trains, hosts stages, sends microbatches, or helps."""
+"""The roles of a peer: it trains, hosts stages, sends microbatches, or helps."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain.config import PeerConfig
@@ -17,6 +16,7 @@ from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.summary import write_summary
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.view import DECIDED_STATE, PipelineView
@@ -39,33 +39,6 @@ QUIET_SECONDS = 4.0
 """If nobody asked for so long, they have."""
 
 
-@dataclass(frozen=True)
-class PipelineSummary:
-    """How one peer's part in a pipeline went; written to ``summary.json`` in its run directory.
-
-    Attributes:
-        tokens: Of the microbatches that it sent and all stages accepted.
-        stage_tokens: Of the work that it did for its stage, in committed rounds of the stage.
-    """
-
-    peer: str
-    name: str
-    stage: int | None
-    heldout_loss_before: float | None
-    heldout_loss_after: float | None
-    tokens: int
-    stage_tokens: int
-    tokens_per_second: float
-    seconds: float
-    bytes_sent: int
-    bytes_received: int
-    rounds_committed: int
-    rounds_aborted: int
-    state_digest: str
-    round: int
-    exit_reason: str
-
-
 async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> None:
     """Host, feed, or both, until told to stop, the rounds are done, or as long as the config says; then drain.
 
@@ -75,6 +48,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         ConfigError: There is no such stage, or the text cannot be read.
         TemporaryError: Microbatches do not come through.
     """
+    from p2ptrain.training.loop import Progress
+
     loop = asyncio.get_running_loop()
     started = loop.time()
     if config.resources.threads:
@@ -84,7 +59,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     plan = PipelinePlan(peer.manifest)
     await asyncio.to_thread(lambda: plan.needs)  # Adapters are looked up in the model, which takes a while.
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
-    peer.presence.on_records, peer.status.failovers = view.update, lambda: view.failovers
+    peer.presence.listeners.append(view.update)
+    peer.activity = replace(peer.activity, failovers=lambda: view.failovers)
     await peer.presence.refresh()
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:
@@ -115,7 +91,8 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
-    await asyncio.to_thread(_write_summary, peer, config, hosted, feeding, loop.time() - started, reason)
+    progress, rounds = (feeding.progress, feeding.rounds) if feeding is not None else (Progress(), 0)
+    write_summary(peer, config, progress, loop.time() - started, reason, rounds)
     peer.remember_peers()
     if error is not None:
         raise error
@@ -156,7 +133,7 @@ async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         peer.presence.changed()
 
     mover.on_moved, view.on_update = moved, look
-    peer.next_stage = lambda: mover.next_stage
+    peer.activity = replace(peer.activity, next_stage=lambda: mover.next_stage)
     return mover
 
 
@@ -266,7 +243,7 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
         MetricsWriter(config.run_dir / "metrics.jsonl"), config.run_dir, lambda now: last_round(peer, config, now),
     )  # fmt: skip
     progress = trainer.progress
-    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)
+    peer.activity = replace(peer.activity, pace=lambda: Pace(progress.loss, progress.tokens_per_second, 0))
 
     def publish() -> None:
         peer.status.note = progress.note
@@ -274,40 +251,3 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
 
     trainer.on_progress = publish
     return trainer
-
-
-def _write_summary(
-    peer: Peer,
-    config: PeerConfig,
-    hosted: HostedStage | None,
-    feeding: PipelineTrainer | None,
-    seconds: float,
-    reason: str,
-) -> None:
-    sync = hosted.units[0].synchronizer if hosted is not None else None
-    progress = feeding.progress if feeding is not None else None
-    tokens = progress.tokens if progress is not None else 0
-    summary = PipelineSummary(
-        peer=peer.identity.peer_id,
-        name=peer.options.name,
-        stage=hosted.number if hosted is not None else None,
-        heldout_loss_before=progress.held_out_loss_before if progress is not None else None,
-        heldout_loss_after=progress.held_out_loss_after if progress is not None else None,
-        tokens=tokens,
-        stage_tokens=sync.trained_tokens if sync is not None else 0,
-        tokens_per_second=tokens / seconds,
-        seconds=seconds,
-        bytes_sent=peer.rpc.bytes_sent,
-        bytes_received=peer.rpc.bytes_received,
-        rounds_committed=sync.rounds_committed if sync is not None else feeding.rounds if feeding is not None else 0,
-        rounds_aborted=sync.rounds_aborted if sync is not None else 0,
-        state_digest=sync.head.digest.hex() if sync is not None else "",
-        round=sync.head.round if sync is not None else 0,
-        exit_reason=reason,
-    )
-    text = json.dumps(asdict(summary), indent=2) + "\n"
-    for path in (config.run_dir / "summary.json", *([config.summary] if config.summary else [])):
-        try:
-            path.write_text(text)
-        except OSError as error:
-            logger.error("cannot write the summary to %s: %s", path, error.strerror)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,7 +134,11 @@ def _assemble(
         MetricsWriter(run_dir / "metrics.jsonl"), saver, max_rounds=min(limits, default=0), jobs=peer.jobs,
     )  # fmt: skip
     progress = trainer.progress
-    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
+
+    def pace() -> Pace:
+        return Pace(progress.loss, progress.tokens_per_second, optimizer.tokens_in_round)
+
+    peer.activity = replace(peer.activity, pace=pace)
     loop = asyncio.get_running_loop()
 
     def publish() -> None:

@@ -178,7 +178,7 @@ class Containers:
 
     def peers(self) -> dict[str, dict[str, Any]]:
         """Peers by name."""
-        return {peer["name"]: peer for peer in self.api("peers")["peers"]}
+        return {peer["name"]: {**peer["record"], **peer} for peer in self.api("peers")["peers"]}
 
     def round(self) -> int:
         """The number of committed rounds."""

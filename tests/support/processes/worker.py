@@ -332,7 +332,8 @@ def account(opt: SwarmOptimizer, synchronizer: Synchronizer) -> dict[str, Any]:
 def report_serving(swarm: Swarm, per_second: float) -> None:
     """Have its record say that it serves, as a peer's does that serves."""
     since = time.monotonic()
-    swarm._peer.status.serving = lambda: served(time.monotonic() - since, per_second)
+    peer = swarm._peer
+    peer.activity = dataclasses.replace(peer.activity, serving=lambda: served(time.monotonic() - since, per_second))
 
 
 def set_clock(ahead_seconds: float) -> None:

@@ -119,7 +119,7 @@ class PipelinePeer:
         self.presence = Presence(
             peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
         )
-        self.presence.on_records = self.view.update
+        self.presence.listeners.append(self.view.update)
         self.mover: Mover | None = None
         self.may_move = False
         self.moves: list[tuple[int, int]] = []

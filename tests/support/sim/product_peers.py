@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from p2ptrain.network.transport import PeerId, Stream, StreamHandler, Transport
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.run import peer_options, serve_and_close
 from p2ptrain.node.signals import StopSignals
+from p2ptrain.node.summary import SUMMARY_FILE, Summary, read_summary
 from p2ptrain.pipeline.stage import device
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
@@ -218,10 +218,11 @@ class ProductSwarm:
             assert loop.time() < deadline, f"not within {seconds:g} s"
             await asyncio.sleep(0.25)
 
-    def summary(self, name: str) -> dict[str, Any]:
+    def summary(self, name: str) -> Summary:
         """What the peer wrote at its end."""
-        values: dict[str, Any] = json.loads((self.folder / name / "summary.json").read_text())
-        return values
+        summary = read_summary(self.folder / name / SUMMARY_FILE)
+        assert summary is not None
+        return summary
 
     def sync(self, name: str) -> Synchronizer:
         """A trainer's, or that of the stage that a peer hosts."""

@@ -23,14 +23,16 @@ from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, SignedManifest, TrainingSpec
 from p2ptrain.monitor.serve import answer_first
-from p2ptrain.monitor.store import Event, Store
+from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
 from p2ptrain.network.link import SwarmLink
 from p2ptrain.network.records.record import MAX_REPORTS, PeerRecord, RoundReport, StageReport
+from p2ptrain.network.records.sighting import Look, Sighting
 from p2ptrain.status.agreed import bootstraps, swarm_view
-from p2ptrain.status.views import SwarmView
+from p2ptrain.status.tracker import SwarmTracker
+from p2ptrain.status.views import Event, SwarmView
 from tests.support.signers import NamedSigner
 from tests.support.web.served import served, spread
 
@@ -115,28 +117,25 @@ class MadeUpSwarm:
 
     # --- what a Source has ----------------------------------------------------------------------------------------
 
-    @property
-    def rejected(self) -> int:
-        return 3 if self._hostile else 0
-
     def now(self) -> float:
         """The clock's time."""
         return self._clock()
 
-    async def look(self) -> Sequence[tuple[PeerRecord, float]] | None:
+    async def look(self) -> Look:
         """What each peer that is there published last."""
-        if not self.answers:
-            return None
-        return await asyncio.to_thread(self._look, self.now())  # It takes longer than to watch a real swarm does.
+        now = self.now()
+        # It takes longer than to watch a real swarm does.
+        seen = await asyncio.to_thread(self._look, now) if self.answers else None
+        return Look(now, seen, 3 if self._hostile else 0)
 
-    def _look(self, now: float) -> list[tuple[PeerRecord, float]]:
+    def _look(self, now: float) -> list[Sighting]:
         self._extend_chain(self._round_at(now))
         seen = []
         for index in range(len(self._ids)):
             offset = PUBLISH_SECONDS * self._chance("offset", index)
             at = now - (now + offset) % PUBLISH_SECONDS
             if self._is_present(index, now):
-                seen.append((self._record(index, max(at, self._started_at(index, now))), at))
+                seen.append(Sighting(self._record(index, max(at, self._started_at(index, now))), at))
         self._reports = {key: report for key, report in self._reports.items() if key[1] >= self._round_at(now) - 10}
         return seen
 
@@ -357,7 +356,7 @@ def made_up_loss(round_: float) -> float:
 
 async def fill(store: Store, swarm: MadeUpSwarm, round_seconds: float = 20.0) -> None:
     """Give a store the past week that such a swarm would have left in it."""
-    now, peers = swarm.now(), len(await swarm.look() or ())
+    now, peers = swarm.now(), len((await swarm.look()).sightings or ())
     moments: Iterable[float] = (
         *_every(900, now - 7 * 86400, now - 86400), *_every(120, now - 86400, now - 3600),
         *_every(10, now - 3600, now),
@@ -407,9 +406,9 @@ async def _serve(swarm: MadeUpSwarm, port: int, db: Path | None) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     listener = listen("127.0.0.1", port, "--port")
     store = await Store.open(db, swarm.swarm.digest, swarm.now())
-    if len(await swarm.look() or ()):
+    if len((await swarm.look()).sightings or ()):
         await fill(store, swarm)
-    watch = Watch(swarm, swarm.swarm, store, bootstraps=bootstraps(swarm.link))
+    watch = Watch(swarm, SwarmTracker(swarm.swarm, swarm.now(), bootstraps(swarm.link)), store)
     async with watching(watch), serving(make_app(watch, store, swarm.now), listener):
         sys.stdout.write(f"status page: {url_of(listener)}\n")
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import SwarmView
 from tests.support.web.watched import START, SWARM, FakeSource
 
@@ -44,7 +45,7 @@ def served(
 
     async def main() -> None:
         source, store = FakeSource(*records), await Store.open(None, swarm.digest, START)
-        watch = Watch(source, swarm, store, bootstraps=["gone"])
+        watch = Watch(source, SwarmTracker(swarm, START, ["gone"]), store)
         app = make_app(watch, store, source.now)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         try:

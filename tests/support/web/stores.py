@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +28,6 @@ def with_store(path: Path | None, use: Callable[[Store], Awaitable[T]], swarm: s
     return asyncio.run(main())
 
 
-def peer(name: str = "a", **changes: object) -> PeerView:
+def peer(id: str = "a", **changes: object) -> PeerView:
     """A trainer, as it is shown."""
-    return replace(views_of(trainer(name))[0], **changes)  # type: ignore[arg-type]
+    return views_of(trainer(id, **changes))[0]

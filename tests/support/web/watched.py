@@ -9,15 +9,18 @@ from typing import Any
 
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.network.records.record import PeerRecord, RoundReport, StageReport
+from p2ptrain.network.records.sighting import Look, Sighting
 from p2ptrain.status.alerts import Facts
-from p2ptrain.status.snapshot import Observation, Sighting, build_snapshot
+from p2ptrain.status.progress import RoundGoal
+from p2ptrain.status.snapshot import Observation, build_snapshot
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import PeerView, RoundView, Snapshot, SwarmView
 
 START = 1_700_000_000.0
 SWARM = SwarmView(
     name="tiny", digest="ab" * 32, link="p2ptrain://swarm", command="p2ptrain join p2ptrain://swarm",
     signer="organizer", manifest={"model": {"layers": 4}}, protocol=1, num_blocks=4, group_size=4,
-    spans=((0, 4),),
+    spans=((0, 4),), goal=RoundGoal(0, False),
 )  # fmt: skip
 CUT = replace(SWARM, num_blocks=8, spans=((0, 2), (2, 4), (4, 6), (6, 8)))
 """The same, of a model that is cut into four stages."""
@@ -111,7 +114,7 @@ def snapshot_of(
     """A snapshot of these peers, seen just now."""
     usual = Observation(
         swarm=SWARM, sightings=[Sighting(record, now) for record in records], rates={}, rounds=rounds, groups=(),
-        tokens_per_second=300.0, committed=5, aborted=1, rejected=0, directory_answers=True,
+        tokens_per_second=300.0, committed=5, aborted=1, rejected=0,
         facts=Facts(since=now - 60.0, stall_seconds=600.0),
     )  # fmt: skip
     return build_snapshot(replace(usual, **changes), now)
@@ -120,6 +123,15 @@ def snapshot_of(
 def views_of(*records: PeerRecord) -> tuple[PeerView, ...]:
     """How these peers are shown."""
     return snapshot_of(records).peers
+
+
+def after_looks(*looks: Sequence[PeerRecord], swarm: SwarmView = SWARM, seconds: float = 2.0) -> Snapshot:
+    """A snapshot after these looks, so many seconds apart."""
+    tracker, now = SwarmTracker(swarm, START), START
+    for records in looks:
+        tracker.take_in(Look(now, [Sighting(record, now) for record in records]))
+        now += seconds
+    return build_snapshot(tracker.observation(), now - seconds)
 
 
 class FakeSource:
@@ -141,22 +153,18 @@ class FakeSource:
         self.asked: list[tuple[str, bytes]] = []
         self.error: Exception | None = None
         self.num_looks = 0
-        self.rejected_count = 0
-
-    @property
-    def rejected(self) -> int:
-        """See `p2ptrain.monitor.watch.Source`, as for all below."""
-        return self.rejected_count
 
     def now(self) -> float:
+        """See `p2ptrain.monitor.watch.Source`, as for all below."""
         return self.time
 
-    async def look(self) -> Sequence[tuple[PeerRecord, float]] | None:
+    async def look(self) -> Look:
         self.num_looks += 1
         self._fail()
         if self.records is None:
-            return None
-        return [(record, self.published_at.get(record.peer, self.time)) for record in self.records]
+            return Look(self.time, None)
+        seen = [Sighting(record, self.published_at.get(record.peer, self.time)) for record in self.records]
+        return Look(self.time, seen)
 
     async def certificates_after(self, peer: str, lineage: bytes) -> Sequence[Certificate]:
         self.asked.append((peer, lineage))

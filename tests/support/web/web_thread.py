@@ -12,6 +12,7 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Source, Watch, watching
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.http_server import listen, serving, url_of
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import Snapshot, SwarmView
 
 T = TypeVar("T")
@@ -89,7 +90,7 @@ def served_page(
             stack.push_async_callback(store.close)
             if prepare is not None:
                 await prepare(store)
-            watch = Watch(source, swarm, store, bootstraps=bootstraps)
+            watch = Watch(source, SwarmTracker(swarm, source.now(), bootstraps), store)
             for _ in range(first_looks):
                 await watch.look()
                 await asyncio.sleep(0)  # Lets the certificates be fetched.

@@ -14,32 +14,25 @@ from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import PeerUnreachableError, ResourceError
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor.alert_book import HOLD_SECONDS
-from p2ptrain.monitor.store import Event, Store
-from p2ptrain.monitor.watch import (
-    GATHER_SECONDS,
-    LOOK_SECONDS,
-    MIN_TREND_POINTS,
-    POINT_SECONDS,
-    TREND_SECONDS,
-    Watch,
-    watching,
-)
+from p2ptrain.monitor.store import Store
+from p2ptrain.monitor.watch import LOOK_SECONDS, POINT_SECONDS, Watch, watching
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS
-from p2ptrain.status.views import Snapshot
+from p2ptrain.status.tracker import GATHER_SECONDS, MIN_TREND_POINTS, TREND_SECONDS, SwarmTracker
+from p2ptrain.status.views import Event, Snapshot
 from tests.support.web.watched import LINEAGE, START, SWARM, FakeSource, chain, feeder, host, report, trainer
 
 ADA, BOB, CAT = (trainer(peer) for peer in "abc")
 Scenario = Callable[[Watch, FakeSource, Store], Awaitable[None]]
 
 
-def watched(scenario: Scenario, *records: PeerRecord, **options: Any) -> None:
+def watched(scenario: Scenario, *records: PeerRecord, notify: Any = None, **options: Any) -> None:
     """Run a scenario with a watch over these peers; nothing was looked at yet."""
 
     async def main() -> None:
         source, store = FakeSource(*records), await Store.open(None, SWARM.digest, START)
         try:
-            await scenario(Watch(source, SWARM, store, **options), source, store)
+            await scenario(Watch(source, SwarmTracker(SWARM, START, **options), store, notify), source, store)
         finally:
             await store.close()
 
@@ -111,7 +104,7 @@ def test_a_directory_that_does_not_answer_keeps_what_was_known_and_raises_an_ale
         before = await look(watch, source)
         source.records = None
         during = await look(watch, source)
-        assert [peer.peer for peer in during.peers] == [peer.peer for peer in before.peers]
+        assert [peer.record for peer in during.peers] == [peer.record for peer in before.peers]
         assert (during.directory_answers, [alert.rule for alert in during.alerts]) == (False, ["directory"])
         source.records = [ADA, BOB]
         assert (await look(watch, source)).alerts == ()
@@ -226,7 +219,7 @@ def test_a_peer_that_fails_to_tell_its_history_ends_nothing() -> None:
     async def main() -> None:
         store = await Store.open(None, SWARM.digest, START)
         source = Failing(ADA, BOB)
-        watch = Watch(source, SWARM, store)
+        watch = Watch(source, SwarmTracker(SWARM, START), store)
         await look(watch, source)
         source.records = after(9, b"n" * 32, "ab")
         await look(watch, source)
@@ -243,7 +236,7 @@ def test_traffic_is_what_counters_grew_by_and_nothing_after_a_restart() -> None:
         for sent, received, started_at in told:
             source.records = [replace(ADA, bytes_sent=sent, bytes_received=received, started_at=started_at)]
             [peer] = (await look(watch, source)).peers
-            rates.append((peer.sent_per_second, peer.received_per_second))
+            rates.append((peer.rates.sent_per_second, peer.rates.received_per_second))
         assert rates == [(0, 0), (250, 50), (0, 0), (0, 0), (100, 0)]
 
     watched(scenario)
@@ -255,7 +248,7 @@ def test_a_record_that_is_read_twice_keeps_its_rates() -> None:
         source.records = [replace(ADA, bytes_sent=ADA.bytes_sent + 400)]
         await look(watch, source)
         source.published_at["a"] = source.time
-        assert (await look(watch, source)).peers[0].sent_per_second == 200.0
+        assert (await look(watch, source)).peers[0].rates.sent_per_second == 200.0
 
     watched(scenario, ADA)
 

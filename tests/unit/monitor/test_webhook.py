@@ -16,9 +16,11 @@ import pytest
 from p2ptrain.monitor import watch as watch_module
 from p2ptrain.monitor import webhook as webhook_module
 from p2ptrain.monitor.alert_book import HOLD_SECONDS
-from p2ptrain.monitor.store import Event, Store
+from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch, watching
 from p2ptrain.monitor.webhook import ATTEMPTS, MAX_WAITING, Webhook
+from p2ptrain.status.tracker import SwarmTracker
+from p2ptrain.status.views import Event
 from tests.support.web.watched import START, SWARM, FakeSource
 
 BEGAN, ENDED = Event(1.0, "alert", "a", "Ada is \u2026 <b>"), Event(2.0, "cleared", "a", "over: Ada")
@@ -150,7 +152,7 @@ def test_the_end_does_not_wait_for_a_server_that_never_answers(monkeypatch: pyte
     async def main() -> None:
         store = await Store.open(None, SWARM.digest, START)
         source = FakeSource()
-        watch = Watch(source, SWARM, store, bootstraps=["gone"], notify=Webhook(server.url, "tiny").send)
+        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
         try:
             async with watching(watch):
                 async with asyncio.timeout(30):
@@ -167,7 +169,7 @@ def test_the_end_lets_an_alert_out_that_is_on_its_way(server: Server) -> None:
     async def main() -> None:
         store = await Store.open(None, SWARM.digest, START)
         source = FakeSource()
-        watch = Watch(source, SWARM, store, bootstraps=["gone"], notify=Webhook(server.url, "tiny").send)
+        watch = Watch(source, SwarmTracker(SWARM, START, ["gone"]), store, Webhook(server.url, "tiny").send)
         try:
             async with watching(watch):
                 source.time += HOLD_SECONDS

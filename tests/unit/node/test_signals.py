@@ -26,9 +26,8 @@ def test_the_first_signal_asks_to_drain_and_the_second_ends_after_the_terminal_w
             ended.set()
 
         monkeypatch.setattr(os, "_exit", end)
-        signals = StopSignals()
+        signals = StopSignals(lambda: done.append("left the terminal"))
         signals.install()
-        signals.before_exit = lambda: done.append("left the terminal")
         os.kill(os.getpid(), signal.SIGINT)
         async with asyncio.timeout(10):
             await signals.requested.wait()

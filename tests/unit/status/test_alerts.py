@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.monitor.alert_book import CLEAR_SECONDS, HOLD_SECONDS, MAX_STANDING, AlertBook
+from p2ptrain.monitor.alert_book import CLEAR_SECONDS, HOLD_SECONDS, MAX_LASTING, AlertBook
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.alerts import FORK_SECONDS, MAX_PER_RULE, MAX_SKEW_SECONDS, RULES, Facts
 from p2ptrain.status.rounds import RoundBook
@@ -170,9 +170,9 @@ def test_the_newest_text_is_told() -> None:
 
 def test_what_stands_is_bounded_and_room_comes_back() -> None:
     book = AlertBook()
-    crowd = [replace(ALERT, subject=f"p{number}") for number in range(3 * MAX_STANDING)]
+    crowd = [replace(ALERT, subject=f"p{number}") for number in range(3 * MAX_LASTING)]
     kinds(book, 0, *crowd)
-    assert len(kinds(book, HOLD_SECONDS, *crowd)) == MAX_STANDING
-    assert len(kinds(book, HOLD_SECONDS + CLEAR_SECONDS)) == MAX_STANDING
+    assert len(kinds(book, HOLD_SECONDS, *crowd)) == MAX_LASTING
+    assert len(kinds(book, HOLD_SECONDS + CLEAR_SECONDS)) == MAX_LASTING
     kinds(book, 100, ALERT)
     assert kinds(book, 100 + HOLD_SECONDS, ALERT) == [("alert", "e")]

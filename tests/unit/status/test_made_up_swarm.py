@@ -12,6 +12,7 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.monitor.web import make_app
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.tracker import SwarmTracker
 from tests.support.web.made_up_swarm import HOSTILE_NAMES, MadeUpSwarm
 
 START = 1_800_000_000.0
@@ -29,7 +30,7 @@ async def _pages(swarm: MadeUpSwarm, clock: _Clock, *paths: str) -> list[httpx.R
     """What a browser gets after a minute in which the swarm was watched."""
     store = await Store.open(None, swarm.swarm.digest, clock())
     try:
-        watch = Watch(swarm, swarm.swarm, store)
+        watch = Watch(swarm, SwarmTracker(swarm.swarm, clock()), store)
         for _ in range(20):
             await watch.look()
             await asyncio.sleep(0)  # Lets the certificates be fetched.
@@ -43,9 +44,9 @@ async def _pages(swarm: MadeUpSwarm, clock: _Clock, *paths: str) -> list[httpx.R
 
 def test_its_records_are_those_that_peers_may_publish() -> None:
     clock = _Clock()
-    seen = asyncio.run(MadeUpSwarm(60, clock=clock, hostile=True).look())
+    seen = asyncio.run(MadeUpSwarm(60, clock=clock, hostile=True).look()).sightings
     assert seen is not None
-    for record, at in seen:
+    for record, at in [(each.record, each.at) for each in seen]:
         payload = {**record.to_payload(), "last_rounds": [vars(report) for report in record.last_rounds]}
         assert PeerRecord.from_payload(record.peer, payload) == record
         assert at <= clock()
@@ -70,9 +71,9 @@ def test_the_page_of_a_swarm_of_any_size_is_whole(num_peers: int) -> None:
 def test_nothing_that_peers_say_becomes_markup() -> None:
     clock = _Clock()
     swarm = MadeUpSwarm(60, clock=clock, hostile=True)
-    seen = asyncio.run(swarm.look())
+    seen = asyncio.run(swarm.look()).sightings
     assert seen is not None
-    liar = next(record.peer for record, _ in seen if record.name == HOSTILE_NAMES[1])
+    liar = next(each.record.peer for each in seen if each.record.name == HOSTILE_NAMES[1])
     for page in asyncio.run(_pages(swarm, clock, "/", f"/peers/{liar}", "/?search=<script>alert(1)</script>")):
         assert page.status_code == 200
         assert "&lt;script&gt;alert(1)" in page.text or "&gt;&lt;img" in page.text

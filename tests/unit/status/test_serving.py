@@ -17,17 +17,19 @@ from p2ptrain.monitor.store import Store
 from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
-from p2ptrain.status.rate import Amount
+from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.serving import (
     MAX_TOKENS_PER_SECOND,
     NONE,
     WINDOW_SECONDS,
+    Amount,
     Served,
     ServingBook,
     Told,
     growth,
     serving_view,
 )
+from p2ptrain.status.tracker import SwarmTracker
 from tests.support.web.served import TOKENS, served
 from tests.support.web.watched import START, SWARM, FakeSource, snapshot_of, trainer
 
@@ -44,7 +46,7 @@ def learned(*looks: list[PeerRecord]) -> ServingBook:
     book = ServingBook()
     for number, records in enumerate(looks):
         now = START + STEP * number
-        book.learn([(record, now) for record in records], now)
+        book.learn([Sighting(record, now) for record in records], now)
     return book
 
 
@@ -86,7 +88,7 @@ def test_a_peer_that_begins_to_serve_while_it_is_watched_counts_from_its_first_r
 def test_a_record_that_was_seen_before_counts_once() -> None:
     book = ServingBook()
     for now, record, at in ((0, host("a", 100), 0), (2, host("a", 105), 1), (4, host("a", 105), 1)):
-        book.learn([(record, START + at)], START + now)
+        book.learn([Sighting(record, START + at)], START + now)
     assert book.served().totals.requests == 10
 
 
@@ -122,7 +124,7 @@ def test_whatever_peers_say_totals_only_grow(looks: list[tuple[int, float, bool,
     for number, (peer, seconds, restarts, is_there) in enumerate(looks):
         now = START + STEP * number
         record = host(f"p{peer}", seconds, started_at=now if restarts else START)
-        book.learn([(record, now)] if is_there else [], now)
+        book.learn([Sighting(record, now)] if is_there else [], now)
         totals = book.served().totals
         assert totals.since(before) is not None
         assert book.served().recent.since(NONE) is not None
@@ -137,13 +139,13 @@ def test_the_present_is_of_the_last_minute() -> None:
         if slow:
             extra = served(second - 200.0, 50.0, first_token=8.0)
             report = ServingReport(3, report.totals + extra.totals)
-        book.learn([(trainer("a", serving=report), START + second)], START + second)
+        book.learn([Sighting(trainer("a", serving=report), START + second)], START + second)
     now = book.served()
     assert now.seconds == WINDOW_SECONDS
     view = serving_view([host("a", 300)], now)
     assert view.tokens_per_second == pytest.approx(52 * TOKENS * 0.98, rel=0.02)
-    assert view.first_token.recent.p50 == pytest.approx(8.0, rel=0.34)
-    assert sum(view.first_token.counts) == now.totals.first_token.total
+    assert view.first_token.p50 == pytest.approx(8.0, rel=0.34)
+    assert view.totals.first_token.total == now.totals.first_token.total
 
 
 def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_width() -> None:
@@ -157,7 +159,7 @@ def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_widt
             for i, part in enumerate(parts)
         ]
 
-    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token.recent
+    recent = serving_view(told(1.0), learned(told(0.0), told(0.5), told(1.0)).served()).first_token
     together = sorted(sample for samples in raw for sample in samples)
     for found, share in ((recent.p50, 0.5), (recent.p95, 0.95), (recent.p99, 0.99)):
         assert found == pytest.approx(together[int(share * len(together))], rel=0.36)
@@ -166,8 +168,8 @@ def test_percentiles_of_the_swarm_are_those_of_all_samples_within_a_buckets_widt
 def test_without_a_peer_that_serves_there_is_nothing_to_show() -> None:
     serving = snapshot_of([trainer("a")]).serving
     assert (serving.peers, serving.sessions, serving.tokens_per_second) == (0, 0, None)
-    assert serving.first_token.recent.p50 is None
-    assert snapshot_of([trainer("a")]).peers[0].serving is None
+    assert serving.first_token.p50 is None
+    assert snapshot_of([trainer("a")]).peers[0].rates.served_per_second is None
     view = serving_view([host("a", 100)], Served())
     assert (view.peers, view.tokens_per_second) == (1, None), "a first look knows no rate"
 
@@ -176,7 +178,7 @@ def test_points_carry_what_came_since_the_last_one() -> None:
     book = learned([host("a", 100)])
     nothing: tuple[dict[str, float | Amount], dict[str, Latencies]] = ({}, {})
     assert book.take_point(START, 4) == nothing, "from the first on there is something to compare with"
-    book.learn([(host("a", 110), START + 10)], START + 10)
+    book.learn([Sighting(host("a", 110), START + 10)], START + 10)
     values, latencies = book.take_point(START + 10, 4)
     assert values["served_requests"] == 20.0
     assert values["served_tokens_per_second"] == Amount(TOKENS * 20, 10.0)
@@ -191,7 +193,7 @@ def watched(scenario: Callable[[Watch, FakeSource, Store], Awaitable[None]]) -> 
     async def main() -> None:
         source, store = FakeSource(), await Store.open(None, SWARM.digest, START)
         try:
-            await scenario(Watch(source, SWARM, store), source, store)
+            await scenario(Watch(source, SwarmTracker(SWARM, START), store), source, store)
         finally:
             await store.close()
 
@@ -207,12 +209,11 @@ def test_a_watch_shows_and_remembers_what_is_served_across_a_restart() -> None:
             source.time = START + second
             snapshot = await watch.look()
         assert snapshot.serving.peers == 1
-        assert snapshot.serving.requests == pytest.approx(1190, abs=12)
+        assert snapshot.serving.totals.requests == pytest.approx(1190, abs=12)
         serving, plain = snapshot.peers
-        assert serving.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
-        assert serving.serving is not None
-        assert plain.serving is None
-        assert plain.served_per_second is None
+        assert serving.rates.served_per_second == pytest.approx(2 * TOKENS, rel=0.2)
+        assert serving.record.serving is not None
+        assert plain.rates.served_per_second is None
         names = ["served_tokens_per_second", "served_requests", *PERCENTILES]
         for window in ("hour", "day", "week"):
             series = (await store.series(window, names, source.time))["series"]
@@ -232,6 +233,6 @@ def test_totals_that_are_not_believed_are_counted_with_records_that_were_dropped
             source.records, source.time = [host("a", seconds)], START + second
             snapshot = await watch.look()
         assert snapshot.rejected == 1
-        assert snapshot.peers[0].served_per_second == 0.0
+        assert snapshot.peers[0].rates.served_per_second == 0.0
 
     watched(scenario)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,10 +14,12 @@ from p2ptrain.errors import IntegrityError
 from p2ptrain.monitor.web import to_json
 from p2ptrain.network.records.record import REACHABILITIES, ROLES, STATES, PeerRecord, RoundReport, StageReport
 from p2ptrain.network.records.serving import Latencies, ServingReport, ServingTotals
+from p2ptrain.network.records.sighting import Sighting
 from p2ptrain.status.coverage import coverage
-from p2ptrain.status.snapshot import Rates, Sighting, peer_views, usual_digests
+from p2ptrain.status.snapshot import majority_digests, peer_views
 from p2ptrain.status.stages import stage_views
-from tests.support.web.watched import CUT, START, snapshot_of, trainer, views_of
+from p2ptrain.status.views import Rates, SwarmView, plain
+from tests.support.web.watched import CUT, START, SWARM, report, snapshot_of, trainer, views_of
 
 A, B = b"a" * 32, b"b" * 32
 OTHER_LINEAGE = b"o" * 32
@@ -46,13 +48,13 @@ def test_peers_without_state_are_not_compared_and_show_none() -> None:
     bootstrap = trainer("z", role="bootstrap", state="serving", digest=bytes(32), lineage=bytes(32))
     views = views_of(trainer("a", digest=A), bootstrap, trainer("y", role="bootstrap", digest=bytes(32)))
     assert [view.agrees for view in views] == [None, None, None]
-    assert (views[2].digest, views[2].lineage, views[2].blocks) == ("", "", (0, 0))
-    assert usual_digests([bootstrap, bootstrap]) == {}
+    assert views[2].spans == ()
+    assert majority_digests([bootstrap, bootstrap]) == {}
 
 
 def test_peers_are_ordered_by_name_without_regard_to_case_then_by_id() -> None:
     views = views_of(trainer("3", name="beta"), trainer("2", name="Alpha"), trainer("1", name="alpha"))
-    assert [view.peer for view in views] == ["1", "2", "3"]
+    assert [view.record.peer for view in views] == ["1", "2", "3"]
 
 
 def test_a_peer_without_a_name_goes_by_the_end_of_its_id() -> None:
@@ -60,15 +62,11 @@ def test_a_peer_without_a_name_goes_by_the_end_of_its_id() -> None:
 
 
 def test_a_view_says_what_the_record_says_and_never_its_addresses() -> None:
-    last = RoundReport(7, True, "late: this peer's work waits for the next round", 1.0, 3, 2)
-    record = trainer("a", addresses=("/ip4/10.1.2.3/tcp/1",), last_rounds=(last,), clock_skew_seconds=-2.0)
+    record = trainer("a", addresses=("/ip4/10.1.2.3/tcp/1",), last_rounds=(report(7),), clock_skew_seconds=-2.0)
     [view] = peer_views([Sighting(record, START + 5.0)], {"a": Rates(7.0, 8.0)}, [(0, 4)], START)
-    assert (view.sent_per_second, view.received_per_second) == (7.0, 8.0)
-    assert view.hours == pytest.approx(1.0)
+    assert (view.record, view.rates) == (record, Rates(7.0, 8.0))
     assert view.last_seen == START, "nobody was seen in the future"
-    assert view.last_reason == last.reason
-    assert view.clock_skew_seconds == -2.0
-    assert "10.1.2.3" not in json.dumps(asdict(view))
+    assert "10.1.2.3" not in json.dumps(view, default=plain)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +101,7 @@ def test_of_several_stages_the_slowest_is_the_bottleneck_and_each_names_its_risk
 def test_a_swarm_of_two_thousand_is_shown_whole() -> None:
     records = [trainer(f"peer-{i:04}", name="", digest=A if i % 10 else B) for i in range(2000)]
     snapshot = snapshot_of(records)
-    assert len(snapshot.peers) == len({view.peer for view in snapshot.peers}) == 2000
+    assert len(snapshot.peers) == len({view.record.peer for view in snapshot.peers}) == 2000
     assert sum(view.agrees is False for view in snapshot.peers) == 200
     assert len(snapshot.stages[0].hosts) == 2000
     assert len(snapshot.alerts) < 100, "many like peers are not as many alerts"
@@ -145,24 +143,18 @@ KINDS: dict[str, st.SearchStrategy[Any]] = {
 RECORDS = st.builds(PeerRecord, **{field.name: KINDS[str(field.type)] for field in fields(PeerRecord)})
 
 
+@pytest.mark.parametrize("swarm", [SWARM, CUT], ids=["whole", "cut"])
 @settings(max_examples=40)
 @given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
-def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(records: list[PeerRecord], now: float) -> None:
+def test_whatever_peers_may_say_there_is_a_snapshot_and_it_becomes_json(
+    swarm: SwarmView, records: list[PeerRecord], now: float
+) -> None:
     received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
-    snapshot = snapshot_of(received, now=now)
-    text = to_json(asdict(snapshot)).decode()
+    snapshot = snapshot_of(received, now=now, swarm=swarm)
+    text = to_json([snapshot, coverage(snapshot)]).decode()
     assert "<" not in text
-    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-    assert len(values["peers"]) == len(records)
-
-
-@settings(max_examples=40)
-@given(records=st.lists(RECORDS, max_size=6, unique_by=lambda record: record.peer), now=st.floats(0, 1e12))
-def test_nor_can_hosts_of_stages_break_it(records: list[PeerRecord], now: float) -> None:
-    received = [PeerRecord.from_payload(record.peer, record.to_payload()) for record in records]
-    snapshot = snapshot_of(received, now=now, swarm=CUT)
-    values = json.loads(to_json([asdict(snapshot), asdict(coverage(snapshot))]).decode())
-    assert len(values[0]["stages"]) == len(CUT.spans)
+    values, _ = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (len(values["peers"]), len(values["stages"])) == (len(records), len(swarm.spans))
 
 
 def test_a_name_that_cannot_be_encoded_never_gets_here() -> None:

@@ -16,8 +16,9 @@ from p2ptrain.monitor.watch import Watch
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.status.agreed import stage_spans, what_is_missing
 from p2ptrain.status.coverage import coverage
-from p2ptrain.status.stage_rounds import SwarmRounds, told_of
+from p2ptrain.status.rounds import SwarmRounds, told_of
 from p2ptrain.status.stages import joined
+from p2ptrain.status.tracker import SwarmTracker
 from p2ptrain.status.views import RoundView, Snapshot
 from tests.support.web.site import Site, served
 from tests.support.web.watched import (
@@ -116,7 +117,7 @@ def test_a_digest_is_compared_within_one_stage_and_lineage_alone() -> None:
     snapshot = cut(*astray, host("c1", 1))
     assert alerts(snapshot) == [("digest", "critical", "b1")]
     assert "another state of stage 1 than the other hosts of round 8" in snapshot.alerts[0].text
-    assert [peer.peer for peer in snapshot.peers if peer.agrees is False] == ["b1"]
+    assert [peer.record.peer for peer in snapshot.peers if peer.agrees is False] == ["b1"]
     elsewhere = [with_stage(each, 1, lineage=OTHER) if each.peer == "b1" else each for each in astray]
     assert cut(*elsewhere, host("c1", 1)).alerts == ()
 
@@ -132,7 +133,7 @@ def test_stages_that_are_not_there_and_whole_models_host_nothing() -> None:
     stranger = replace(host("s", 17), round=8)
     liar = trainer("whole")
     snapshot = cut(*pipeline(), stranger, liar)
-    views = {view.peer: view for view in snapshot.peers}
+    views = {view.record.peer: view for view in snapshot.peers}
     assert (views["s"].hosting, views["s"].spans, views["whole"].spans) == ((), (), ())
     assert all(len(stage.hosts) == 2 for stage in snapshot.stages)
     whole = snapshot_of([trainer("a"), replace(trainer("b"), stages=host("s", 0).stages)])
@@ -143,9 +144,9 @@ def test_a_peer_shows_what_it_holds_with_gaps_where_there_are() -> None:
     both = replace(host("m", 0), stages=(*host("m", 0).stages, *host("m", 2).stages))
     beside = replace(host("n", 0), stages=(*host("n", 1).stages, *host("n", 0).stages))
     snapshot = cut(both, beside)
-    views = {view.peer: view for view in snapshot.peers}
-    assert (views["m"].spans, views["m"].blocks, views["m"].stages) == (((0, 2), (4, 6)), (0, 6), (0, 2))
-    assert (views["n"].spans, views["n"].blocks) == (((0, 4),), (0, 4))
+    views = {view.record.peer: view for view in snapshot.peers}
+    assert (views["m"].spans, views["m"].stages) == (((0, 2), (4, 6)), (0, 2))
+    assert views["n"].spans == ((0, 4),)
     rows = {row.peer: row.cells for row in coverage(snapshot).rows}
     assert rows["m"] == (True, True, False, False, True, True, False, False)
     assert joined([(4, 6), (0, 2), (2, 4)]) == ((0, 6),)
@@ -195,7 +196,7 @@ def test_stages_without_known_blocks_are_watched_like_others() -> None:
     assert [replace(stage, blocks=(0, 0)) for stage in known.stages] == list(strange.stages)
     assert (known.headline, known.alerts) == (strange.headline, strange.alerts)
     assert [peer.stages for peer in known.peers] == [peer.stages for peer in strange.peers]
-    assert {(peer.blocks, peer.spans) for peer in strange.peers} == {((0, 0), ())}
+    assert {peer.spans for peer in strange.peers} == {()}
     drawn = coverage(strange)
     assert [row.cells for row in drawn.rows if row.peer == "a1"] == [(False, True, False, False)]
 
@@ -301,7 +302,7 @@ def watched(*looks: list[PeerRecord]) -> Snapshot:
     async def main() -> Snapshot:
         source, store = FakeSource(), await Store.open(None, CUT.digest, START)
         try:
-            watch = Watch(source, CUT, store)
+            watch = Watch(source, SwarmTracker(CUT, START), store)
             for records in looks:
                 source.records = records
                 await watch.look()

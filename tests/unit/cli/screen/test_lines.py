@@ -11,13 +11,13 @@ from rich.text import Text
 from p2ptrain.cli.screen.lines import bar, job_line, line, model_line, peer_lines, swarm_lines
 from p2ptrain.cli.screen.swarm_view import block, frame, what_changes
 from p2ptrain.cli.screen.table import clipped, plain_table, table_lines
-from p2ptrain.manifest import Manifest
-from p2ptrain.monitor.store import Store
-from p2ptrain.monitor.watch import Watch
-from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.node.progress import Job, PeerProgress
-from p2ptrain.status.views import Snapshot, StageView
+from p2ptrain.node.progress import Job
+from p2ptrain.status.progress import PeerProgress
+from p2ptrain.status.snapshot import build_snapshot
+from p2ptrain.status.tracker import SwarmTracker
+from p2ptrain.status.views import Rates, Snapshot, StageView
 from tests.support.web.made_up_swarm import MadeUpSwarm
+from tests.support.web.watched import snapshot_of
 from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
 WIDTHS = (40, 80, 120)
@@ -29,22 +29,15 @@ PROGRESS = PeerProgress(
 )  # fmt: skip
 
 
-def looked_at(num_peers: int, **options: Any) -> tuple[Snapshot, list[PeerRecord]]:
+def looked_at(num_peers: int, **options: Any) -> Snapshot:
     """A made-up swarm after two looks, 21 seconds apart."""
     now = [1e9]
     swarm = MadeUpSwarm(num_peers, clock=lambda: now[0], **options)
-
-    async def look() -> tuple[Snapshot, list[PeerRecord]]:
-        store = await Store.open(None, swarm.swarm.digest, swarm.now())
-        try:
-            watch = Watch(swarm, swarm.swarm, store)
-            await watch.look()
-            now[0] += 21
-            return await watch.look(), [record for record, _ in await swarm.look() or ()]
-        finally:
-            await store.close()
-
-    return asyncio.run(look())
+    tracker = SwarmTracker(swarm.swarm, now[0])
+    for seconds in (21, 0):
+        tracker.take_in(asyncio.run(swarm.look()))
+        now[0] += seconds
+    return build_snapshot(tracker.observation(), now[0])
 
 
 def plain(lines: Sequence[Text]) -> str:
@@ -59,14 +52,15 @@ def fits(lines: Sequence[Text], width: int) -> bool:
 def test_a_peer_fits_its_terminal_whatever_it_is_called(width: int) -> None:
     for name in ("maple", HOSTILE_NAME, "日" * 64, "W" * 64):
         record = replace(PROGRESS.record, name=name, note=name)
-        lines = peer_lines(replace(PROGRESS, record=record), 61, (1e6, 2e6), name, None, width)
+        lines = peer_lines(replace(PROGRESS, record=record), 61, name, snapshot_of([record]), width)
         assert fits(lines, width), plain(lines)
         assert not any(span.style == "bold" and "日本" in line.plain[span.start : span.end]
                        for line in lines[1:] for span in line.spans)  # fmt: skip
 
 
 def test_a_peer_shows_its_state_round_contribution_traffic_and_jobs() -> None:
-    shown = plain(peer_lines(PROGRESS, 3723, (5000, 6000), "demo", None, 120))
+    snapshot = snapshot_of([PROGRESS.record], rates={PROGRESS.record.peer: Rates(5000, 6000)})
+    shown = plain(peer_lines(PROGRESS, 3723, "demo", snapshot, 120))
     for text in (
         "trainer-1 in demo  1:02:03", "training  round 5", "60%", "next in 4.2 s", "600 of 1.0k tokens",
         "loss 2.500  1.2k tokens/s  last round 2 of 3 peers, 0.5 s, without this peer's work",
@@ -78,45 +72,43 @@ def test_a_peer_shows_its_state_round_contribution_traffic_and_jobs() -> None:
 
 def test_a_peer_says_what_it_does() -> None:
     def doing(**changes: Any) -> str:
-        return peer_lines(replace(PROGRESS, **changes), 1, (0, 0), "demo", None, 80)[1].plain
+        return peer_lines(replace(PROGRESS, **changes), 1, "demo", None, 80)[1].plain
 
     assert "forming a group" in doing(phase="matchmaking")
     assert "averaging" in doing(phase="reduce")
     assert "leaving" in doing(is_leaving=True)
     assert "taking on the swarm's state" in doing(record=replace(TRAINER, state="syncing"))
     aborted = replace(TRAINER, last_rounds=(replace(COMMITTED, committed=False, reason="nobody came"),))
-    assert "not committed: nobody came" in plain(
-        peer_lines(replace(PROGRESS, record=aborted), 1, (0, 0), "x", None, 80)
-    )
+    assert "not committed: nobody came" in plain(peer_lines(replace(PROGRESS, record=aborted), 1, "x", None, 80))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_swarm_of_hostile_peers_fits_the_terminal(width: int) -> None:
-    snapshot, records = looked_at(40, hostile=True, num_astray=2)
-    lines = frame(snapshot, records, Manifest(name="x"), width, 24)
+    snapshot = looked_at(40, hostile=True, num_astray=2)
+    lines = frame(snapshot, width, 24)
     assert len(lines) <= 23
-    assert fits(swarm_lines(snapshot, (10, 100), width), width)
+    assert fits(swarm_lines(snapshot, width), width)
     # A table whose last columns cannot be left out is cut by the terminal below some width.
     assert fits(lines, max(width, 60))
-    assert f"and {len(records) - 1} more" not in plain(lines)
+    assert f"and {len(snapshot.peers) - 1} more" not in plain(lines)
     assert " more" in lines[-1].plain
 
 
 def test_those_that_deserve_a_look_come_first_and_the_rest_is_counted() -> None:
-    snapshot, records = looked_at(60, num_astray=2)
-    shown = plain(frame(snapshot, records, Manifest(name="x"), 100, 24))
+    snapshot = looked_at(60, num_astray=2)
+    shown = plain(frame(snapshot, 100, 24))
     assert shown.count(" astray ") == 2
     rows = shown[shown.index("\npeer ") :].splitlines()[3:]
-    assert rows[-1] == f"and {len(records) - len(rows) + 1} more"
-    everybody = plain(frame(snapshot, records, Manifest(name="x"), 100, 100))
+    assert rows[-1] == f"and {len(snapshot.peers) - len(rows) + 1} more"
+    everybody = plain(frame(snapshot, 100, 100))
     names = [row.split()[0] for row in everybody[everybody.index("\npeer ") :].splitlines()[3:]]
     assert names == sorted(names, key=str.casefold)
-    assert len(names) == len(records)
+    assert len(names) == len(snapshot.peers)
 
 
 def test_the_terminal_says_what_the_status_page_says() -> None:
-    snapshot, records = looked_at(24, num_astray=1)
-    shown = plain(frame(snapshot, records, Manifest(name="x"), 200, 60))
+    snapshot = looked_at(24, num_astray=1)
+    shown = plain(frame(snapshot, 200, 60))
     assert f"{snapshot.headline.health.capitalize()}: {snapshot.headline.summary}" in shown
     assert all(reason in shown for reason in snapshot.headline.reasons[:3])
     assert f"{len(snapshot.stages[0].hosts)} replicas" in shown
@@ -131,14 +123,14 @@ def test_a_model_that_is_not_cut_has_one_line() -> None:
 
 
 def test_a_block_is_plain_and_changes_with_states_and_rounds_alone() -> None:
-    snapshot, records = looked_at(10)
-    text = block(snapshot, records)
+    snapshot = looked_at(10)
+    text = block(snapshot)
     assert text.replace("\n", "").isprintable()
     assert text.startswith("swarm made-up-swarm: ")
-    richer = [replace(record, bytes_sent=record.bytes_sent + 1, loss=1.0) for record in records]
-    assert what_changes(snapshot, richer) == what_changes(snapshot, records)
-    later = [replace(records[0], state="draining"), *records[1:]]
-    assert what_changes(snapshot, later) != what_changes(snapshot, records)
+    first, *others = [peer.record for peer in snapshot.peers]
+    richer = snapshot_of([replace(first, bytes_sent=5, loss=1.0), *others])
+    assert what_changes(richer) == what_changes(snapshot_of([first, *others]))
+    assert what_changes(snapshot_of([replace(first, state="draining"), *others])) != what_changes(richer)
 
 
 def test_parts_that_do_not_fit_are_left_out_and_the_first_is_cut() -> None:

@@ -8,8 +8,11 @@ from typing import cast
 
 import pytest
 
-from p2ptrain.cli.screen.live import Goal, View, newest_held_out_loss
+from p2ptrain.cli.screen.live import Goal, SwarmScreen, newest_held_out_loss
 from p2ptrain.cli.supervise import Child
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.status.views import Snapshot
+from tests.support.web.watched import after_looks
 from tests.unit.cli.screen.test_table import COMMITTED, TRAINER
 
 
@@ -33,6 +36,10 @@ def children(*fakes: FakeChild) -> list[Child]:
     return cast(list[Child], list(fakes))
 
 
+def shown(*records: PeerRecord) -> Snapshot:
+    return after_looks(records)
+
+
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("COLUMNS", "80")
@@ -46,43 +53,43 @@ def last_frame(terminal: Terminal) -> str:
 
 
 def test_the_title_says_how_much_of_what_was_asked_for_is_done(terminal: Terminal) -> None:
-    with View(terminal, Goal(minutes=3, rounds=100)) as view:
-        view.show([replace(TRAINER, lineage_tokens=0)], children(FakeChild("trainer-1")))
+    with SwarmScreen(terminal, Goal(minutes=3, rounds=100)) as view:
+        view.show(shown(TRAINER), children(FakeChild("trainer-1")))
         assert "0:00 of 3:00  round 5 of 100" in last_frame(terminal)
         assert "2.500" in last_frame(terminal)
         later = replace(TRAINER, round=9, last_rounds=(replace(COMMITTED, round=8),))
-        view.show([later], children(FakeChild("trainer-1")))
+        view.show(shown(later), children(FakeChild("trainer-1")))
         assert "round 9 of 100" in last_frame(terminal)
 
 
 def test_a_trainer_is_shown_from_its_start_to_its_end(terminal: Terminal) -> None:
     child = FakeChild("trainer-1")
-    with View(terminal, Goal()) as view:
-        view.show([], children(child))
+    with SwarmScreen(terminal, Goal()) as view:
+        view.show(None, children(child))
         assert "starting" in last_frame(terminal)
-        view.show([TRAINER], children(child))
+        view.show(shown(TRAINER), children(child))
         assert "training" in last_frame(terminal)
         view.drain(children(child))
-        view.show([TRAINER], children(child))
+        view.show(shown(TRAINER), children(child))
         assert "draining" in last_frame(terminal)
         child.exit_code = 7
-        view.show([], children(child))
+        view.show(None, children(child))
         assert "ended (7)" in last_frame(terminal)
         assert "2.500" in last_frame(terminal)  # its last numbers stay
 
 
 def test_another_peer_of_the_same_swarm_is_shown_while_it_is_there(terminal: Terminal) -> None:
     guest = replace(TRAINER, name="guest", peer="Qm" + "b" * 44)
-    with View(terminal, Goal()) as view:
-        view.show([TRAINER, guest], children(FakeChild("trainer-1")))
+    with SwarmScreen(terminal, Goal()) as view:
+        view.show(shown(TRAINER, guest), children(FakeChild("trainer-1")))
         assert "guest" in last_frame(terminal)
-        view.show([TRAINER], children(FakeChild("trainer-1")))
+        view.show(shown(TRAINER), children(FakeChild("trainer-1")))
         assert "guest" not in last_frame(terminal)
 
 
 def test_no_line_of_the_table_is_full_where_the_terminal_may_write_behind_it(terminal: Terminal) -> None:
-    with View(terminal, Goal()) as view:
-        view.show([replace(TRAINER, bytes_sent=123_000_000)], children(FakeChild("trainer-1")))
+    with SwarmScreen(terminal, Goal()) as view:
+        view.show(shown(replace(TRAINER, bytes_sent=123_000_000)), children(FakeChild("trainer-1")))
         footer = last_frame(terminal).rstrip("\x1b[0m\n").splitlines()[-1]
         assert "Ctrl-C" in footer
         assert len(footer) < 70
@@ -90,9 +97,9 @@ def test_no_line_of_the_table_is_full_where_the_terminal_may_write_behind_it(ter
 
 def test_without_a_terminal_there_is_one_line_for_each_look_with_something_new() -> None:
     stream = io.StringIO()
-    with View(stream, Goal(rounds=9)) as view:
-        for records in ([], [TRAINER], [TRAINER]):
-            view.show(records, children(FakeChild("trainer-1")))
+    with SwarmScreen(stream, Goal(rounds=9)) as view:
+        for snapshot in (None, shown(TRAINER), shown(TRAINER)):
+            view.show(snapshot, children(FakeChild("trainer-1")))
     assert stream.getvalue() == "0:00  round 5  2/3 peers  averaged in 0.5 s  loss 2.500  digest abababab\n"
 
 

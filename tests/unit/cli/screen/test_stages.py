@@ -9,17 +9,30 @@ from typing import Any
 
 import pytest
 
-from p2ptrain.cli.commands.status import rendered
+from p2ptrain.cli.commands.status import json_of, rendered
 from p2ptrain.cli.screen.lines import peer_lines, swarm_lines
 from p2ptrain.cli.screen.stages import risk_lines, stage_lines
-from p2ptrain.cli.screen.table import COLUMNS, committed_rounds, most_tokens, peer_row, rounds_line
-from p2ptrain.cli.summary import combine
+from p2ptrain.cli.screen.table import COLUMNS, peer_row, rounds_line
+from p2ptrain.cli.summary import to_text
 from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.node.summary import Summary, combine
 from p2ptrain.status.serving import NONE, Served
 from p2ptrain.status.views import StageView
 from tests.support.web.served import served
-from tests.support.web.watched import CUT, STRANGE, aborted, feeder, host, pipeline, report, snapshot_of, trainer
+from tests.support.web.watched import (
+    CUT,
+    STRANGE,
+    aborted,
+    after_looks,
+    feeder,
+    host,
+    pipeline,
+    report,
+    snapshot_of,
+    trainer,
+)
 from tests.unit.cli.screen.test_lines import PROGRESS, fits, plain
+from tests.unit.cli.test_summary import of
 
 WIDTHS = (40, 50, 80)
 
@@ -67,7 +80,7 @@ def test_of_many_stages_those_are_shown_that_need_hosts_most() -> None:
 
 def shown(records: Sequence[PeerRecord], width: int | None = None, **changes: Any) -> str:
     """What ``status`` prints of these peers."""
-    return rendered(snapshot_of(records, **changes), records, width=width)
+    return rendered(snapshot_of(records, **changes), width)
 
 
 def test_a_loss_is_said_in_words() -> None:
@@ -99,7 +112,7 @@ def test_status_says_whether_the_swarm_is_healthy_and_why_not() -> None:
     lines = shown(failing, 80).splitlines()
     assert lines[1].startswith("Degraded: 2 peers train, and rounds fail")
     assert lines[2].startswith("! rounds fail")
-    values = json.loads(rendered(snapshot_of(failing), failing, as_json=True))
+    values = json.loads(json_of(snapshot_of(failing)))
     assert values["health"] == "degraded"
     assert values["summary"] in lines[1]
     assert values["reasons"]
@@ -112,27 +125,29 @@ def test_status_says_what_is_served_if_anybody_does() -> None:
     assert "tokens/s" not in told, "one look knows no rate"
     assert "serving" not in shown([trainer("c")])
     snapshot = snapshot_of(serving, served=Served(NONE, served(600.0).totals, 60.0))
-    assert "serves" in plain(swarm_lines(snapshot, (0, 0), 120))
-    assert "serves" not in plain(swarm_lines(snapshot_of([trainer("c")]), (0, 0), 120))
+    assert "serves" in plain(swarm_lines(snapshot, 120))
+    assert "serves" not in plain(swarm_lines(snapshot_of([trainer("c")]), 120))
 
 
 def test_status_of_a_model_that_is_not_known_here_says_so() -> None:
     text = shown(without("b1"), 80, swarm=STRANGE)
     assert ["stage", "hosts", "waiting", "tokens/s", "load"] in [line.split() for line in text.splitlines()]
     assert text.index("! stage 1 has one host") < text.index(STRANGE.missing) < text.index("\npeer ")
-    as_json = rendered(snapshot_of(pipeline(), swarm=STRANGE), pipeline(), as_json=True)
-    assert json.loads(as_json)["missing"] == STRANGE.missing
     snapshot = snapshot_of(pipeline(), swarm=STRANGE)
-    assert "stages are shown without their blocks" in plain(swarm_lines(snapshot, (0, 0), 120))
-    lines = peer_lines(replace(PROGRESS, record=host("a0", 0, 4), jobs=()), 1, (0, 0), "demo", snapshot, 80)
+    assert json.loads(json_of(snapshot))["missing"] == STRANGE.missing
+    assert "stages are shown without their blocks" in plain(swarm_lines(snapshot, 120))
+    lines = peer_lines(replace(PROGRESS, record=host("a0", 0, 4), jobs=()), 1, "demo", snapshot, 80)
     assert "hosting  stage 0  100 tokens/s" in plain(lines)
 
 
 def test_status_for_machines_has_stages_too() -> None:
-    values = json.loads(rendered(snapshot_of(pipeline(), swarm=CUT), pipeline(), as_json=True))
+    values = json.loads(
+        json_of(snapshot_of([*pipeline(), trainer("z", addresses=("/ip4/10.1.2.3/tcp/1",))], swarm=CUT))
+    )
     assert [stage["hosts"] for stage in values["stages"]][1] == ["a1", "b1"]
     assert values["peers"][0]["stages"][1]["unit"] == 4
     assert len(values["peers"][0]["stages"][0]["digest"]) == 64
+    assert [peer["addresses"] for peer in values["peers"]][-1] == ["/ip4/10.1.2.3/tcp/1"]
 
 
 def test_a_hostile_host_cannot_command_the_terminal() -> None:
@@ -142,17 +157,17 @@ def test_a_hostile_host_cannot_command_the_terminal() -> None:
 
 def test_a_row_names_the_stages_of_a_host_but_not_what_it_shares() -> None:
     stage, number = COLUMNS.index("stage"), COLUMNS.index("round")
-    assert peer_row(host("a", 3, 4), 4)[stage] == "3"
-    assert (peer_row(feeder("f"), 4)[stage], peer_row(feeder("f"), 4)[number]) == ("feeds", "")
-    assert peer_row(trainer("a"))[stage] == ""
+    hosts, feeds = [peer_row(peer, 4) for peer in snapshot_of([host("a", 3, 4), feeder("f")], swarm=CUT).peers]
+    assert (hosts[stage], feeds[stage], feeds[number]) == ("3", "feeds", "")
+    assert peer_row(snapshot_of([trainer("a")]).peers[0])[stage] == ""
 
 
 def test_the_live_view_of_a_swarm_and_of_a_host_show_stages() -> None:
     snapshot = snapshot_of(without("b2"), swarm=CUT)
-    assert "bottleneck" in plain(swarm_lines(snapshot, (0, 0), 80))
+    assert "bottleneck" in plain(swarm_lines(snapshot, 80))
 
     def shown(record: PeerRecord, width: int = 80) -> str:
-        lines = peer_lines(replace(PROGRESS, record=record, jobs=()), 1, (0, 0), "demo", snapshot, width)
+        lines = peer_lines(replace(PROGRESS, record=record, jobs=()), 1, "demo", snapshot, width)
         assert fits(lines, width)
         return plain(lines)
 
@@ -165,38 +180,21 @@ def test_the_live_view_of_a_swarm_and_of_a_host_show_stages() -> None:
     shown(host("a0", 0, 4), 40)
 
 
-def told(stage: int, *rounds: int, peer: str = "a", **changes: object) -> PeerRecord:
-    reports = tuple(report(number, members=2, contributors=2, **changes) for number in rounds)
-    return replace(host(f"{peer}{stage}", stage), round=8, last_rounds=reports)
-
-
-def test_a_round_is_told_when_no_stage_is_behind_it_with_the_members_of_all() -> None:
-    records = [told(0, 6, 7, seconds=1.0), told(0, 6, 7, peer="b"), told(1, 6, seconds=3.0), feeder("f")]
-    [done] = committed_rounds(records, 0)
-    assert (done.round, done.members, done.seconds) == (6, 4, 3.0)
-    assert [each.round for each in committed_rounds([*records, told(1, 7, peer="b")], 7)] == [7]
-    assert committed_rounds([*records, replace(host("new", 1), stages=())], 0) == [done]
-
-
-def test_a_line_of_a_round_has_a_digest_for_each_stage() -> None:
-    records = [told(0, 7), told(1, 7)]
-    line = rounds_line(committed_rounds(records, 0), records, "")
+def test_a_line_of_a_round_has_the_members_of_all_stages_and_a_digest_for_each() -> None:
+    records = [
+        replace(host(f"a{stage}", stage), last_rounds=(report(7, members=2, contributors=2),)) for stage in range(4)
+    ]
+    snapshot = after_looks(records, swarm=CUT)
+    line = rounds_line(snapshot.rounds, snapshot.peers, "")
+    assert line.startswith("round 8  8/8 peers")
     digests = [f"{stage}:{record.digest.hex()[:8]}" for stage, record in enumerate(records)]
     assert line.endswith(f"stage digests {' '.join(digests)}")
 
 
-def test_the_tokens_of_a_pipeline_are_those_of_the_stage_that_is_least_far() -> None:
-    records = [replace(host("a", 0), lineage_tokens=9), replace(host("b", 1), lineage_tokens=7), feeder("f")]
-    assert most_tokens(records) == 7
-
-
 def test_a_summary_compares_ends_within_each_stage() -> None:
-    def ended(stage: int | None, digest: str) -> dict[str, object]:
-        return {
-            "heldout_loss_before": None, "heldout_loss_after": None, "tokens": 1, "seconds": 1.0, "bytes_sent": 0,
-            "bytes_received": 0, "rounds_committed": 1, "rounds_aborted": 0, "state_digest": digest, "stage": stage,
-        }  # fmt: skip
+    def ended(stage: int | None, digest: str) -> Summary:
+        return of(stage=stage, state_digest=digest)
 
     good = {"a": ended(0, "aa"), "b": ended(1, "bb"), "c": ended(1, "bb"), "f": ended(None, "")}
-    assert "equal in each of 2 stages 0:aa 1:bb" in combine(good, 4).to_text()
-    assert "they differ 0:aa 1:bb 1:cc" in combine({**good, "c": ended(1, "cc")}, 4).to_text()
+    assert "equal in each of 2 stages 0:aa 1:bb" in to_text(combine(good, 4))
+    assert "they differ 0:aa 1:bb 1:cc" in to_text(combine({**good, "c": ended(1, "cc")}, 4))

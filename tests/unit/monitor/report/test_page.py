@@ -18,8 +18,10 @@ from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.monitor.charts import MAX_POINTS, Series, line_chart, thin, ticks
 from p2ptrain.monitor.report.page import render
 from p2ptrain.monitor.report.run_files import read_lines, read_run
+from p2ptrain.node.summary import to_json
 from tests.support.processes.commands import assert_one_line_error, p2ptrain
 from tests.support.signers import NamedSigner
+from tests.unit.cli.test_summary import of
 
 ALICE = NamedSigner("alice")
 NUMBERS = st.floats(-1e9, 1e9, allow_nan=False)
@@ -47,11 +49,8 @@ def write_run(directory: Path, reason: str = "") -> None:
             {"time": 13.0, "kind": "step", "loss": 4.0, "tokens_per_second": 120.0, "step": 2},
         ]
         write_lines(directory / f"t{index}", lines)
-        summary = {
-            "name": f"t{index}", "tokens": 1000, "tokens_per_second": 110.0, "bytes_sent": 5000, "bytes_received": 6000,
-            "heldout_loss_before": 5.5, "heldout_loss_after": 2.5, "state_digest": "ab" * 32, "exit_reason": "signal",
-        }  # fmt: skip
-        (directory / f"t{index}" / "summary.json").write_text(json.dumps(summary))
+        summary = of(name=f"t{index}", tokens=1000, bytes_sent=5000, heldout_loss_after=2.5, state_digest="ab" * 32)
+        (directory / f"t{index}" / "summary.json").write_bytes(to_json(summary))
 
 
 class Tags(HTMLParser):

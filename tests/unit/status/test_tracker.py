@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2ptrain.status.rate import RATE_SECONDS, TokenRate
+from p2ptrain.status.tracker import RATE_SECONDS, TokenRate
 
 
 def observed(rate: TokenRate, now: float, tokens: int) -> float | None:

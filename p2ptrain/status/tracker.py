@@ -1,0 +1,241 @@
+"""A swarm over time: rates, rounds, trends, arrivals and departures; without any I/O."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+
+from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.network.records.record import PeerRecord
+from p2ptrain.network.records.sighting import Look, Sighting
+from p2ptrain.status.alerts import Facts
+from p2ptrain.status.rounds import SwarmRounds
+from p2ptrain.status.serving import NONE, ServingBook, growth, told
+from p2ptrain.status.snapshot import EMPTY, Observation
+from p2ptrain.status.stages import TRAINING_ROLES, positions
+from p2ptrain.status.views import Event, Rates, SwarmView
+
+RATE_SECONDS = 15.0
+STALL_SECONDS = 600.0
+TREND_SECONDS = 600.0
+"""The loss of the last ten minutes is compared with that of the ten before."""
+MIN_TREND_POINTS = 20
+GATHER_SECONDS = 10.0
+"""Peers publish every five seconds: so long after the first one all have told of a host that failed."""
+
+
+class SwarmTracker:
+    """One swarm, from look to look.
+
+    Attributes:
+        serving: What all peers served.
+    """
+
+    def __init__(
+        self, swarm: SwarmView, since: float, bootstraps: Sequence[str] = (), stall_seconds: float = STALL_SECONDS
+    ) -> None:
+        """
+        Args:
+            swarm: What the swarm agreed on.
+            since: Wall-clock second of now.
+            bootstraps: Ids of the peers that the swarm link names.
+            stall_seconds: So long without a committed round is too long.
+        """
+        self.serving = ServingBook()
+        self._swarm = swarm
+        self._num_stages = len(swarm.spans)
+        self._since = since
+        self._bootstraps = tuple(bootstraps)
+        self._stall_seconds = stall_seconds
+        self._look = Look(since, None)
+        self._has_looked = False
+        self._sightings: dict[str, Sighting] = {}
+        self._rates: dict[str, Rates] = {}
+        self._rounds = SwarmRounds(swarm.group_size, self._num_stages)
+        self._tokens = TokenRate()
+        self._losses: deque[tuple[float, float]] = deque()
+        self._last_commit: float | None = None
+        self._forked_since: float | None = None
+        self._failovers: dict[str, str] = {}
+        self._failovers_since = 0.0
+
+    @property
+    def trainers(self) -> list[PeerRecord]:
+        """The newest records of peers that take part in training."""
+        return [each.record for each in self._sightings.values() if each.record.role in TRAINING_ROLES]
+
+    def take_in(self, look: Look) -> list[Event]:
+        """Compare the records of a look with those of the look before.
+
+        Returns:
+            Who joined and who left, and hosts that failed; nothing of the first look that was answered.
+        """
+        self._look, now, before = look, look.at, self._sightings
+        if look.sightings is None:
+            return []
+        is_first, self._has_looked = not self._has_looked, True
+        records = [each.record for each in look.sightings]
+        medians = median_positions(records, self._num_stages)
+        rounds = {unit: round_ for unit, (round_, _) in medians.items()}
+        for seen in look.sightings:
+            if (known := before.get(seen.record.peer)) is not None and known.at < seen.at:
+                self._rates[seen.record.peer] = _rates(known, seen)
+            self._rounds.learn(seen.record, min(seen.at, now), rounds)
+        if self._rounds.settle(rounds):
+            self._last_commit = now
+        self._sightings = {each.record.peer: each for each in look.sightings}
+        self._rates = {peer: rates for peer, rates in self._rates.items() if peer in self._sightings}
+        self._rounds.forget_peers(self._sightings)
+        self.serving.learn(look.sightings, now)
+        if len(medians) >= self._num_stages:  # A token counts when all stages have counted it.
+            self._tokens.update(now, min(tokens for _, tokens in medians.values()))
+        losses = [each.loss for each in self.trainers if each.loss is not None and each.state == "training"]
+        if losses:
+            self._losses.append((now, statistics.median(losses)))
+        if is_first:
+            return []
+        joined = [each.record for peer, each in self._sightings.items() if peer not in before]
+        left = [each.record for peer, each in before.items() if peer not in self._sightings]
+        return [
+            *self._take_in_failovers(before, now),
+            *(Event(now, "joined", each.peer, f"{each.label} joined") for each in joined),
+            *(Event(now, "left", each.peer, f"{each.label} left") for each in left),
+        ]
+
+    def _take_in_failovers(self, before: Mapping[str, Sighting], now: float) -> list[Event]:
+        """Make one event of all failovers within a while: every sender reports a host's death with its next record."""
+        for peer, each in self._sightings.items():
+            if (known := before.get(peer)) is None:
+                continue
+            is_same_life = known.record.started_at == each.record.started_at
+            if each.record.failovers > (known.record.failovers if is_same_life else 0):
+                self._failovers_since = self._failovers_since if self._failovers else now
+                self._failovers[peer] = each.record.label
+        if not self._failovers or now < self._failovers_since + GATHER_SECONDS:
+            return []
+        names, self._failovers = sorted(self._failovers.values()), {}
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        text = f"a host of a stage failed: {names[0]}{more} went on with others"
+        return [Event(self._failovers_since, "failover", "", text)]
+
+    @property
+    def majority_lineage(self) -> bytes:
+        """The lineage of most trainers; empty where nobody has a state, and for stages, which have several."""
+        if self._num_stages > 1:
+            return b""
+        lineages = Counter(record.lineage for record in self.trainers if record.digest != EMPTY)
+        return lineages.most_common(1)[0][0] if lineages else b""
+
+    def certify(self, body: Body, now: float) -> None:
+        """Take in a result of that lineage that a majority of its group signed."""
+        if self._rounds.certify(body, now):
+            self._last_commit = now
+
+    def observation(self) -> Observation:
+        trainers = self.trainers
+        return Observation(
+            swarm=self._swarm,
+            sightings=list(self._sightings.values()),
+            rates=self._rates,
+            rounds=self._rounds.views(),
+            groups=self._rounds.groups([record.peer for record in trainers]),
+            tokens_per_second=self._tokens.tokens_per_second,
+            committed=self._rounds.committed,
+            aborted=self._rounds.aborted,
+            rejected=self._look.rejected + self.serving.rejected,
+            facts=self._facts(trainers, self._look.at),
+            served=self.serving.served(),
+        )
+
+    def _facts(self, trainers: Sequence[PeerRecord], now: float) -> Facts:
+        lineages: dict[tuple[int, int], set[bytes]] = {}
+        for record in trainers:
+            for unit, round_, lineage, digest, _ in positions(record, self._num_stages):
+                if record.state == "training" and digest != EMPTY:
+                    lineages.setdefault((unit, round_), set()).add(lineage)
+        if not any(len(each) > 1 for each in lineages.values()):
+            self._forked_since = None
+        elif self._forked_since is None:
+            self._forked_since = now
+        return Facts(
+            since=self._since,
+            stall_seconds=self._stall_seconds,
+            last_commit=self._last_commit,
+            losses=self._trend(now),
+            bootstraps=self._bootstraps,
+            forked_since=self._forked_since,
+            directory_answers=self._look.sightings is not None,
+        )
+
+    def _trend(self, now: float) -> tuple[float, float] | None:
+        while self._losses and self._losses[0][0] < now - 2 * TREND_SECONDS:
+            self._losses.popleft()
+        border = now - TREND_SECONDS
+        before = [loss for at, loss in self._losses if at < border]
+        late = [loss for at, loss in self._losses if at >= border]
+        if min(len(before), len(late)) < MIN_TREND_POINTS:
+            return None
+        return statistics.median(before), statistics.median(late)
+
+
+class TokenRate:
+    """Tokens in committed rounds over time, so that every peer's share is in it once.
+
+    The average is taken over the last 15 s, and always over a whole number of rounds, at least one: whatever rounds
+    last, it neither jumps nor drops to 0 between them.
+    """
+
+    def __init__(self) -> None:
+        self._commits: deque[tuple[float, int]] = deque()
+        self._tokens: int | None = None
+
+    def update(self, now: float, tokens: int) -> None:
+        """Learn how many tokens the swarm's rounds have at time ``now``, in seconds of any clock."""
+        if self._tokens is not None and tokens < self._tokens:
+            self._commits.clear()  # The lineage that was ahead is gone.
+        if tokens > self._tokens if self._tokens is not None else not tokens:
+            self._commits.append((now, tokens))  # Not at a first look in the middle of some later round.
+        self._tokens = tokens
+        while len(self._commits) > 2 and self._commits[-1][0] - self._commits[1][0] >= RATE_SECONDS:
+            self._commits.popleft()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """None before a round was seen from its start to its end."""
+        if len(self._commits) < 2:
+            return None
+        (first, before), (last, after) = self._commits[0], self._commits[-1]
+        return (after - before) / max(last - first, 1e-9)
+
+
+def median_positions(records: Sequence[PeerRecord], num_stages: int) -> dict[int, tuple[int, int]]:
+    """Return the median round of each stage's peers, and the median tokens of their lineages.
+
+    However many newcomers there are, only peers that train count, where there are any.
+    """
+    places: dict[int, list[tuple[bool, int, int]]] = {}
+    for record in records:
+        for each in positions(record, num_stages):
+            if each.unit < num_stages:
+                places.setdefault(each.unit, []).append((record.state == "training", each.round, each.tokens))
+    found = {}
+    for unit, stood in places.items():
+        here = [each for each in stood if each[0]] or stood
+        found[unit] = (
+            statistics.median_high([round_ for _, round_, _ in here]),
+            statistics.median_high([tokens for _, _, tokens in here]),
+        )
+    return found
+
+
+def _rates(before: Sighting, now: Sighting) -> Rates:
+    seconds, serves = max(now.at - before.at, 1e-3), now.record.serving is not None
+    if now.record.started_at != before.record.started_at:
+        return Rates(served_per_second=0.0 if serves else None)
+    served = (growth(told(before), told(now)) or NONE).generated_tokens
+    return Rates(
+        max(0, now.record.bytes_sent - before.record.bytes_sent) / seconds,
+        max(0, now.record.bytes_received - before.record.bytes_received) / seconds,
+        served / seconds if serves else None,
+    )
