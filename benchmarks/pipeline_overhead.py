@@ -140,7 +140,7 @@ async def start_feeder(peer: Peer, plan: PipelinePlan) -> Feeder:
     peer.presence.on_records = view.update
     await peer.presence.refresh()
     router = view.new_router()
-    feeder = Feeder(peer.rpc, router, Caller(peer.rpc, router, peer.runtime.random, view.local), peer.runtime.random)
+    feeder = Feeder(peer.rpc, router, Caller(peer.rpc, router, view.here), peer.runtime.random)
     await feeder.start()
     peer.on_close(feeder.close)
     peer.set_state("training")

@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.messages import RoundReply, RoundRequest, StayReply, StayRequest
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.pipeline.routing.hop import service
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
@@ -117,7 +118,7 @@ class Mover:
         self._has_news = asyncio.Event()
         self._tasks = Tasks()
         self._looked = loop.time()
-        rpc.serve("pipeline.stay", dict, self._serve_stay)
+        rpc.serve("pipeline.stay", StayRequest, self._serve_stay)
 
     @property
     def next_stage(self) -> int | None:
@@ -292,11 +293,11 @@ class Mover:
     async def _promises(self, other: str, stage: int, round: int) -> bool:
         """Whether a host of a stage is in that round, or a later one, and promises to stay."""
         try:
-            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, dict, CALL_SECONDS)
+            request = StayRequest(stage, round)
+            return (await self._rpc.call(other, "pipeline.stay", request, StayReply, CALL_SECONDS)).stays
         except (PeerError, DeadlineError) as error:
             logger.debug("host %s promises nothing: %s", other[-8:], error)
             return False
-        return reply.get("stays") is True
 
     def _others_of(self, stage: int) -> list[str]:
         """Who else hosts a stage; also who says that it goes, which it may take back."""
@@ -308,12 +309,12 @@ class Mover:
         This one may have ended its last round alone, or with others that leave, too.
         """
         round = leaving.host.ledger.round
-        request = {"after": round - 1, "seconds": HAND_OVER_SECONDS}
+        request = RoundRequest(round - 1, HAND_OVER_SECONDS)
 
         async def ask(other: str) -> str:
             name = f"{service(leaving.number)}.round"
             try:
-                await self._rpc.call(other, name, request, dict, HAND_OVER_SECONDS + CALL_SECONDS)
+                await self._rpc.call(other, name, request, RoundReply, HAND_OVER_SECONDS + CALL_SECONDS)
             except (PeerError, DeadlineError) as error:
                 logger.debug("host %s takes nothing over: %s", other[-8:], error)
                 return ""
@@ -332,13 +333,10 @@ class Mover:
                     "stage %d: no other host took over what this one ended round %d with", leaving.number, round
                 )
 
-    async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        stage, round = request.get("stage"), request.get("round")
-        if type(stage) is not int or type(round) is not int:
-            raise ProtocolError(peer, "asked for no promise")
-        ledger = self.hosted.host.ledger
-        stays = stage == self.hosted.number and not (self._is_leaving or self._is_stopping) and ledger.round >= round
+    async def _serve_stay(self, peer: str, request: StayRequest) -> StayReply:
+        is_here = request.stage == self.hosted.number and self.hosted.host.ledger.round >= request.round
+        stays = is_here and not (self._is_leaving or self._is_stopping)
         if stays:
             self._target = None  # It may have been about to.
             self._bind(PROMISE_SECONDS)
-        return {"stays": stays}
+        return StayReply(stays)

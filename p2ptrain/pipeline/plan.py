@@ -25,9 +25,6 @@ from p2ptrain.progress import Jobs, untold
 if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage
 
-MAX_SAMPLES = 1 << 16
-"""In one microbatch."""
-
 
 @dataclass(frozen=True)
 class Unit:
@@ -218,8 +215,6 @@ class PipelinePlan:
             ValueError: Shape or codec of the input, the shape of the targets, or the count of tokens, is impossible.
         """
         spec, family, shape = self.manifest.model, self._family, tuple(inputs.shape)
-        if samples > MAX_SAMPLES:
-            raise ValueError(f"{samples} samples are more than a microbatch may have, {MAX_SAMPLES}")
         sample, length = family.inputs(spec), family.tokens(spec)
         if family.reads_text:
             length = targets.shape[1] if len(targets.shape) == 2 else 0

@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.pipeline.checkpoints.agreement import Saves
-from p2ptrain.pipeline.client.outputs import Outputs
-from p2ptrain.pipeline.messages import Hop, Payload, Reply
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import HopFailedError, News
+from p2ptrain.pipeline.routing.hop import Here
 from p2ptrain.pipeline.routing.router import HostState, Router
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
@@ -33,16 +30,14 @@ class PipelineView:
 
     Attributes:
         plan: The stages.
-        local: This peer's own hosts, by stage.
-        outputs: Where outputs of its own microbatches go, if they come home.
+        here: This peer's own hosts, and where outputs of its own microbatches go.
         saves: What hosts say of their checkpoints, this peer included.
         on_update: Called when that and all else was brought up to date.
     """
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
-        self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
-        self.outputs: Outputs | None = None
+        self.here = Here()
         self.saves = Saves()
         self.on_update: Callable[[], None] = lambda: None
         self._peer_id = peer_id
@@ -53,12 +48,6 @@ class PipelineView:
         self._heard: dict[str, float] = {}
         self._departures: dict[str, float] = {}
         self._own_sequence = 0
-
-    async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
-        """See `p2ptrain.pipeline.routing.hop.AtHome`."""
-        if self.outputs is None:
-            raise HopFailedError(f"{id} is to come home, and nobody waits for it there")
-        return await self.outputs.come_home(id, output, learns)
 
     def membership(self, unit: int) -> Membership:
         """Who averages a unit."""
@@ -182,7 +171,7 @@ class PipelineView:
             for stage in record.stages:
                 if stage.unit < len(states) and record.state in ACTIVE_STATES:
                     states[stage.unit][record.peer] = HostState(stage.tokens_per_second, sequence)
-        for number in self.local:
+        for number in self.here.hosts:
             self._own_sequence += 1
             states[number][self._peer_id] = HostState(0.0, self._own_sequence)
         for router in routers:

@@ -12,11 +12,10 @@ import torch
 
 from p2ptrain import runtime as module
 from p2ptrain.pipeline import messages
-from p2ptrain.pipeline.messages import Hop, pack
+from p2ptrain.pipeline.messages import Hop, MicrobatchId, pack
 from p2ptrain.pipeline.stage import passes
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.pipeline.stage.passes import Passes
 from p2ptrain.runtime import Runtime, real_runtime
 from tests.support.sim.pipelines import sample

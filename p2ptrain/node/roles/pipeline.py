@@ -239,11 +239,12 @@ async def start_feeder(peer: Peer, view: PipelineView) -> Feeder:
     from p2ptrain.pipeline.client.sender import Feeder
     from p2ptrain.pipeline.routing.hop import Caller
 
-    router, view.outputs = view.new_router(), Outputs(peer.rpc)
-    caller = Caller(peer.rpc, router, peer.runtime.random, view.local)
+    router, outputs = view.new_router(), Outputs(peer.rpc)
+    view.here.home = outputs.come_home
+    caller = Caller(peer.rpc, router, view.here)
     # Numbers of a former life of this peer may still be known to hosts.
     first = int(peer.runtime.now() * 1000)
-    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, first, view.outputs)
+    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, first, outputs)
     await feeder.start()
     peer.on_close(feeder.close)
     return feeder

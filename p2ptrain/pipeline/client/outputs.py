@@ -7,23 +7,30 @@ gets the same gradient; so the trainer sees each microbatch's output once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import Any
 
 import torch
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.errors import P2PTrainError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.pipeline.messages import Payload, head_from_wire, pack, unpack
-from p2ptrain.pipeline.routing.hop import BEAT_SECONDS, HOME
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import (
+    Arrived,
+    BadMicrobatchError,
+    HomeRequest,
+    MicrobatchId,
+    Payload,
+    RefusalError,
+    Refused,
+    Reply,
+    TensorHead,
+    pack,
+    unpack,
+)
+from p2ptrain.pipeline.routing.hop import HOME, beat
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 RECEIVE_SECONDS = 120.0
-MAX_OUTPUT_BYTES = 1 << 31
 
 
 class Waiting:
@@ -47,18 +54,22 @@ class Waiting:
         if not self._gradient.done():
             self._gradient.set_result(gradient)
 
+    def check(self, output: TensorHead | Payload) -> None:
+        """Raise `BadMicrobatchError` if an output of another shape comes."""
+        if output.shape != self._shape:
+            raise BadMicrobatchError(f"an output of {list(output.shape)}, where {list(self._shape)} was to come")
+
     async def came(self, output: Payload, learns: bool, runtime: Runtime) -> Payload | None:
-        """Take the output; its gradient, if that is wanted.
+        """Take the output; return its gradient, if that is wanted.
 
         Raises:
-            P2PTrainError: It has another shape, or values that are not finite.
+            BadMicrobatchError: It has another shape, or values that are not finite.
         """
-        if output.shape != self._shape:
-            raise P2PTrainError(f"an output of shape {list(output.shape)}, where {list(self._shape)} was to come")
+        self.check(output)
         try:
             values = await runtime.offload(unpack, output)
         except CodecError as error:
-            raise P2PTrainError(f"an output that is none: {error}") from error
+            raise BadMicrobatchError(f"an output that is none: {error}") from error
         if not self.output.done():
             self.output.set_result(values)
         if not learns:
@@ -76,7 +87,7 @@ class Outputs:
     def __init__(self, rpc: Rpc) -> None:
         self._waiting: dict[MicrobatchId, Waiting] = {}
         self._runtime = rpc.runtime
-        rpc.serve_channel(HOME, dict, self._serve)
+        rpc.serve_channel(HOME, HomeRequest, self._serve)
 
     def expect(self, id: MicrobatchId, waiting: Waiting) -> None:
         """Let an output come."""
@@ -87,33 +98,27 @@ class Outputs:
         self._waiting.pop(id, None)
 
     async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
-        """From a host of this process; see `p2ptrain.pipeline.routing.hop.AtHome`."""
+        """From a host of this process; see `p2ptrain.pipeline.routing.hop.Here`."""
         return await self._find(id).came(output, learns, self._runtime)
 
     def _find(self, id: MicrobatchId) -> Waiting:
         if id not in self._waiting:
-            raise P2PTrainError(f"nobody waits for {id} any more")
+            raise BadMicrobatchError(f"nobody waits for {id} any more")
         return self._waiting[id]
 
-    async def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
-        id, learns = request.get("id"), request.get("learns")
-        good = isinstance(id, list) and [type(each) for each in id] == [str, int, int] and type(learns) is bool
-        if not good:
-            raise ProtocolError(channel.remote, "sent a malformed output")
-        waiting = self._find(MicrobatchId(*id))  # type: ignore[misc]
-        codec, shape, length = head_from_wire(request.get("output"), channel.remote, MAX_OUTPUT_BYTES)
-        async with Tasks() as tasks:
-            beating = tasks.start(_beat(channel), "beat")
-            output = Payload(codec, shape, await channel.receive_bytes(length, RECEIVE_SECONDS))
-            gradient = await waiting.came(output, bool(learns), self._runtime)
-            beating.cancel()
-            await channel.send({"gradient": gradient.head() if gradient is not None else None})
-            if gradient is not None:
-                await channel.send_bytes(gradient.data)
-
-
-async def _beat(channel: Channel) -> None:
-    with contextlib.suppress(P2PTrainError):
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await channel.send({"beat": True})
+    async def _serve(self, channel: Channel, request: HomeRequest) -> None:
+        head = request.output
+        try:
+            waiting = self._find(request.id)
+            waiting.check(head)
+            async with Tasks() as tasks:
+                beating = tasks.start(beat(channel), "beat")
+                data = await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS)
+                await channel.send(Arrived())
+                gradient = await waiting.came(Payload(head.codec, head.shape, data), request.learns, self._runtime)
+                beating.cancel()
+                await channel.send(Reply(0.0, (), gradient).head)
+                if gradient is not None:
+                    await channel.send_bytes(gradient.data)
+        except RefusalError as error:
+            await channel.close(Refused.of(error))

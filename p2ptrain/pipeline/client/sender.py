@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,10 +20,22 @@ from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
 from p2ptrain.models.family import Shape
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.client.outputs import Outputs, Waiting
-from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
-from p2ptrain.pipeline.routing.hop import Caller, News, OtherRoundError, service
+from p2ptrain.pipeline.messages import (
+    IDS,
+    Answers,
+    DoneRequest,
+    Hop,
+    Leg,
+    MicrobatchId,
+    OtherRoundError,
+    Payload,
+    Reply,
+    RoundReply,
+    RoundRequest,
+    SettleRequest,
+)
+from p2ptrain.pipeline.routing.hop import Caller, Tell, service
 from p2ptrain.pipeline.routing.router import NoHostError, Router
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
@@ -309,7 +321,7 @@ class Feeder:
         finally:
             self._outputs.forget(hop.id)
 
-    async def _there_and_back(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor], news: News) -> Reply:
+    async def _there_and_back(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor], news: Tell) -> Reply:
         """What comes back of an opened microbatch.
 
         Once its output is here, it cannot be sent again under another number. If its first host dies then, another one
@@ -380,17 +392,13 @@ class Feeder:
 
     async def _tell(self, stage: int, host: str, settled: list[MicrobatchId], abandoned: list[MicrobatchId]) -> bool:
         """Tell a host what is settled and what is given up; whether it has counted all that is settled."""
-        request = {
-            "settled": [[id.round, id.number] for id in settled],
-            "abandoned": [[id.round, id.number] for id in abandoned],
-        }
+        request = SettleRequest(_numbers(settled), _numbers(abandoned))
         try:
-            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, dict, TELL_SECONDS)
+            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, Answers, TELL_SECONDS)
         except (PeerError, DeadlineError) as error:
             self._router.failed(host, str(error))
             return False
-        counted = reply.get("counted")
-        return isinstance(counted, list) and len(counted) == len(settled) and all(each is True for each in counted)
+        return reply.answers == (True,) * len(settled)
 
     # Rounds
 
@@ -399,8 +407,8 @@ class Feeder:
         while True:
             try:
                 host = self._router.stages[0].draw(0.0)
-                request = {"after": self.round, "seconds": WATCH_SECONDS}
-                reply = await self._rpc.call(host, f"{service(0)}.round", request, dict, WATCH_SECONDS + 5.0)
+                request = RoundRequest(self.round, WATCH_SECONDS)
+                reply = await self._rpc.call(host, f"{service(0)}.round", request, RoundReply, WATCH_SECONDS + 5.0)
             except NoHostError:
                 await asyncio.sleep(0.5)
                 continue
@@ -409,9 +417,8 @@ class Feeder:
                 self._router.failed(host, str(error))
                 await asyncio.sleep(0.1)
                 continue
-            round = reply.get("round")
-            if type(round) is int and self.round < round < 1 << 62:
-                self._move(round)
+            if reply.round > self.round:
+                self._move(reply.round)
 
     def _move(self, round: int) -> None:
         before, self.round = self.round, round
@@ -448,15 +455,18 @@ class Feeder:
         missing, pause = ids, 0.5
         while missing and loop.time() < deadline:
             try:
-                request = {"ids": [[id.round, id.number] for id in missing]}
-                reply = await self._rpc.call(host, f"{service(stage)}.done", request, dict, TELL_SECONDS)
+                request = DoneRequest(_numbers(missing))
+                reply = await self._rpc.call(host, f"{service(stage)}.done", request, Answers, TELL_SECONDS)
             except (PeerError, DeadlineError):
                 return missing
-            done = reply.get("done")
-            if not isinstance(done, list) or len(done) != len(missing):
+            if len(reply.answers) != len(missing):
                 return missing
-            missing = [id for id, is_done in zip(missing, done, strict=True) if is_done is not True]
+            missing = [id for id, is_done in zip(missing, reply.answers, strict=True) if not is_done]
             if missing:
                 await asyncio.sleep(pause)
                 pause *= 2
         return missing
+
+
+def _numbers(ids: Sequence[MicrobatchId]) -> tuple[tuple[int, int], ...]:
+    return tuple((id.round, id.number) for id in ids)

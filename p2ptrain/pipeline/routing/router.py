@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
-from p2ptrain.errors import TemporaryError
+from p2ptrain.pipeline.messages import HopFailedError
 
 MEASURE_WEIGHT = 0.1
 """How much the last measurement counts in a host's throughput (SWARM's code: an average over about ten)."""
 DEFAULT_THROUGHPUT = 1.0
 
 
-class NoHostError(TemporaryError):
+class NoHostError(HopFailedError):
     """A stage has no host to go to.
 
     Attributes:

@@ -7,11 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.pipeline.messages import Hop, Leg, Payload, Reply
-from p2ptrain.pipeline.routing.hop import News
+from p2ptrain.pipeline.messages import BadMicrobatchError, FullError, Hop, Leg, Payload, Reply
+from p2ptrain.pipeline.routing.hop import Tell
 from p2ptrain.pipeline.stage.compute import NotFiniteError
-from p2ptrain.pipeline.stage.ledger import FullError
-from p2ptrain.pipeline.stage.passes import BadMicrobatchError, Passes
+from p2ptrain.pipeline.stage.passes import Passes
 
 MAX_EVALUATIONS = 8
 """At a time."""
@@ -33,7 +32,7 @@ class Evaluations:
         peer_id: str,
         stage: int,
         passes: Passes,
-        onward: Callable[[Hop, Payload, News], Awaitable[Reply]],
+        onward: Callable[[Hop, Payload, Tell], Awaitable[Reply]],
         is_last: bool,
     ) -> None:
         self._peer_id = peer_id
@@ -43,7 +42,7 @@ class Evaluations:
         self._is_last = is_last
         self._number = 0
 
-    async def take(self, hop: Hop, news: News) -> Reply:
+    async def take(self, hop: Hop, news: Tell) -> Reply:
         """Take a microbatch forward; raises as `StageHost.take`."""
         if self._number >= MAX_EVALUATIONS:
             raise FullError(f"{MAX_EVALUATIONS} evaluations are under way: come again, or go to another host")

@@ -20,19 +20,24 @@ import torch
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.pipeline.messages import Hop, Leg, Payload, Reply
-from p2ptrain.pipeline.routing.hop import Caller, News, OtherRoundError
+from p2ptrain.pipeline.messages import (
+    BadMicrobatchError,
+    FullError,
+    Hop,
+    Leg,
+    MicrobatchId,
+    OtherRoundError,
+    Payload,
+    Reply,
+)
+from p2ptrain.pipeline.routing.hop import Caller, Tell
 from p2ptrain.pipeline.stage.compute import NotFiniteError, StageCompute
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.pipeline.stage.evaluations import Evaluations
 from p2ptrain.pipeline.stage.inflight import Running
-from p2ptrain.pipeline.stage.ledger import FullError, Ledger, Limits, MicrobatchId, State, WrongRoundError
-from p2ptrain.pipeline.stage.passes import Added, BadMicrobatchError, Passed, Passes
-from p2ptrain.pipeline.stage.service import HostService, take_here
+from p2ptrain.pipeline.stage.ledger import Ledger, Limits, State
+from p2ptrain.pipeline.stage.passes import Added, Passed, Passes
 from p2ptrain.tasks import Tasks, until_ended
-
-__all__ = ["BadMicrobatchError", "StageHost"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +107,6 @@ class StageHost:
         self._passes = Passes(stage, num_stages, compute, device, codec, num_ids, num_classes)
         self._evaluations = Evaluations(peer_id, stage, self._passes, self._onward, self._is_last)
         self._caller = caller
-        self._service = HostService(self, limits)
         self._check = check
         self._tasks = Tasks()
         self._running: dict[MicrobatchId, Running] = {}
@@ -115,10 +119,6 @@ class StageHost:
         self.admit: Callable[[int], Awaitable[bool]] | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.on_over: Callable[[], None] = lambda: None
-
-    def listen(self, rpc: Rpc) -> None:
-        """Take hops, and news of what is settled or abandoned, over the network."""
-        self._service.listen(rpc)
 
     @property
     def stage(self) -> int:
@@ -162,11 +162,11 @@ class StageHost:
         """Refuse what `take` would refuse, as far as that shows before a microbatch's tensors are here.
 
         Raises:
-            FullError, WrongRoundError, BadMicrobatchError: As `take`.
+            FullError, OtherRoundError, BadMicrobatchError: As `take`.
         """
         self._check_hop(hop)
         if hop.learns and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
-            self.ledger.check(hop.id, _size(hop))
+            self.ledger.check(hop.id, hop.num_bytes)
 
     def _check_leaving(self, hop: Hop) -> None:
         """Whoever comes again with what is under way here, or counted, still gets its reply.
@@ -186,7 +186,7 @@ class StageHost:
         if len(hop.route) > self._num_after:
             raise BadMicrobatchError(f"a route of {len(hop.route)} hosts, where {self._num_after} stages are left")
 
-    async def take(self, hop: Hop, news: News, on_admitted: Callable[[], None] = lambda: None) -> Reply:
+    async def take(self, hop: Hop, news: Tell, on_admitted: Callable[[], None] = lambda: None) -> Reply:
         """Take a microbatch through this stage and all after it.
 
         Args:
@@ -196,7 +196,7 @@ class StageHost:
 
         Raises:
             FullError: There is no room for it now.
-            WrongRoundError: It is for another round.
+            OtherRoundError: It is for another round.
             BadMicrobatchError: It does not fit, or its values are not finite.
             HopFailedError, OtherRoundError, NoHostError: It did not get through the stages after this one.
         """
@@ -215,7 +215,7 @@ class StageHost:
                 raise BadMicrobatchError(f"{hop.id} is settled already")
             return known.kept.reply
         if running is None:
-            self.ledger.admit(hop.id, hop.samples, hop.tokens, _size(hop))
+            self.ledger.admit(hop.id, hop.samples, hop.tokens, hop.num_bytes)
             on_admitted()
             running = self._begin(hop)
         return await running.join(news)
@@ -226,19 +226,11 @@ class StageHost:
         running = self._running[hop.id] = Running(hop.id, task)
         return running
 
-    async def take_here(self, hop: Hop, news: News) -> Reply:
-        """`take` for a caller of this process.
-
-        Raises:
-            PeerRefusedError: As a caller elsewhere gets it.
-        """
-        return await take_here(self, self._peer_id, hop, news)
-
     async def _in_its_round(self, hop: Hop) -> None:
         """Let a microbatch that came early wait for its round.
 
         Raises:
-            WrongRoundError: That has not begun in time.
+            OtherRoundError: That has not begun in time.
             FullError: Too many wait, or this host is about to leave.
         """
         id = hop.id
@@ -255,7 +247,7 @@ class StageHost:
                     await self._changed.wait()
         except TimeoutError:
             reason = f"{id} came too early: this host is in round {self.ledger.round}"
-            raise WrongRoundError(reason, is_late=False) from None
+            raise OtherRoundError(reason, is_late=False) from None
         finally:
             self._num_early -= 1
 
@@ -292,7 +284,7 @@ class StageHost:
         try:
             inputs = await self._passes.inputs_of(hop)
             if self.admit is not None and not await self.admit(hop.samples):
-                raise WrongRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
+                raise OtherRoundError(f"{hop.id} came too late: the round has its samples", is_late=True)
             ends_here = self._is_last and not hop.goes_home
             return await (self._last(hop, inputs) if ends_here else self._middle(hop, inputs))
         except (CodecError, NotFiniteError) as error:
@@ -322,7 +314,7 @@ class StageHost:
         leg = Leg(self._stage, self._peer_id, output.seconds, passed.seconds)
         return self._count(hop, passed, Reply(after.loss, (leg, *after.legs), passed.gradient))
 
-    async def _onward(self, hop: Hop, output: Payload, news: News) -> Reply:
+    async def _onward(self, hop: Hop, output: Payload, news: Tell) -> Reply:
         """What the stages after this one make of its output; after the last one, the trainer."""
         if self._is_last:
             return await self._caller.home(hop, output)
@@ -400,8 +392,3 @@ class StageHost:
     def is_done(self, ids: Sequence[MicrobatchId]) -> list[bool]:
         """Which of these are in the committed average of a round, as far as it is remembered."""
         return [any(id in done for done in self._done.values()) for id in ids]
-
-
-def _size(hop: Hop) -> int:
-    """What is kept for it takes: its input, a gradient of the same size, and its targets."""
-    return 2 * hop.inputs.num_bytes + hop.targets.num_bytes

@@ -8,13 +8,14 @@ from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
 from p2ptrain.pipeline.plan import Unit
-from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
+from p2ptrain.pipeline.routing.hop import Caller, HopLimits
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.pipeline.stage.gradients import Part, StageWork, unit_state
 from p2ptrain.pipeline.stage.host import StageHost
 from p2ptrain.pipeline.stage.ledger import Limits
 from p2ptrain.pipeline.stage.rounds import HostedUnit, StageRounds
+from p2ptrain.pipeline.stage.service import HostService
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.runtime import Runtime
@@ -78,14 +79,14 @@ class HostedStage:
         self._participates = False
         self._view = view
         self._compute = compute or StageCompute(stage)
-        caller = Caller(rpc, view.new_router(), runtime.random, view.local, hop_limits, view.come_home)
+        caller = Caller(rpc, view.new_router(), view.here, hop_limits)
         self.host = StageHost(
             rpc.peer_id, number, plan.num_stages, self._compute, device, caller, plan.manifest.pipeline.codec,
             limits or Limits(), NOT_YET,
             lambda inputs, targets, samples, tokens: plan.check(number, inputs, targets, samples, tokens),
             plan.num_ids, plan.num_classes,
         )  # fmt: skip
-        self.host.listen(rpc)
+        self._service = HostService(self.host, rpc, limits or Limits())
         self._made = [
             self._make_unit(unit, stage, rpc, runtime, signer, bandwidth, jobs) for unit in plan.units(number)
         ]
@@ -128,7 +129,7 @@ class HostedStage:
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participates = True
-        self._view.local[self.number] = self.host.take_here
+        self._view.here.hosts[self.number] = self.host.take
         self._view.refresh_routes()
 
     async def run(self) -> None:
@@ -167,11 +168,10 @@ class HostedStage:
         if self._is_closed:
             return
         self._is_closed = True
-        self._view.local.pop(self.number, None)
+        self._view.here.hosts.pop(self.number, None)
         self.saves.forget()
         self._view.refresh_routes()
-        for name in ("", ".settle", ".round"):  # What became of microbatches may still be asked.
-            self._rpc.withdraw(f"{service(self.number)}{name}")
+        self._service.close()
         await self.host.close()
         for unit, made, _ in self._made:
             await made.synchronizer.close()

@@ -19,22 +19,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from p2ptrain.errors import P2PTrainError
+from p2ptrain.pipeline.messages import FullError, MicrobatchId, OtherRoundError
 
 Kept = TypeVar("Kept")
-
-
-class MicrobatchId(NamedTuple):
-    """Which microbatch: the trainer's ``number``-th of a round."""
-
-    trainer: str
-    round: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"microbatch {self.number} of {self.trainer[-8:]} in round {self.round}"
 
 
 class State(Enum):
@@ -43,22 +32,6 @@ class State(Enum):
     RUNNING = "running"
     COUNTED = "counted"
     SETTLED = "settled"
-
-
-class FullError(P2PTrainError):
-    """There is no room for another microbatch now; no failure of this host. The message says what is full."""
-
-
-class WrongRoundError(P2PTrainError):
-    """A microbatch is for another round than the one in progress.
-
-    Attributes:
-        is_late: Whether its round is over here; else it has not begun.
-    """
-
-    def __init__(self, message: str, is_late: bool) -> None:
-        super().__init__(message)
-        self.is_late = is_late
 
 
 @dataclass
@@ -167,7 +140,7 @@ class Ledger(Generic[Kept]):
         """Take on a microbatch that is not known yet.
 
         Raises:
-            WrongRoundError: It is not for the round in progress.
+            OtherRoundError: It is not for the round in progress.
             FullError: There is no room for it.
         """
         assert id not in self._entries
@@ -181,12 +154,12 @@ class Ledger(Generic[Kept]):
         """Whether `admit` would take it on now.
 
         Raises:
-            WrongRoundError, FullError: As `admit`.
+            OtherRoundError, FullError: As `admit`.
         """
         if id.round != self.round or self.is_closed:
             is_late = id.round <= self.round
             when = "late" if is_late else "early"
-            raise WrongRoundError(f"{id} came too {when}: this host is in round {self.round}", is_late)
+            raise OtherRoundError(f"{id} came too {when}: this host is in round {self.round}", is_late)
         limits, mine = self._limits, id.trainer
         if self.num_running >= limits.max_running or self.num_bytes + num_bytes > limits.max_bytes:
             raise FullError(f"{self.num_running} microbatches are under way: come again, or go to another host")

@@ -13,7 +13,7 @@ import torch
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.pipeline.messages import Hop, Payload, pack, unpack
+from p2ptrain.pipeline.messages import BadMicrobatchError, Hop, Payload, pack, unpack
 from p2ptrain.pipeline.routing.router import MEASURE_WEIGHT
 from p2ptrain.pipeline.stage.compute import LossPass, StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
@@ -21,10 +21,6 @@ from p2ptrain.tasks import Tasks
 
 CLOSE_SECONDS = 2.0
 """How long a host that leaves waits for its device to take out what was given up."""
-
-
-class BadMicrobatchError(P2PTrainError):
-    """A microbatch is not for this stage, or holds what no honest peer sends. The message says what."""
 
 
 @dataclass

@@ -10,10 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from p2ptrain.pipeline.stage.ledger import FullError, Limits
+from p2ptrain.pipeline.messages import FullError
+from p2ptrain.pipeline.stage.ledger import Limits
 
 
-class Intake:
+class ReceiveBuffer:
     """Accounts of bytes.
 
     Args:

@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from p2ptrain.pipeline.messages import MicrobatchId
 from p2ptrain.pipeline.stage.gradients import StageWork
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.tasks import together
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 

@@ -23,9 +23,9 @@ from typing import IO, Any
 import torch
 
 from p2ptrain.cli.main import main
-from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.messages import Hop, MicrobatchId, Reply
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import MicrobatchId, State
+from p2ptrain.pipeline.stage.ledger import State
 
 
 class Watch:
@@ -40,11 +40,11 @@ class Watch:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _patch(self) -> None:
-        listen, last, remember = StageHost.listen, StageHost._last, StageHost.remember_done
+        begin, last, remember = StageHost.__init__, StageHost._last, StageHost.remember_done
 
-        def listening(host: StageHost, *arguments: Any) -> None:
+        def beginning(host: StageHost, *arguments: Any) -> None:
             self._host, self._loop = host, asyncio.get_running_loop()
-            listen(host, *arguments)
+            begin(host, *arguments)
 
         async def held(host: StageHost, hop: Hop, inputs: torch.Tensor) -> Reply:
             if hop.id.trainer == self._held_trainer:
@@ -58,7 +58,7 @@ class Watch:
             self._say("done", round=round, ids=[list(id) for id in done])
             remember(host, round, done)
 
-        StageHost.listen = listening  # type: ignore[method-assign, assignment]
+        StageHost.__init__ = beginning  # type: ignore[method-assign, assignment]
         StageHost._last = held  # type: ignore[method-assign, assignment]
         StageHost.remember_done = remembering  # type: ignore[method-assign, assignment]
 

@@ -24,13 +24,12 @@ from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in
 from p2ptrain.pipeline.client.outputs import Outputs
 from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError, Opened
-from p2ptrain.pipeline.messages import Payload, pack
+from p2ptrain.pipeline.messages import MicrobatchId, Payload, pack
 from p2ptrain.pipeline.migration import Mover
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits
 from p2ptrain.pipeline.stage.device import Device
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
 
@@ -228,10 +227,10 @@ class PipelinePeer:
     async def start_feeding(self) -> Feeder:
         """Be a trainer, too."""
         router = self.view.new_router()
-        caller = Caller(self.rpc, router, self.peer.runtime.random, self.view.local, HOP_LIMITS)
-        first = self.peer.incarnation << 32
-        self.view.outputs = Outputs(self.rpc)
-        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first, self.view.outputs)
+        caller = Caller(self.rpc, router, self.view.here, HOP_LIMITS)
+        first, outputs = self.peer.incarnation << 32, Outputs(self.rpc)
+        self.view.here.home = outputs.come_home
+        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first, outputs)
         self.feeder.on_done = lambda accepted: self.done.append(accepted.id)
         await self.feeder.start()
         return self.feeder

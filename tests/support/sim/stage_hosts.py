@@ -15,14 +15,24 @@ from p2ptrain.models import build_stage
 from p2ptrain.models.stage import Stage
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.pipeline.messages import Hop, Reply, pack, payload_bytes
+from p2ptrain.pipeline.messages import (
+    Answers,
+    Hop,
+    HopRequest,
+    MicrobatchId,
+    Reply,
+    SettleRequest,
+    pack,
+)
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import Limits, MicrobatchId
+from p2ptrain.pipeline.stage.ledger import Limits
+from p2ptrain.pipeline.stage.service import HostService
 from tests.support.sim.peers import SWARM, Member
 from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
 
@@ -108,12 +118,12 @@ class Hosts:
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         router = Router(plan.num_stages, peer.runtime.random)
         compute = ExactCompute(stage_of(plan, stage))
-        caller = Caller(rpc, router, peer.runtime.random, {}, HOP_LIMITS)
+        caller = Caller(rpc, router, limits=HOP_LIMITS)
         host = StageHost(
             rpc.peer_id, stage, plan.num_stages, compute, SlowDevice(peer.runtime, PASS_SECONDS), caller, self.codec,
             self.limits, 0, lambda *arguments: plan.check(stage, *arguments), plan.num_ids, plan.num_classes,
         )  # fmt: skip
-        host.listen(rpc)
+        HostService(host, rpc, self.limits)
         await rpc.start()
         made = HostPeer(peer, rpc, host, compute, router)
         self.hosts.append(made)
@@ -163,17 +173,16 @@ class Hosts:
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         """Send it as a trainer does."""
-        caller = Caller(trainer.rpc, self.router(trainer), trainer.peer.runtime.random, {}, HOP_LIMITS)
+        caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
         return await trainer.peer.spawn(caller.through(hop, planned.id, no_news))
 
     async def settle(
         self, trainer: Member, host: HostPeer, *numbers: int, abandoned: tuple[int, ...] = ()
     ) -> list[bool]:
         """Tell a host what is settled and what is given up; whether it counted the former."""
-        request = {"settled": [[0, number] for number in numbers], "abandoned": [[0, number] for number in abandoned]}
-        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, dict, 5.0)
-        counted: list[bool] = reply["counted"]
-        return counted
+        request = SettleRequest(tuple((0, each) for each in numbers), tuple((0, each) for each in abandoned))
+        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, Answers, 5.0)
+        return list(reply.answers)
 
 
 def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
@@ -221,7 +230,7 @@ async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: lis
 
 def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
     """A hop as it goes over the wire."""
-    return hop.to_wire(), [hop.inputs.data, hop.targets.data]
+    return to_wire(hop.request), [hop.inputs.data, hop.targets.data]
 
 
 @asynccontextmanager
@@ -252,25 +261,40 @@ async def hosts(
 async def send_raw(
     rpc: Rpc, host: HostPeer, request: dict[str, Any], *data: bytes | bytearray | memoryview, seconds: float = 30.0
 ) -> dict[str, Any]:
-    """Send a hop as nobody should; the first message that is not a heartbeat nor news."""
+    """Send a hop as nobody should; the first message that is not a heartbeat nor news.
+
+    Raises:
+        RefusedError: The host refuses it.
+        PeerRefusedError: The host takes it for no hop at all.
+    """
     async with rpc.open(host.id, host.service, request, 5.0) as channel:
         for each in data:
             await channel.send_bytes(each)
         while True:
             message = await channel.receive(dict, seconds)
-            if "loss" in message:
+            if message["type"] == "refused":
+                raise RefusedError(message["kind"], message["reason"])
+            if message["type"] == "reply":
                 return message
 
 
-def lie(member: Member, stage: int, answer: Callable[[Channel, dict[str, Any]], Awaitable[None]]) -> None:
+class RefusedError(Exception):
+    """A host refused what was sent, by a message."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"{kind}: {reason}")
+        self.reason = reason
+
+
+def lie(member: Member, stage: int, answer: Callable[[Channel, HopRequest], Awaitable[None]]) -> None:
     """Have a peer take hops of a stage and answer as it likes; both payloads are received before."""
 
-    async def serve(channel: Channel, request: dict[str, Any]) -> None:
-        for codec, shape in (request["inputs"], request["targets"]):
-            await channel.receive_bytes(payload_bytes(codec, shape), 10.0)
+    async def serve(channel: Channel, request: HopRequest) -> None:
+        for head in (request.inputs, request.targets):
+            await channel.receive_bytes(head.num_bytes, 10.0)
         await answer(channel, request)
 
-    member.rpc.serve_channel(service(stage), dict, serve)
+    member.rpc.serve_channel(service(stage), HopRequest, serve)
 
 
 async def stay(seconds: float = 3600.0) -> None:

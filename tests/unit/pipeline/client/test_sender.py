@@ -24,7 +24,7 @@ AVERAGING_SECONDS = 120.0
 async def _feeder(swarm: Hosts) -> AsyncIterator[Feeder]:
     trainer = swarm.trainers[0]
     router = swarm.router(trainer)
-    caller = Caller(trainer.rpc, router, trainer.peer.runtime.random, {}, HOP_LIMITS)
+    caller = Caller(trainer.rpc, router, limits=HOP_LIMITS)
     feeder = Feeder(trainer.rpc, router, caller, trainer.peer.runtime.random, 0, Outputs(trainer.rpc))
     await feeder.start()
     try:

@@ -8,15 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.errors import PeerError, PeerRefusedError
+from p2ptrain.errors import PeerError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.messages import Payload, pack
-from p2ptrain.pipeline.routing.hop import HopFailedError, OtherRoundError
+from p2ptrain.pipeline.messages import (
+    Answers,
+    DoneRequest,
+    HopFailedError,
+    OtherRoundError,
+    Payload,
+    RoundReply,
+    RoundRequest,
+    pack,
+)
 from p2ptrain.pipeline.stage.host import FORGET_SECONDS
 from p2ptrain.pipeline.stage.inflight import ORPHAN_SECONDS
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    RefusedError,
     check_sums,
     check_untouched,
     expected_sums,
@@ -116,7 +125,7 @@ def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_time() 
         async with hosts(network) as swarm:
             trainer, (first, last) = swarm.trainers[0], swarm.hosts
             request, data = heads(swarm.hop(trainer, 0, last, round=1 << 61))
-            with pytest.raises(PeerRefusedError, match=r"early: .* came too early"):
+            with pytest.raises(RefusedError, match=r"early: .* came too early"):
                 await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
             check_untouched(swarm)
 
@@ -165,22 +174,22 @@ def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones() -> N
             trainer, host = swarm.trainers[0], swarm.hosts[0]
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             name = f"{host.service}.round"
-            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, {"after": 0, "seconds": 30.0}, dict, 40.0))
-            assert await trainer.rpc.call(host.id, name, {"after": 0, "seconds": 1.0}, dict, 5.0) == {"round": 0}
+            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, RoundRequest(0, 30.0), RoundReply, 40.0))
+            assert (await trainer.rpc.call(host.id, name, RoundRequest(0, 1.0), RoundReply, 5.0)).round == 0
             ids = await host.host.close_round(1.0)
             host.host.begin_round(1)
-            assert await asked == {"round": 1}
-            name = f"{host.service}.done"
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
-                "done": [False, False]
-            }
+            assert (await asked).round == 1
+
+            async def done(*numbers: int) -> tuple[bool, ...]:
+                request = DoneRequest(tuple((0, number) for number in numbers))
+                return (await trainer.rpc.call(host.id, f"{host.service}.done", request, Answers, 5.0)).answers
+
+            assert await done(0, 1) == (False, False)
             host.host.remember_done(0, ids)
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
-                "done": [True, False]
-            }
+            assert await done(0, 1) == (True, False)
             for round in range(1, 10):
                 host.host.remember_done(round, [])
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0]]}, dict, 5.0) == {"done": [False]}
+            assert await done(0) == (False,)
 
     simulate(main, seed=10)
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.pipeline.messages import Hop, pack
+from p2ptrain.pipeline.messages import Hop, MicrobatchId, pack
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.pipeline.stage.passes import Passes
 from p2ptrain.runtime import Runtime
 from tests.support.sim.pipelines import sample

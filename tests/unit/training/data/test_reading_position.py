@@ -13,8 +13,7 @@ import pytest
 from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
 from p2ptrain.pipeline.client.sender import Accepted, Feeder
 from p2ptrain.pipeline.client.trainer import PipelineTrainer
-from p2ptrain.pipeline.messages import Payload, unpack
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import MicrobatchId, Payload, unpack
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import ReadingPosition
 from p2ptrain.training.metrics import MetricsWriter
