@@ -23,10 +23,11 @@ from p2ptrain.pipeline.view import DECIDED_STATE, PipelineView
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
-    from p2ptrain.pipeline.client.sender import Feeder
+    from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.client.trainer import PipelineTrainer
     from p2ptrain.pipeline.migration import Mover
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+    from p2ptrain.training.loop import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -233,27 +234,22 @@ async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) 
 # Feeding
 
 
-async def start_feeder(peer: Peer, view: PipelineView) -> Feeder:
+async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
     """What sends microbatches; it is closed with the peer."""
-    from p2ptrain.pipeline.client.outputs import Outputs
-    from p2ptrain.pipeline.client.sender import Feeder
+    from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.routing.hop import Caller
 
-    router, outputs = view.new_router(), Outputs(peer.rpc)
-    view.here.home = outputs.come_home
-    caller = Caller(peer.rpc, router, view.here)
     # Numbers of a former life of this peer may still be known to hosts.
-    first = int(peer.runtime.now() * 1000)
-    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, first, outputs)
-    await feeder.start()
-    peer.on_close(feeder.close)
-    return feeder
+    sender = MicrobatchSender(Caller(peer.rpc, view.new_router(), view.here), int(peer.runtime.now() * 1000))
+    await sender.start()
+    peer.on_close(sender.close)
+    return sender
 
 
 async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
     from p2ptrain.models import check_reads_text
     from p2ptrain.models.pretrained import local_data
-    from p2ptrain.pipeline.client.trainer import PipelineTrainer
+    from p2ptrain.pipeline.client.trainer import PipelineTrainer, SendingOptions
     from p2ptrain.training.data.corpus import load_corpus
     from p2ptrain.training.metrics import MetricsWriter
 
@@ -261,19 +257,16 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     check_reads_text(model)
     data, cache = local_data(manifest, config.weights), config.run_dir.parent / "data"
     corpus = await asyncio.to_thread(load_corpus, data, model.context, model.vocabulary, cache, peer.jobs)
-    feeder = await start_feeder(peer, view)
-    trainer = PipelineTrainer(
-        feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
-        MetricsWriter(config.run_dir / "metrics.jsonl"), config.run_dir, lambda now: last_round(peer, config, now),
-    )  # fmt: skip
-    progress = trainer.progress
-    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)
 
-    def publish() -> None:
+    def publish(progress: Progress) -> None:
         peer.status.note = progress.note
         peer.presence.changed()
 
-    trainer.on_progress = publish
+    options = SendingOptions(config.pipeline.credits, config.run_dir, lambda now: last_round(peer, config, now))
+    metrics, sender = MetricsWriter(config.run_dir / "metrics.jsonl"), await start_sender(peer, view)
+    trainer = PipelineTrainer(sender, manifest, corpus, metrics, options, publish)
+    progress = trainer.progress
+    peer.status.pace = lambda: Pace(progress.loss, progress.tokens_per_second, 0)
     return trainer
 
 

@@ -11,6 +11,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from p2ptrain.codecs.base import CodecError
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, PeerRefusedError, ProtocolError
@@ -39,6 +40,9 @@ from p2ptrain.pipeline.messages import (
 from p2ptrain.pipeline.routing.fair_queue import Turns
 from p2ptrain.pipeline.routing.router import NoHostError, Router
 from p2ptrain.tasks import Tasks
+
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.client.outputs import ExpectedOutput
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +85,11 @@ class Here:
 
     Attributes:
         hosts: Take hops, by stage.
-        home: Takes outputs of this peer's own microbatches: given a microbatch, its output, and whether the gradient
-            is wanted, returns that. None where the peer makes no loss.
+        outputs: Which this peer's own microbatches are to bring home, where it makes the loss.
     """
 
     hosts: dict[int, Callable[[Hop, Tell], Awaitable[Reply]]] = field(default_factory=dict)
-    home: Callable[[MicrobatchId, Payload, bool], Awaitable[Payload | None]] | None = None
+    outputs: dict[MicrobatchId, ExpectedOutput] = field(default_factory=dict)
 
 
 def service(stage: int) -> str:
@@ -105,33 +108,33 @@ class Caller:
     """
 
     def __init__(self, rpc: Rpc, router: Router, here: Here | None = None, limits: HopLimits | None = None) -> None:
-        self.peer_id = rpc.peer_id
-        self._rpc = rpc
-        self._router = router
+        self.rpc = rpc
+        self.router = router
+        self.here = here or Here()
         self._num_stages = len(router.stages)
-        self._here = here or Here()
         self._limits = limits or HopLimits()
         self._turns = Turns()
 
-    async def through(self, hop: Hop, planned: str, tell: Tell) -> Reply:
+    async def through(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = bool) -> Reply:
         """Take a microbatch through a stage, and all after it.
 
         Args:
             hop: What is sent.
             planned: The host to begin with; empty to draw one.
             tell: Told of every stage that is through with its forward.
+            keeps_round: True while it waits for room in its round; by default it does not.
 
         Raises:
             HopFailedError: No host did it.
             OtherRoundError: The stage is in another round.
             NoHostError: There is no host left to ask.
         """
-        limits, stage = self._limits, self._router.stages[hop.stage]
+        limits, stage = self._limits, self.router.stages[hop.stage]
         failures: dict[str, str] = {}
         refused: set[str] = set()
         pause, route = limits.first_pause_seconds, list(hop.route)
 
-        told, num_told = planned, 0
+        told, num_told, num_full = planned, 0, 0
 
         async def heard(number: int, host: str) -> None:
             nonlocal num_told
@@ -143,15 +146,15 @@ class Caller:
                 route[number - hop.stage - 1] = host
             await tell(number, host)
 
-        for _ in range(limits.attempts + limits.refusals):
+        while len(failures) < limits.attempts and num_full <= limits.refusals:
             # Whoever planned the route may know hosts of which no record has come here yet.
             usable = planned and not (planned in refused or planned in failures or stage.has_failed(planned))
             try:
                 host = planned if usable else stage.draw(hop.tokens, {*failures, *refused})
             except NoHostError:
-                if not refused and not failures:
-                    raise
                 if not refused:
+                    if not failures:
+                        raise
                     break
                 refused.clear()  # All are full: wait for one of them.
                 await self._rest(pause)
@@ -168,12 +171,16 @@ class Caller:
                             own = reply.legs[0]
                             stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
                         return reply
+                    case Refused(kind=Refusal.EARLY | Refusal.LATE) if keeps_round():
+                        refused.add(host)
+                        continue
                     case Refused(kind=Refusal.EARLY | Refusal.LATE as kind, reason=reason):
                         raise OtherRoundError(reason, is_late=kind is Refusal.LATE)
                     case Refused(kind=Refusal.BEYOND, reason=reason):  # Another host here would not get further.
                         raise HopFailedError(reason)
                     case Refused(kind=Refusal.FULL):
                         refused.add(host)
+                        num_full += 1
                         continue
                     case Refused(kind=Refusal.BAD, reason=reason):
                         failures[host] = reason
@@ -183,12 +190,10 @@ class Caller:
                     stage.failed(host, error.reason)
             except (PeerError, DeadlineError) as error:
                 failures[host] = str(error)
-                self._router.failed(host, str(error))
+                self.router.failed(host, str(error))
                 if isinstance(error, ProtocolError):
-                    self._rpc.count_refusal(host, BAD_ANSWER)
+                    self.rpc.count_refusal(host, BAD_ANSWER)
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
-            if len(failures) >= limits.attempts:
-                break
             await self._rest(pause)
             pause = min(2 * pause, limits.longest_pause_seconds)
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
@@ -201,10 +206,10 @@ class Caller:
             HopFailedError: It does not answer, or with what is no gradient; nobody else can.
         """
         trainer = hop.id.trainer
-        if trainer == self.peer_id:
-            if self._here.home is None:
-                raise HopFailedError(f"{hop.id} is to go home, and nobody waits for it there")
-            return Reply(0.0, (), await self._here.home(hop.id, output, hop.learns))
+        if trainer == self.rpc.peer_id:
+            if hop.id not in self.here.outputs:
+                raise HopFailedError(f"{hop.id} came home, and nobody waits for it there any more")
+            return Reply(0.0, (), await self.here.outputs[hop.id].take(output, hop.learns))
         try:
             match await self._ask(trainer, HomeRequest(hop.id, hop.learns, output.head), [output], hop, None):
                 case Reply(legs=()) as reply:
@@ -219,11 +224,11 @@ class Caller:
     async def _send(self, host: str, hop: Hop, tell: Tell) -> Reply | Refused:
         """One host's reply."""
         stage = hop.stage
-        if host == self.peer_id:
-            if stage not in self._here.hosts:  # Whoever planned the route is mistaken, or wants it so.
+        if host == self.rpc.peer_id:
+            if stage not in self.here.hosts:  # Whoever planned the route is mistaken, or wants it so.
                 raise PeerRefusedError(host, f"{service(stage)!r} {NOT_SERVED}")
             try:
-                return await self._here.hosts[stage](hop, tell)
+                return await self.here.hosts[stage](hop, tell)
             except RefusalError as error:
                 return Refused.of(error)
         reply = await self._ask(host, hop.request, [hop.inputs, hop.targets], hop, tell)
@@ -251,7 +256,7 @@ class Caller:
         # Later stages give up first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
         expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)
-        async with self._rpc.open(peer, name, request, limits.open_seconds, expected_bytes=expected) as channel:
+        async with self.rpc.open(peer, name, request, limits.open_seconds, expected_bytes=expected) as channel:
             arrived, deadline = asyncio.Event(), loop.time() + seconds
             async with Tasks() as tasks:
                 # Its error ends the channel for both.
@@ -294,13 +299,13 @@ class Caller:
             return None
         gradient = Payload(head.codec, head.shape, await channel.receive_bytes(head.num_bytes, seconds))
         try:
-            await self._rpc.runtime.offload(check_values, gradient)
+            await self.rpc.runtime.offload(check_values, gradient)
         except CodecError as error:
             raise ProtocolError(host, f"sent a gradient that is none: {error}") from error
         return gradient
 
     async def _rest(self, seconds: float) -> None:
-        await asyncio.sleep(seconds * (0.5 + self._rpc.runtime.random.random()))
+        await asyncio.sleep(seconds * (0.5 + self.rpc.runtime.random.random()))
 
 
 async def beat(channel: Channel) -> None:

@@ -22,8 +22,7 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in
-from p2ptrain.pipeline.client.outputs import Outputs
-from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError, Opened
+from p2ptrain.pipeline.client.sender import Accepted, LostError, MicrobatchSender, Opened
 from p2ptrain.pipeline.messages import MicrobatchId, Payload, pack
 from p2ptrain.pipeline.migration import Mover
 from p2ptrain.pipeline.plan import PipelinePlan
@@ -124,7 +123,7 @@ class PipelinePeer:
         self.moves: list[tuple[int, int]] = []
         self._hosted: list[HostedStage] = []
         self.results: list[RoundResult] = []
-        self.feeder: Feeder | None = None
+        self.feeder: MicrobatchSender | None = None
         self.done: list[MicrobatchId] = []
         self.makes_loss = False
         if stage is not None:
@@ -224,14 +223,11 @@ class PipelinePeer:
         self._hosted, self.stage = [after], after.number
         self.presence.changed()
 
-    async def start_feeding(self) -> Feeder:
+    async def start_feeding(self) -> MicrobatchSender:
         """Be a trainer, too."""
-        router = self.view.new_router()
-        caller = Caller(self.rpc, router, self.view.here, HOP_LIMITS)
-        first, outputs = self.peer.incarnation << 32, Outputs(self.rpc)
-        self.view.here.home = outputs.come_home
-        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first, outputs)
-        self.feeder.on_done = lambda accepted: self.done.append(accepted.id)
+        caller = Caller(self.rpc, self.view.new_router(), self.view.here, HOP_LIMITS)
+        first = self.peer.incarnation << 32
+        self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
         await self.feeder.start()
         return self.feeder
 
