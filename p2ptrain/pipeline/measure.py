@@ -78,7 +78,7 @@ def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) 
     for turn in range(1_000):
         began = time.perf_counter()
         compute.forward(hidden)
-        compute.backward(hidden, gradient, 1.0)
+        compute.backward(hidden, gradient)
         if turn:
             fastest = min(fastest, time.perf_counter() - began)
             if time.perf_counter() > deadline:

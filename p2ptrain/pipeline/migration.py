@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError
@@ -26,7 +26,6 @@ from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.pipeline.routing.hop import service
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, PipelineView
-from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks, until_ended
 
 logger = logging.getLogger(__name__)
@@ -69,46 +68,35 @@ class Stages(Protocol):
     async def give_up(self, hosted: HostedStage) -> None:
         """Close what was taken on and is not needed after all."""
 
+    def moved(self, hosted: HostedStage) -> None:
+        """This is hosted now; the stage before it is closed."""
 
-class Mover:
+
+class StageMigrator:
     """Hosts a stage, and moves to another one when that is better.
 
     Args:
         view: Who hosts what.
         records: What the view knows that from; they say `next_stage`.
         rpc: To ask for promises.
-        runtime: Chance.
         hosted: What is hosted in the beginning; ready to run.
         stages: Makes others ready to run.
-        memory: What this peer has for a stage, in bytes.
-        may_move: Whether it may move at all; its owner may have chosen the stage.
+        memory: What this peer has for a stage, in bytes; 0 if its owner has chosen the stage, and it may not move.
 
     Attributes:
         hosted: What is hosted now.
-        on_moved: Called when that is another stage; the one before is closed.
     """
 
     def __init__(
-        self,
-        view: PipelineView,
-        records: Records,
-        rpc: Rpc,
-        runtime: Runtime,
-        hosted: HostedStage,
-        stages: Stages,
-        memory: int = 1 << 62,
-        *,
-        may_move: bool = True,
+        self, view: PipelineView, records: Records, rpc: Rpc, hosted: HostedStage, stages: Stages, memory: int
     ) -> None:
         self.hosted = hosted
-        self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
         self._view = view
         self._records = records
         self._rpc = rpc
-        self._runtime = runtime
+        self._runtime = rpc.runtime
         self._stages = stages
         self._memory = memory
-        self._may_move = may_move
         self._target: int | None = None
         self._is_leaving = False
         self._is_stopping = False
@@ -133,15 +121,16 @@ class Mover:
         self.hosted.rounds.stop()
         self._has_news.set()
 
-    def look(self) -> None:
-        """The view was brought up to date: see what of it concerns this host. Call it on the event loop."""
-        self.hosted.look()
-        self._looked = asyncio.get_running_loop().time()
-        self._has_news.set()
+    async def _follow_records(self) -> None:
+        while True:
+            await self._view.next_update()
+            self._looked = asyncio.get_running_loop().time()
+            self._has_news.set()
 
     async def run(self) -> None:
         """Host until stopped, or the last round."""
         async with self._tasks:
+            self._tasks.keep(self._follow_records, "follow-records")
             hosting = self._tasks.call(self.hosted.run(), f"stage-{self.hosted.number}")
             while True:
                 await self._wait(hosting)
@@ -186,7 +175,7 @@ class Mover:
     def _is_free(self) -> bool:
         """Whether nothing is against a move."""
         is_bound = asyncio.get_running_loop().time() < self._bound_until
-        return self._may_move and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
+        return self._memory > 0 and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
     def _best(self, others: Sequence[Host]) -> Move | None:
         """The best move of all, if it is one of this peer's and nothing is against it."""
@@ -269,7 +258,7 @@ class Mover:
             raise
         self.hosted = after
         await before.close()
-        self.on_moved(after)
+        self._stages.moved(after)
         if self._is_stopping:
             after.rounds.stop()
         return following

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
@@ -32,14 +32,13 @@ class PipelineView:
         plan: The stages.
         here: This peer's own hosts, and where outputs of its own microbatches go.
         saves: What hosts say of their checkpoints, this peer included.
-        on_update: Called when that and all else was brought up to date.
     """
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
         self.here = Here()
         self.saves = Saves()
-        self.on_update: Callable[[], None] = lambda: None
+        self._updated = asyncio.Event()
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
@@ -90,7 +89,12 @@ class PipelineView:
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
-        self.on_update()
+        self._updated.set()
+        self._updated = asyncio.Event()
+
+    async def next_update(self) -> None:
+        """Return when everything was brought up to date the next time."""
+        await self._updated.wait()
 
     def _note_departure(self, peer: str) -> None:
         """Who says so more often than hosts do keeps nobody else from moving by it."""

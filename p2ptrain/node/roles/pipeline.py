@@ -15,7 +15,7 @@ from p2ptrain.network.records.record import StageReport
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
-from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
+from p2ptrain.node.roles.stages import Stages, last_round
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.pipeline.placement import Choice, choose
 from p2ptrain.pipeline.plan import PipelinePlan
@@ -25,7 +25,7 @@ from p2ptrain.tasks import Tasks, together
 if TYPE_CHECKING:
     from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.client.trainer import PipelineTrainer
-    from p2ptrain.pipeline.migration import Mover
+    from p2ptrain.pipeline.migration import StageMigrator
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
     from p2ptrain.training.loop import Progress
 
@@ -90,13 +90,13 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:
         return  # What it began with is on disk.
-    mover, feeding = parties
+    migrator, feeding = parties
     peer.set_state("training")
-    if mover is not None:
-        await Stages(peer, config, view).step_in(mover.hosted)
+    if migrator is not None:
+        await Stages(peer, config, view).step_in(migrator.hosted)
     parts: list[Coroutine[Any, Any, None]] = []
-    if mover is not None:
-        parts.append(_host(mover, lambda hosted: save_and_tell(peer, config, hosted, is_last=True)))
+    if migrator is not None:
+        parts.append(_host(migrator, lambda hosted: save_and_tell(peer, config, hosted, is_last=True)))
     if feeding is not None:
         parts.append(feeding.run())
     async with Tasks() as tasks:
@@ -108,11 +108,11 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         reason = signals.reason or ("rounds" if working.done() else "minutes")
         if feeding is not None:
             feeding.stop()
-        if mover is not None:
-            mover.stop()
+        if migrator is not None:
+            migrator.stop()
         await asyncio.wait({working}, timeout=drain.left(RESCUE))
     error = None if working.cancelled() else working.exception()
-    hosted = mover.hosted if mover is not None else None
+    hosted = migrator.hosted if migrator is not None else None
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
@@ -122,43 +122,30 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         raise error
 
 
-async def _start(peer: Peer, config: PeerConfig, view: PipelineView) -> tuple[Mover | None, PipelineTrainer | None]:
-    mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
+async def _start(
+    peer: Peer, config: PeerConfig, view: PipelineView
+) -> tuple[StageMigrator | None, PipelineTrainer | None]:
+    migrator = await _start_hosting(peer, config, view) if config.role != "trainer" else None
     feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
-    return mover, feeding
+    return migrator, feeding
 
 
 # Hosting
 
 
-async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> Mover:
+async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> StageMigrator:
     from p2ptrain.pipeline.measure import available_memory
-    from p2ptrain.pipeline.migration import Mover
+    from p2ptrain.pipeline.migration import StageMigrator
 
     memory = config.resources.max_memory or available_memory()
     choice = await _choose_stage(peer, config, view, memory)
     logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
     stages = Stages(peer, config, view)
     hosted = await stages.take_on(choice.stage)
-    completing = Tasks()
-
-    def look() -> None:
-        if not completing:
-            completing.start(mover.hosted.saves.complete(), "complete")
-        mover.look()
-
-    peer.on_close(lambda: completing.close(WRITING_SECONDS))
     may_move = config.pipeline.stage < 0
-    mover = Mover(view, peer.presence, peer.rpc, peer.runtime, hosted, stages, memory, may_move=may_move)
-
-    def moved(after: HostedStage) -> None:
-        peer.hosted = [after]
-        peer.synchronizer = after.units[0].synchronizer
-        peer.presence.changed()
-
-    mover.on_moved, view.on_update = moved, look
-    peer.next_stage = lambda: mover.next_stage
-    return mover
+    migrator = StageMigrator(view, peer.presence, peer.rpc, hosted, stages, memory if may_move else 0)
+    peer.next_stage = lambda: migrator.next_stage
+    return migrator
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
@@ -214,9 +201,9 @@ async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
     return speed or others
 
 
-async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) -> None:
-    await mover.run()
-    hosted = mover.hosted
+async def _host(migrator: StageMigrator, save: Callable[[HostedStage], Awaitable[object]]) -> None:
+    await migrator.run()
+    hosted = migrator.hosted
     await save(hosted)
     if hosted.rounds.is_done:  # Trainers may measure what came of it.
         loop = asyncio.get_running_loop()

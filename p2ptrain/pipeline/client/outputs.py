@@ -24,6 +24,7 @@ from p2ptrain.pipeline.messages import (
     Refused,
     Reply,
     TensorHead,
+    check_values,
     pack,
     unpack,
 )
@@ -70,14 +71,15 @@ class ExpectedOutput:
         """
         self.check(output)
         try:
+            await self._runtime.offload(check_values, output)
             values = await self._runtime.offload(unpack, output)
+            if not self.output.done():
+                self.output.set_result(values)
+            if not learns:
+                return None
+            return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
         except CodecError as error:
-            raise BadMicrobatchError(f"an output that is none: {error}") from error
-        if not self.output.done():
-            self.output.set_result(values)
-        if not learns:
-            return None
-        return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
+            raise BadMicrobatchError(f"an output, or its gradient, cannot be used: {error}") from error
 
 
 def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> None:

@@ -13,7 +13,7 @@ ORPHAN_SECONDS = 15.0
 """How long a microbatch for which nobody asks any more is kept: its caller's caller may send a substitute."""
 
 
-class Running:
+class InFlight:
     """One microbatch.
 
     Args:

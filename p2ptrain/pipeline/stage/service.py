@@ -30,8 +30,7 @@ from p2ptrain.pipeline.messages import (
 from p2ptrain.pipeline.routing.fair_queue import Turns
 from p2ptrain.pipeline.routing.hop import beat, service
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import Limits
-from p2ptrain.pipeline.stage.receive_buffer import ReceiveBuffer
+from p2ptrain.pipeline.stage.ledger import ReceiveBuffer
 from p2ptrain.tasks import Tasks
 
 RECEIVE_SECONDS = 120.0
@@ -43,14 +42,14 @@ class HostService:
     Args:
         host: What it answers for.
         rpc: Where.
-        limits: As much is received at a time as the host may keep.
     """
 
-    def __init__(self, host: StageHost, rpc: Rpc, limits: Limits) -> None:
+    def __init__(self, host: StageHost, rpc: Rpc) -> None:
         self._host = host
         self._rpc = rpc
-        self._name = service(host.stage)
-        self._buffer = ReceiveBuffer(limits)
+        self._stage = host.worker.number
+        self._name = service(self._stage)
+        self._buffer = ReceiveBuffer(host.worker.limits)
         self._turns = Turns()
         rpc.serve_channel(self._name, HopRequest, self._serve)
         rpc.serve(f"{self._name}.settle", SettleRequest, self._settle)
@@ -65,10 +64,10 @@ class HostService:
     async def _serve(self, channel: Channel, request: HopRequest) -> None:
         """Take one caller's hop, or refuse it."""
         sender = channel.remote
-        if request.learns and self._host.stage == 0 and request.id.trainer != sender:
+        if request.learns and self._stage == 0 and request.id.trainer != sender:
             raise ProtocolError(sender, "sent a microbatch in another's name")
         try:
-            hop = request.to_hop(self._host.stage)
+            hop = request.to_hop(self._stage)
             self._host.expect(hop)
             with self._buffer.hold(sender, hop.inputs.num_bytes + hop.targets.num_bytes) as release:
                 await self._take(channel, request, release)
@@ -90,7 +89,7 @@ class HostService:
             async def tell(stage: int, host: str) -> None:
                 await channel.send(News(stage, host))
 
-            hop = request.to_hop(self._host.stage, inputs, targets)
+            hop = request.to_hop(self._stage, inputs, targets)
             taking = tasks.call(self._host.take(hop, tell, on_admitted), "take")
             waiting: set[asyncio.Future[Any]] = {taking, channel.lost}
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -115,7 +114,7 @@ class HostService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.seconds):
                 return RoundReply(await self._host.round_after(request.after))
-        return RoundReply(self._host.round)
+        return RoundReply(self._host.ledger.round)
 
     async def _done(self, peer: str, request: DoneRequest) -> Answers:
         return Answers(tuple(self._host.is_done([MicrobatchId(peer, *id) for id in request.ids])))

@@ -14,6 +14,7 @@ from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.pipeline.client import sender as sender_module
 from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.routing.hop import Caller
+from p2ptrain.pipeline.stage.host import RoundGate
 from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
 
 AVERAGING_SECONDS = 120.0
@@ -42,20 +43,24 @@ async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> in
     return (await opened.backward(torch.ones(shape))).id.round
 
 
-async def _refuse(samples: int) -> bool:
-    return False
+class _Closed(RoundGate):
+    """A round that takes no samples, as while it is averaged."""
+
+    is_closed = True
+
+    async def admit(self, samples: int) -> bool:
+        return not self.is_closed
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
 def test_a_microbatch_waits_while_the_stages_average(is_own_loss: bool) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm, _sender(swarm) as sender:
-            first = swarm.hosts[0].host
-            first.admit = _refuse  # As while its round is averaged.
+        gate = _Closed()
+        async with hosts(network, gate=gate) as swarm, _sender(swarm) as sender:
             sending = asyncio.create_task(_send(swarm, sender, is_own_loss))
             await asyncio.sleep(AVERAGING_SECONDS)
             assert not sending.done()
-            first.admit = None
+            gate.is_closed = False
             for each in swarm.hosts:
                 await each.host.close_round(0.0)
                 each.host.begin_round(1)
@@ -70,8 +75,7 @@ def test_a_round_that_never_ends_is_an_error_that_names_it(is_own_loss: bool, mo
     monkeypatch.setattr(sender_module, "STUCK_SECONDS", 30.0)
 
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm, _sender(swarm) as sender:
-            swarm.hosts[0].host.admit = _refuse
+        async with hosts(network, gate=_Closed()) as swarm, _sender(swarm) as sender:
             with pytest.raises(TemporaryError, match="round 0 takes no more samples, and has not ended for 30 s"):
                 await _send(swarm, sender, is_own_loss)
 

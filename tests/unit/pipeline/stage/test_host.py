@@ -20,7 +20,7 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     pack,
 )
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, RoundGate
 from p2ptrain.pipeline.stage.inflight import ORPHAN_SECONDS
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
@@ -88,21 +88,24 @@ def test_only_hosts_of_a_stage_answer_for_it() -> None:
 # Rounds
 
 
+class Counting(RoundGate):
+    """Counts how often a host hears that its round is over elsewhere."""
+
+    times_over = 0
+
+    def is_over(self) -> None:
+        self.times_over += 1
+
+
 def test_what_comes_late_is_told_so_and_what_comes_early_waits_for_its_round() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm:
+        gate = Counting()
+        async with hosts(network, gate=gate) as swarm:
             trainer, (first, last) = swarm.trainers[0], swarm.hosts
-            over = 0
-
-            def note() -> None:
-                nonlocal over
-                over += 1
-
-            first.host.on_over = note
             early = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last, round=2), first))
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             assert not early.done()
-            assert over == 1
+            assert gate.times_over == 1
             for each in swarm.hosts:
                 assert len(await each.host.close_round(1.0)) == 1
                 each.host.begin_round(1)
@@ -208,7 +211,7 @@ def test_a_hop_that_is_repeated_while_it_runs_joins_it_and_counts_once() -> None
                 await asyncio.sleep(PASS_SECONDS / 2)
             replies = await asyncio.gather(*sending)
             assert len({reply.loss for reply in replies}) == 1
-            assert [each.compute.passes for each in swarm.hosts] == [1, 1]
+            assert [each.sum.passes for each in swarm.hosts] == [1, 1]
             assert await swarm.settle(trainer, first, 0) == await swarm.settle(trainer, last, 0) == [True]
             check_untouched(swarm, 0)
 
@@ -223,13 +226,13 @@ def test_a_hop_that_is_repeated_after_it_counted_gets_the_same_reply_and_counts_
             replies = [await swarm.send(trainer, hop, last) for _ in range(2)]
             assert replies[0] == replies[1]
             assert replies[0].gradient is not None
-            assert last.compute.passes == 1
-            assert first.compute.passes == 0
+            assert last.sum.passes == 1
+            assert first.sum.passes == 0
             await swarm.settle(trainer, last, 0)
             with pytest.raises(HopFailedError, match="settled already"):
                 await swarm.send(trainer, hop, last)
-            assert last.compute.passes == 1
-            assert torch.equal(last.compute.sum, expected_sums(swarm.plan, [0])[1])
+            assert last.sum.passes == 1
+            assert torch.equal(last.sum.values, expected_sums(swarm.plan, [0])[1])
 
     simulate(main, seed=15)
 
@@ -279,21 +282,21 @@ def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts
             await until(lambda: any(each.host.ledger.num_running for each in seconds))
             called = next(each for each in seconds if each.host.ledger.num_running)
             await asyncio.sleep(0.7 * PASS_SECONDS)
-            assert called.compute.passes == 0, "it is in its first pass"
+            assert called.sum.passes == 0, "it is in its first pass"
             if is_stalled:
                 network.stall(first.peer, 60.0)
             else:
                 network.crash(first.peer)
             reply = await sending
             assert [leg.host for leg in reply.legs] == [each.id for each in (substitute, called, *after)]
-            assert sum(each.compute.passes for each in seconds) == 1
+            assert sum(each.sum.passes for each in seconds) == 1
             for each in (substitute, called, *after):
                 assert await swarm.settle(trainer, each, 0) == [True]
-                assert torch.equal(each.compute.sum, expected_sums(swarm.plan, [0])[each.host.stage])
+                assert torch.equal(each.sum.values, expected_sums(swarm.plan, [0])[each.stage])
             network.resume(first.peer)
             if is_stalled:  # What it did meanwhile counts for nobody.
                 await first.host.close_round(1.0)
-                assert not first.compute.sum.any()
+                assert not first.sum.values.any()
 
     simulate(main, seed)
 
@@ -322,7 +325,7 @@ def test_who_repeats_a_hop_is_told_how_far_it_is_and_is_not_held_up_by_who_is_go
 
             await asyncio.gather(gone, return_exceptions=True)
             await first.peer.spawn(first.host.take(hop, hear_later))
-            assert first.compute.passes == 1
+            assert first.sum.passes == 1
 
     simulate(main, seed=17)
 
@@ -438,9 +441,9 @@ def test_a_host_that_is_closed_leaves_nothing_to_come() -> None:
             await asyncio.sleep(2.5 * PASS_SECONDS)
             for each in swarm.hosts:
                 await each.host.close()
-            passes = [each.compute.passes for each in swarm.hosts]
+            passes = [each.sum.passes for each in swarm.hosts]
             await asyncio.sleep(FORGET_SECONDS + 1.0)
-            assert [each.compute.passes for each in swarm.hosts] == passes
+            assert [each.sum.passes for each in swarm.hosts] == passes
             await asyncio.gather(sending, return_exceptions=True)
 
     simulate(main, seed=23)
