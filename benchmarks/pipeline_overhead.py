@@ -38,7 +38,6 @@ from p2ptrain.node.swarm import Swarm
 from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller
 from p2ptrain.pipeline.view import PipelineView
 
 KINDS = ("plain torch", "pipeline")
@@ -139,7 +138,7 @@ async def start_feeder(peer: Peer, plan: PipelinePlan) -> MicrobatchSender:
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.on_records = view.update
     await peer.presence.refresh()
-    feeder = MicrobatchSender(Caller(peer.rpc, view.new_router(), view.here))
+    feeder = MicrobatchSender(view.new_caller(peer.rpc))
     await feeder.start()
     peer.on_close(feeder.close)
     peer.set_state("training")

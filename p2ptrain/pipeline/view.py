@@ -9,10 +9,11 @@ from collections import defaultdict
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.pipeline.checkpoints.agreement import Saves
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.checkpoints.saving import Saves
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Here
+from p2ptrain.pipeline.routing.hop import Caller, Here, HopLimits
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.runtime import Runtime
 
@@ -62,6 +63,10 @@ class PipelineView:
         self._routers.append(router)
         self._refresh([router])
         return router
+
+    def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
+        """What sends microbatches, by a router that is kept current."""
+        return Caller(rpc, self.new_router(), self.here, limits)
 
     @property
     def failovers(self) -> int:

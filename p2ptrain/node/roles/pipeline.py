@@ -224,10 +224,9 @@ async def _host(migrator: StageMigrator, save: Callable[[HostedStage], Awaitable
 async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
     """What sends microbatches; it is closed with the peer."""
     from p2ptrain.pipeline.client.sender import MicrobatchSender
-    from p2ptrain.pipeline.routing.hop import Caller
 
     # Numbers of a former life of this peer may still be known to hosts.
-    sender = MicrobatchSender(Caller(peer.rpc, view.new_router(), view.here), int(peer.runtime.now() * 1000))
+    sender = MicrobatchSender(view.new_caller(peer.rpc), int(peer.runtime.now() * 1000))
     await sender.start()
     peer.on_close(sender.close)
     return sender

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.node.peer import Peer
-from p2ptrain.pipeline.checkpoints.folders import TIED_FOLDER, stage_folder
+from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, stage_folder
 
 if TYPE_CHECKING:
     from p2ptrain.pipeline.checkpoints.saving import Save

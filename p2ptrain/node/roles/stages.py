@@ -46,7 +46,8 @@ class Stages:
         peer, config, view = self._peer, self._config, self._view
         from p2ptrain.pipeline.stage.compute import StageCompute
         from p2ptrain.pipeline.stage.device import Device
-        from p2ptrain.pipeline.stage.hosted_stage import HostedStage, HostingOptions
+        from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+        from p2ptrain.pipeline.stage.units import HostingOptions
         from p2ptrain.pipeline.stage.worker import StageWorker
 
         stage = await asyncio.to_thread(_build, peer, config, view.plan, number)

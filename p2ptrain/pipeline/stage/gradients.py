@@ -93,7 +93,7 @@ class StageGradients:
 
     def __init__(self, worker: StageWorker, total: GradientSum | None = None) -> None:
         self.total = total or GradientSum(worker.compute.parameters)
-        self._worker = worker
+        self.worker = worker
         self._undoing = Tasks(self._not_taken_out)
         self._failure: Exception | None = None
 
@@ -107,23 +107,23 @@ class StageGradients:
         Raises:
             BadMicrobatchError: Loss or gradients are not finite, or too large for the codec; nothing is added.
         """
-        added = Added(hop.inputs, back, hop.tokens, self._worker.ends(hop))
+        added = Added(hop.inputs, back, hop.tokens, self.worker.ends(hop))
 
         def run() -> Backward:
             found = self._pass(added)
-            gradient = None if found.inputs is None else pack(found.inputs, self._worker.codec)
+            gradient = None if found.inputs is None else pack(found.inputs, self.worker.codec)
             self.total.add(found.parameters, float(added.tokens))
             added.is_in = True
             return Backward(found.loss, gradient, added)
 
         try:
-            return await self._worker.run(Pass.BACKWARD, run)
+            return await self.worker.run(Pass.BACKWARD, run)
         except asyncio.CancelledError:  # If the pass has begun, it runs to its end.
             self.take_out(added)
             raise
 
     def _pass(self, added: Added) -> Gradients:
-        compute, inputs, back = self._worker.compute, unpack(added.inputs), unpack(added.back)
+        compute, inputs, back = self.worker.compute, unpack(added.inputs), unpack(added.back)
         return compute.loss(inputs, back) if added.is_loss else compute.backward(inputs, back)
 
     def take_out(self, added: Added) -> None:
@@ -134,7 +134,7 @@ class StageGradients:
                 self.total.add(self._pass(added).parameters, -float(added.tokens))
                 added.is_in = False
 
-        self._undoing.start(self._worker.run(Pass.UNDO, undo), "undo")
+        self._undoing.start(self.worker.run(Pass.UNDO, undo), "undo")
 
     async def until_taken_out(self) -> None:
         """Return when nothing is being taken out any more.

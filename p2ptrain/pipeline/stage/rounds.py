@@ -21,15 +21,16 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.pipeline.messages import MicrobatchId
-from p2ptrain.pipeline.plan import Unit
-from p2ptrain.pipeline.stage.contribution import StageWork
 from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.units import HostedUnit
 from p2ptrain.tasks import together
-from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from p2ptrain.training.sync.synchronizer import RoundResult
+
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +44,14 @@ LEAVE_SECONDS = 2.0
 """How long a host that leaves, and has nothing for the round, waits for what others may be ending it with."""
 
 
-@dataclass(frozen=True)
-class HostedUnit:
-    """What a host averages with others, and how.
+class StageObserver(Protocol):
+    """Is told of a hosted stage's rounds."""
 
-    Attributes:
-        unit: What it is.
-        swarm: In which it is averaged.
-        membership: Who averages it.
-        synchronizer: Of that swarm.
-        work: This host's part in it.
-    """
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """The stage's own unit was synchronised."""
 
-    unit: Unit
-    swarm: bytes
-    membership: Membership
-    synchronizer: Synchronizer
-    work: StageWork
-
-    @property
-    def round(self) -> int:
-        """The round in progress."""
-        return self.synchronizer.head.round
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """A round began, and all units are at it."""
 
 
 class AdmissionQueue(RoundGate):

@@ -26,10 +26,11 @@ from p2ptrain.pipeline.client.sender import Accepted, LostError, MicrobatchSende
 from p2ptrain.pipeline.messages import MicrobatchId, Payload, pack
 from p2ptrain.pipeline.migration import StageMigrator
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller, HopLimits
+from p2ptrain.pipeline.routing.hop import HopLimits
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
-from p2ptrain.pipeline.stage.hosted_stage import HostedStage, HostingOptions
+from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+from p2ptrain.pipeline.stage.units import HostingOptions
 from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
@@ -231,7 +232,7 @@ class PipelinePeer:
 
     async def start_feeding(self) -> MicrobatchSender:
         """Be a trainer, too."""
-        caller = Caller(self.rpc, self.view.new_router(), self.view.here, HOP_LIMITS)
+        caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
         self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
         await self.feeder.start()

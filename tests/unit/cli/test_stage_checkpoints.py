@@ -13,7 +13,7 @@ from p2ptrain.cli.main import main
 from p2ptrain.cli.manifests import sign_manifest
 from p2ptrain.models import build_stage
 from p2ptrain.network.identity import Identity
-from p2ptrain.pipeline.checkpoints.folders import unit_folder
+from p2ptrain.pipeline.checkpoints.saving import unit_folder
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.stage.contribution import Part, unit_state
 from p2ptrain.training.checkpoints.files import save_checkpoint

@@ -36,8 +36,9 @@ def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
     tensors = [("weight", torch.ones(4))]
     head = Head(round=3, lineage=b"l" * 32, tokens=9, samples=9, digest=merkle_tree(tensors).root)
     state = SimpleNamespace(head=head, tensors=lambda: tensors)
+    view = make_view(2)
     hosted: Any = SimpleNamespace(
-        number=0, saves=StageSaves(make_view(2), OWN),
+        number=0, saves=StageSaves(view.plan, view.saves, OWN),
         units=[SimpleNamespace(synchronizer=SimpleNamespace(state=state), unit=Unit(0, (0,), ()), swarm=b"s" * 32)],
     )  # fmt: skip
     runtime = SimpleNamespace(compute=asyncio.to_thread, offload=asyncio.to_thread)
