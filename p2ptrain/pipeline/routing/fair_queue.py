@@ -38,7 +38,7 @@ class _Lane:
                 turn.set_result(None)
 
 
-class Turns:
+class SendWindow:
     """Of one peer, for what it sends to others.
 
     Args:

@@ -37,7 +37,7 @@ from p2ptrain.pipeline.messages import (
     TensorHead,
     check_values,
 )
-from p2ptrain.pipeline.routing.fair_queue import Turns
+from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from p2ptrain.pipeline.routing.router import NoHostError, Router
 from p2ptrain.tasks import Tasks
 
@@ -113,7 +113,7 @@ class Caller:
         self.here = here or Here()
         self._num_stages = len(router.stages)
         self._limits = limits or HopLimits()
-        self._turns = Turns()
+        self._window = SendWindow()
 
     async def through(self, hop: Hop, planned: str, tell: Tell, keeps_round: Callable[[], bool] = bool) -> Reply:
         """Take a microbatch through a stage, and all after it.
@@ -279,7 +279,7 @@ class Caller:
 
     async def _hand_over(self, channel: Channel, tensors: Sequence[Payload], arrived: asyncio.Event) -> None:
         """Send the tensors when it is their turn, which lasts until the other end has them."""
-        async with self._turns.to(channel.remote, len(tensors[0].data)):
+        async with self._window.to(channel.remote, len(tensors[0].data)):
             for each in tensors:
                 await channel.send_bytes(each.data)
             await arrived.wait()

@@ -27,7 +27,7 @@ from p2ptrain.pipeline.messages import (
     RoundRequest,
     SettleRequest,
 )
-from p2ptrain.pipeline.routing.fair_queue import Turns
+from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from p2ptrain.pipeline.routing.hop import beat, service
 from p2ptrain.pipeline.stage.host import StageHost
 from p2ptrain.pipeline.stage.ledger import ReceiveBuffer
@@ -50,7 +50,7 @@ class HostService:
         self._stage = host.worker.number
         self._name = service(self._stage)
         self._buffer = ReceiveBuffer(host.worker.limits)
-        self._turns = Turns()
+        self._window = SendWindow()
         rpc.serve_channel(self._name, HopRequest, self._serve)
         rpc.serve(f"{self._name}.settle", SettleRequest, self._settle)
         rpc.serve(f"{self._name}.round", RoundRequest, self._round)
@@ -98,7 +98,7 @@ class HostService:
 
     async def _answer(self, channel: Channel, reply: Reply, beating: asyncio.Task[None]) -> None:
         gradient = reply.gradient
-        async with self._turns.to(channel.remote, len(gradient.data) if gradient is not None else 0):
+        async with self._window.to(channel.remote, len(gradient.data) if gradient is not None else 0):
             beating.cancel()
             await channel.send(reply.head)
             if gradient is not None:
