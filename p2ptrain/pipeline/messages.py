@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
 
 IDS = "ids"
-"""How token ids travel: as 32-bit integers."""
+"""The codec of token ids: 32-bit integers."""
 MAX_STAGES = 256
 MAX_SAMPLES = 1 << 16
 MAX_VALUES = 1 << 40
@@ -50,7 +50,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
 class MicrobatchId(NamedTuple):
-    """Which microbatch: the trainer's ``number``-th of a round."""
+    """Name of a microbatch: the trainer's ``number``-th of a round."""
 
     trainer: Annotated[str, Meta(min_length=1, max_length=128)]
     round: Round
@@ -101,7 +101,7 @@ class Payload:
 
     @property
     def head(self) -> TensorHead:
-        """What announces it."""
+        """The message that announces it."""
         return TensorHead(self.codec, self.shape)
 
     @property
@@ -204,7 +204,7 @@ class Hop:
 
     @property
     def request(self) -> HopRequest:
-        """What announces it."""
+        """The message that announces it."""
         return HopRequest(
             self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.learns,
             self.goes_home,
@@ -212,7 +212,7 @@ class Hop:
 
     @property
     def num_bytes(self) -> int:
-        """What a host keeps for it: its input, a gradient of the same size, and its targets."""
+        """Bytes that a host keeps for it: its input, a gradient of the same size, and its targets."""
         return 2 * self.inputs.num_bytes + self.targets.num_bytes
 
 
@@ -225,7 +225,7 @@ class HomeRequest(Message, frozen=True):
 
 
 class Leg(NamedTuple):
-    """What one host did for a microbatch.
+    """One host's part in a microbatch.
 
     Attributes:
         stage: Its stage.
@@ -241,7 +241,7 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes back from a stage.
+    """A stage's answer to a hop.
 
     Attributes:
         loss: Mean over the targets, in nats.
@@ -255,12 +255,12 @@ class Reply:
 
     @property
     def head(self) -> ReplyHead:
-        """What announces it."""
+        """The message that announces it."""
         return ReplyHead(self.loss, self.legs, self.gradient.head if self.gradient is not None else None)
 
 
 class FromHost(Message, frozen=True, tag=True):
-    """What a caller hears of the host, or the trainer, that has its microbatch."""
+    """A message of the host, or the trainer, that has a caller's microbatch."""
 
 
 class Beat(FromHost, frozen=True, tag="beat"):
@@ -397,6 +397,6 @@ class StayRequest(Message, frozen=True):
 
 
 class StayReply(Message, frozen=True):
-    """Whether the host promises to stay."""
+    """Says if the host promises to stay."""
 
     stays: bool

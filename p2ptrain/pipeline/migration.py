@@ -31,14 +31,14 @@ from p2ptrain.tasks import Tasks, until_ended
 logger = logging.getLogger(__name__)
 
 SPREADING_SECONDS = 2.0
-"""How long a host waits after it has said where it goes: who read records just before that has said so, too, by then.
-Who takes longer to say it than half of that leaves the others the precedence. As long as this and again nobody decides
-on what another host has said: that one may still take it back."""
+"""Time for a host's announcement of a move to reach the others: one that decided just before has announced its own by
+then. A host that takes longer than half of it to announce leaves the others the precedence. For twice as long, no host
+decides on another's announcement, which may still be taken back."""
 LEAST_STAY_SECONDS = 90.0
 """Between two moves of one host: what a stage gains by it has to show first."""
 PROMISE_SECONDS = 120.0
 HAND_OVER_SECONDS = 10.0
-"""How long a host that leaves waits until another one has the last round's result."""
+"""Timeout of a host that leaves, until another one has the last round's result."""
 MAX_ASKED = 4
 CALL_SECONDS = 5.0
 
@@ -50,20 +50,20 @@ class Records(Protocol):
         """Publish soon."""
 
     async def publish(self) -> bool:
-        """Publish now; whether anybody took it."""
+        """Publish now; return whether anybody took it."""
 
     async def refresh(self) -> bool:
-        """Have the view read all records now; whether that could be done."""
+        """Update the view from all records now; return whether that could be done."""
 
 
 class Stages(Protocol):
-    """What makes stages ready."""
+    """The peer's side of a move: makes stages ready, and closes them."""
 
     async def take_on(self, number: int) -> HostedStage:
         """Make a stage ready to take part, with its state; nothing is left of it if this fails or is cancelled."""
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Have it take part."""
+        """Start to take part with a stage."""
 
     async def give_up(self, hosted: HostedStage) -> None:
         """Close what was taken on and is not needed after all."""
@@ -116,7 +116,7 @@ class StageMigrator:
         return None if self._is_free else self.hosted.number
 
     def stop(self) -> None:
-        """Let `run` end with the round in progress averaged as it is."""
+        """End `run` with the round in progress averaged as it is."""
         self._is_stopping = True
         self.hosted.rounds.stop()
         self._has_news.set()
@@ -159,7 +159,7 @@ class StageMigrator:
             await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     def _say(self) -> None:
-        """Have the record published if it says something else now; `Records` bounds how often."""
+        """Publish the record if it says something else now; `Records` bounds how often."""
         if self.next_stage != self._said:
             self._said = self.next_stage
             self._records.changed()
@@ -173,7 +173,7 @@ class StageMigrator:
 
     @property
     def _is_free(self) -> bool:
-        """Whether nothing is against a move."""
+        """True if this host may move now."""
         is_bound = asyncio.get_running_loop().time() < self._bound_until
         return self._memory > 0 and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
@@ -188,7 +188,7 @@ class StageMigrator:
         return move if move is not None and move.peer == own.peer else None
 
     async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
-        """Whether that is still the best move when all know of it; the record says so then.
+        """True if a move is still the best once all hosts know of it; the record announces it.
 
         Args:
             move: Of this peer.
@@ -271,7 +271,7 @@ class StageMigrator:
             await self._stages.give_up(taking.result())
 
     async def _promised(self, leaving: HostedStage) -> bool:
-        """Whether another host of the stage, that is as far as this one, promises to stay."""
+        """True if another host of the stage, that is as far as this one, promises to stay."""
         others = self._others_of(leaving.number)
         self._runtime.random.shuffle(others)
         for other in others[:MAX_ASKED]:
@@ -280,7 +280,7 @@ class StageMigrator:
         return False
 
     async def _promises(self, other: str, stage: int, round: int) -> bool:
-        """Whether a host of a stage is in that round, or a later one, and promises to stay."""
+        """True if a host of a stage is in that round, or a later one, and promises to stay."""
         try:
             request = StayRequest(stage, round)
             return (await self._rpc.call(other, "pipeline.stay", request, StayReply, CALL_SECONDS)).stays
@@ -289,7 +289,7 @@ class StageMigrator:
             return False
 
     def _others_of(self, stage: int) -> list[str]:
-        """Who else hosts a stage; also who says that it goes, which it may take back."""
+        """Other hosts of a stage, and those that say that they go, which they may take back."""
         return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:

@@ -1,4 +1,4 @@
-"""What a peer knows of a pipeline from the directory's records: who hosts which stage, and where the stages stand."""
+"""A peer's view of a pipeline, from the directory's records: the hosts of each stage, and where the stages stand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from p2ptrain.runtime import Runtime
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 """Of a peer that is going to host a stage: before and after it has chosen which."""
 SILENT_SECONDS = 15.0
-"""Who wrote nothing new for so long, while others were heard of, counts as gone for placement and for what a stage is
+"""A host that wrote nothing new for so long, while others did, counts as gone for placement and for what a stage is
 through with: three records were missed. Routes and averaging find out by themselves, and need not wait for that."""
 LEAST_PAUSE_SECONDS = 30.0
 """Between two times that a host says where it goes: it does, or another one went instead."""
@@ -50,7 +50,7 @@ class PipelineView:
         self._own_sequence = 0
 
     def membership(self, unit: int) -> Membership:
-        """Who averages a unit."""
+        """Return the members that average a unit."""
         if unit not in self._memberships:
             made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
             for record, sequence, expires_at in self._records.values():
@@ -65,12 +65,12 @@ class PipelineView:
         return router
 
     def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
-        """What sends microbatches, by a router that is kept current."""
+        """Return a caller that sends microbatches by a router that is kept current."""
         return Caller(rpc, self.new_router(), self.here, limits)
 
     @property
     def failovers(self) -> int:
-        """How often this peer saw a host fail that it sent microbatches to."""
+        """Count of hosts that failed with this peer's microbatches."""
         return sum(router.failovers for router in self._routers)
 
     def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
@@ -102,7 +102,7 @@ class PipelineView:
         await self._updated.wait()
 
     def _note_departure(self, peer: str) -> None:
-        """Who says so more often than hosts do keeps nobody else from moving by it."""
+        """Note when a host announced a move; one that does so more often than hosts do keeps nobody from moving."""
         now = self._runtime.now()
         if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
             self._departures[peer] = now
@@ -113,7 +113,7 @@ class PipelineView:
         return max(self._departures.values(), default=-math.inf)
 
     def hosts(self) -> list[Host]:
-        """Who hosts what, for placement: other peers only.
+        """Return the other hosts, for placement.
 
         Those that are on their way count where they go, but of those that have not decided yet only the ones with a
         smaller id: of several that come at a time not all go to the same stage. Who has not been measured counts as of
@@ -137,7 +137,7 @@ class PipelineView:
         return found
 
     def is_over(self, round: int, stage: int) -> bool:
-        """Whether another stage than that one is through with a round: all its hosts say that theirs is later."""
+        """True if another stage is through with a round: all its hosts say that theirs is later."""
         rounds: dict[int, list[int]] = defaultdict(list)
         for record in self._heard_of():
             for report in record.stages if record.state in ACTIVE_STATES else ():
@@ -152,7 +152,7 @@ class PipelineView:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any host has told what it does."""
+        """True if any host has told its speed."""
         return bool(self._speeds())
 
     def medium_speed(self) -> float:
@@ -170,7 +170,7 @@ class PipelineView:
         ]
 
     def refresh_routes(self) -> None:
-        """Have what this peer hosts itself in the routes, or no more."""
+        """Update routes to what this peer hosts itself."""
         self._own_sequence += 1
         self._refresh(self._routers)
 
@@ -188,7 +188,7 @@ class PipelineView:
 
 
 def _is_departing(record: PeerRecord) -> bool:
-    """Whether a host says that it goes to another stage than the one that it hosts."""
+    """True if a host says that it goes to another stage than the one that it hosts."""
     return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
 
 

@@ -44,7 +44,7 @@ def unit_folder(unit: int, num_stages: int) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the hosts of all stages say of one round.
+    """One round's checkpoints, as the hosts of all stages tell.
 
     Attributes:
         round: Which one.
@@ -58,18 +58,18 @@ class Agreement:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every stage has its digest."""
+        """True if every stage has its digest."""
         return not self.missing
 
 
 class Saves:
-    """What hosts say that they saved. A host's last record says which stages it has; older ones add earlier rounds."""
+    """All hosts' saves. A host's last record says which stages it has; older ones add earlier rounds."""
 
     def __init__(self) -> None:
         self._told: dict[int, dict[str, dict[int, bytes]]] = {}
 
     def tell(self, peer: str, reports: Iterable[StageReport]) -> None:
-        """Take in what a host says of all that it hosts."""
+        """Take over the saves that a host's record tells."""
         saved = {report.unit: report for report in reports if report.saved_round > 0}
         for unit in self._told:
             if unit not in saved:
@@ -96,7 +96,7 @@ class Saves:
             self._told[unit] = {peer: rounds for peer, rounds in hosts.items() if peer in kept}
 
     def agreement(self, units: Iterable[int], round: int) -> Agreement:
-        """What is known of a round."""
+        """Return what is known of a round."""
         digests: dict[int, bytes] = {}
         missing: dict[int, str] = {}
         for unit in units:
@@ -165,7 +165,7 @@ class StageSaves:
         return self._newest.get(unit)
 
     def missing(self) -> str:
-        """What keeps the last round from being complete, for people; empty where nothing does."""
+        """Describe why the last round is not complete, for people; empty if it is."""
         for save in self._newest.values():
             if self._waiting.get((save.unit, save.round)) is save:
                 found = self._told.agreement(self._plan.unit_numbers, save.round)

@@ -79,7 +79,7 @@ class PipelineModule(nn.Module):
 
 
 class _Through(torch.autograd.Function):
-    """What came through the swarm; its gradient goes back the same way."""
+    """The output that came through the swarm; its gradient goes back the same way."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, opened: Opened, bridge: Bridge) -> torch.Tensor:

@@ -47,16 +47,16 @@ WATCH_SECONDS = 10.0
 TELL_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 FULL_SECONDS = 3.0
-"""How long the next round may take to begin until it is tried again whether the one in progress has room."""
+"""Timeout of the next round, after which the one in progress is tried again: it may have room."""
 ROOM_SECONDS = 12.0
-"""How long a first host that takes a dead one's place may say that the round has its samples: longer than the round's
-leader keeps room for one that says nothing any more (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
+"""Timeout of a first host that takes a dead one's place, while it says that the round has its samples: longer than the
+leader keeps room for a silent one (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
 NO_HOST_SECONDS = 120.0
-"""How long a stage may have no host before that is an error."""
+"""Timeout of a stage without a host."""
 DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Before each time that a host is asked what is done."""
 STUCK_SECONDS = 900.0
-"""How long a round that takes no more samples may last: longer than averaging with any usual manifest takes."""
+"""Timeout of a round that takes no more samples; > what averaging with any usual manifest takes."""
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class Opened:
 
 @dataclass
 class Tally:
-    """What became of a trainer's microbatches."""
+    """Counts of a trainer's microbatches, by their fate."""
 
     accepted: int = 0
     done: int = 0
@@ -283,7 +283,7 @@ class MicrobatchSender:
             self._caller.here.outputs.pop(hop.id, None)
 
     def _keeps_its_round(self, id: MicrobatchId, waiting: ExpectedOutput | None) -> Callable[[], bool]:
-        """Whether a microbatch waits for room in its round, instead of going into the next one.
+        """Return a function that is true while a microbatch waits for room in its round, not going into the next.
 
         Once its output is at home, it cannot be sent again under another number. If its first host dies then, another
         one has to take it on in the same round, which has room for it as soon as the dead one is missed.
@@ -361,7 +361,7 @@ class MicrobatchSender:
     async def _tell(
         self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
     ) -> bool:
-        """Tell a host what is settled and what is given up; whether it has counted all that is settled."""
+        """Tell a host what is settled and what is given up; return whether it has counted all that is settled."""
         request = SettleRequest(_numbers(settled), _numbers(abandoned))
         try:
             reply = await self._rpc.call(host, f"{service(stage)}.settle", request, Answers, TELL_SECONDS)
@@ -420,7 +420,7 @@ class MicrobatchSender:
                 self._on_done(each)
 
     async def _missing(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
-        """Which of these a host did not bring into a round; what is still averaged is asked for again."""
+        """Return those that a host did not bring into a round; ask again while they may still be averaged."""
         missing = ids
         for seconds in DONE_PAUSES_SECONDS:
             await asyncio.sleep(seconds)

@@ -43,7 +43,7 @@ DRAIN_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class SendingOptions:
-    """How a trainer sends.
+    """Settings of a trainer.
 
     Attributes:
         credits: Microbatches under way at a time.

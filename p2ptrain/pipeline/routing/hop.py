@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 1.0
-"""How often a host says that it still has the microbatch."""
+"""Interval of a host's beats; < HopLimits.quiet_seconds."""
 MAX_NEWS = 4096
 """Of one microbatch, from one host: of all stages after it, and some more where hosts fail."""
 BAD_ANSWER = "bad answer"
-"""What a host is counted for that sends what no honest one sends."""
+"""Cause under which a host's answer that no honest one sends is counted."""
 
 Tell = Callable[[int, str], Awaitable[None]]
 """Called with a stage and a host, when it is given the microbatch there though another one was planned, and when it
@@ -81,7 +81,7 @@ class HopLimits:
 
 @dataclass
 class Here:
-    """What microbatches find on this peer, without leaving the process.
+    """The hosts and outputs of this peer itself, which microbatches reach within the process.
 
     Attributes:
         hosts: Take hops, by stage.
@@ -200,7 +200,7 @@ class Caller:
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
     async def home(self, hop: Hop, output: Payload) -> Reply:
-        """What the trainer makes of the model's output: its gradient, if one is wanted.
+        """Send the model's output to the trainer; return its gradient, if one is wanted.
 
         Raises:
             HopFailedError: It does not answer, or with what is no gradient; nobody else can.

@@ -26,7 +26,7 @@ is refused with all else that is in it. Besides, what is that large rounds off w
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a backward pass gave.
+    """Results of a backward pass.
 
     Attributes:
         parameters: Gradients of what is trained, in the stage's order, on its device; None where one has no part.

@@ -1,4 +1,4 @@
-"""What the host of a stage did for a round, as the averaging sees it; see `p2ptrain.training.sync.contribution.Work`.
+"""A stage host's contribution to a round of averaging; see `p2ptrain.training.sync.contribution.Work`.
 
 A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
 (`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the

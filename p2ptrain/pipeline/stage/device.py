@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Pass(IntEnum):
-    """What goes first has the smaller number."""
+    """Kinds of passes, by priority: smaller numbers go first."""
 
     UNDO = 0
     BACKWARD = 1
@@ -30,7 +30,7 @@ class Pass(IntEnum):
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """What a pass gave.
+    """Result and times of a pass.
 
     Attributes:
         result: What it returned.
@@ -99,7 +99,7 @@ class Device:
         return await self.runtime.on_device(work)
 
     def _next(self) -> None:
-        """Let the first in line go."""
+        """Start the first in the queue."""
         self._is_busy = False
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)

@@ -20,7 +20,7 @@ from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.tasks import Tasks
 
 CLOSE_SECONDS = 2.0
-"""How long a host that leaves waits for its device to take out what was given up."""
+"""Timeout of a host that leaves, for its device to take out what was given up."""
 
 
 class GradientSum:
@@ -51,7 +51,7 @@ class GradientSum:
 
 @dataclass
 class Added:
-    """What takes a microbatch out of the sum again.
+    """The record by which a microbatch is taken out of the sum again.
 
     Attributes:
         inputs: Of the stage.
@@ -70,7 +70,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a pass that added to the sum gave.
+    """Results of a pass that added to the sum.
 
     Attributes:
         loss: On the last stage: mean over the targets, in nats.
@@ -153,5 +153,5 @@ class StageGradients:
         self._failure = error
 
     async def close(self) -> None:
-        """Let what is being taken out come to its end, unless the device is stuck."""
+        """Wait for what is being taken out, unless the device is stuck."""
         await self._undoing.close(CLOSE_SECONDS)

@@ -44,9 +44,9 @@ from p2ptrain.tasks import Tasks, until_ended
 logger = logging.getLogger(__name__)
 
 FORGET_SECONDS = 120.0
-"""How long what was counted waits to be settled."""
+"""Timeout of a counted microbatch that its trainer does not settle."""
 NEXT_ROUND_SECONDS = 120.0
-"""How long one that came early waits for its round."""
+"""Timeout of a microbatch that came early and waits for its round."""
 MAX_EARLY = 256
 MAX_EVALUATIONS = 8
 """Microbatches at a time that go forward alone, for their loss."""
@@ -54,7 +54,7 @@ MAX_REMEMBERED_ROUNDS = 8
 
 
 class RoundGate:
-    """What a host asks about its round, and tells; this one is for a host without rounds, and lets all in."""
+    """The host's view of its round, which it asks and tells; this one is for a host without rounds, and lets all in."""
 
     async def admit(self, samples: int) -> bool:
         """True if so many samples more belong to the round in progress; the first stage asks."""
@@ -69,7 +69,7 @@ class RoundGate:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What answers for a counted microbatch until it is settled, and what takes it out of the sum again."""
+    """A counted microbatch until it is settled: the reply, and what takes it out of the sum again."""
 
     added: Added
     reply: Reply
@@ -178,7 +178,7 @@ class StageHost:
         return await in_flight.join(tell)
 
     def _check_leaving(self, hop: Hop) -> None:
-        """Whoever comes again with what is under way here, or counted, still gets its reply.
+        """Refuse new microbatches if this host leaves; one under way, or counted, still gets its reply.
 
         Raises:
             FullError: This host is about to leave, and has not taken that on.
@@ -187,7 +187,7 @@ class StageHost:
             raise FullError("this host leaves its stage: go to another one")
 
     async def _in_its_round(self, hop: Hop) -> None:
-        """Let a microbatch that came early wait for its round.
+        """Wait for the round of a microbatch that came early.
 
         Raises:
             OtherRoundError: That has not begun in time.
@@ -250,7 +250,7 @@ class StageHost:
             self._num_evaluations -= 1
 
     async def _onward(self, hop: Hop, output: Payload, tell: Tell) -> Reply:
-        """What the stages after this one make of its output; after the last one, the trainer."""
+        """Return the reply of the stages after this one; after the last one, of the trainer."""
         if self.worker.is_last:
             return await self._caller.home(hop, output)
         onward = replace(hop, stage=self.worker.number + 1, inputs=output, route=hop.route[1:])
@@ -362,5 +362,5 @@ class StageHost:
             del self._done[min(self._done)]
 
     def is_done(self, ids: Sequence[MicrobatchId]) -> list[bool]:
-        """Which of these are in the committed average of a round, as far as it is remembered."""
+        """Return for each microbatch if it is in the committed average of a round, as far as that is remembered."""
         return [any(id in done for done in self._done.values()) for id in ids]

@@ -20,7 +20,7 @@ from p2ptrain.tasks import Tasks
 NOT_YET = -1
 """The round of a host that has not taken on its stage's state: microbatches wait."""
 WRITING_SECONDS = 10.0
-"""How long the list of a complete checkpoint that is being written when the stage is closed may take."""
+"""Timeout of a complete checkpoint's list that is being written when the stage is closed."""
 
 
 class HostedStage:
@@ -73,7 +73,7 @@ class HostedStage:
         )  # fmt: skip
 
     def participate(self) -> None:
-        """Have leaders wait for this peer, and routes lead here."""
+        """Appear to leaders and in routes."""
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participates = True
@@ -100,7 +100,7 @@ class HostedStage:
                 self._completing.start(self.saves.complete(), "complete")
 
     def reports(self) -> list[StageReport]:
-        """What this peer's record says of it; nothing before it takes part."""
+        """Return this stage's part of the peer's record; nothing before it takes part."""
         found = []
         for each in self.units if self._participates else ():
             number, head = each.unit.number, each.synchronizer.head

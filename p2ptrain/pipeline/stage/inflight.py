@@ -10,7 +10,7 @@ from p2ptrain.pipeline.messages import BadMicrobatchError, MicrobatchId, Reply
 from p2ptrain.pipeline.routing.hop import Tell
 
 ORPHAN_SECONDS = 15.0
-"""How long a microbatch for which nobody asks any more is kept: its caller's caller may send a substitute."""
+"""Timeout of a microbatch that no caller waits for: its caller's caller may send a substitute."""
 
 
 class InFlight:
@@ -60,7 +60,7 @@ class InFlight:
                 self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
 
     async def tell(self, stage: int, host: str) -> None:
-        """Let all that wait know that a host is through with a stage's forward."""
+        """Tell all that wait that a host is through with a stage's forward."""
         self._heard.append((stage, host))
         for news in list(self._askers):
             with contextlib.suppress(P2PTrainError):  # One that is gone harms none of the others.

@@ -1,4 +1,4 @@
-"""What a host owes to which microbatch: each counts once, whoever asks how often, and only once it is settled.
+"""A host's accounts of microbatches: each counts once, however often it comes, and only once it is settled.
 
 ::
 
@@ -29,7 +29,7 @@ Kept = TypeVar("Kept")
 
 
 class State(Enum):
-    """How far a microbatch is on this host."""
+    """State of a microbatch on this host."""
 
     RUNNING = "running"
     COUNTED = "counted"
@@ -61,7 +61,7 @@ class Entry(Generic[Kept]):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a host takes on at a time.
+    """Bounds of what a host takes on at a time.
 
     Attributes:
         max_bytes: Kept for all that is not settled.
@@ -135,7 +135,7 @@ class Ledger(Generic[Kept]):
         return [entry for entry in self._entries.values() if entry.state is State.SETTLED]
 
     def find(self, id: MicrobatchId) -> Entry[Kept] | None:
-        """What is known of a microbatch."""
+        """Return the entry of a microbatch, if it is known."""
         return self._entries.get(id)
 
     def admit(self, id: MicrobatchId, samples: int, tokens: int, num_bytes: int) -> Entry[Kept]:
@@ -153,7 +153,7 @@ class Ledger(Generic[Kept]):
         return entry
 
     def check(self, id: MicrobatchId, num_bytes: int) -> None:
-        """Whether `admit` would take it on now.
+        """Raise what `admit` would raise now.
 
         Raises:
             OtherRoundError, FullError: As `admit`.
@@ -209,7 +209,7 @@ class Ledger(Generic[Kept]):
         return [kept for id in unsettled if (kept := self.abandon(id)) is not None]
 
     def settled(self) -> list[MicrobatchId]:
-        """What is settled in this round."""
+        """Return the microbatches that are settled in this round."""
         return [entry.id for entry in self._settled]
 
     def begin(self, round: int) -> None:

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 2.0
-"""After so long without news a host reports again, and looks whether the swarm is ahead."""
+"""Interval at which a host reports, and looks if the swarm is ahead, while nothing happens."""
 UNSETTLED_SECONDS = 10.0
-"""What is not settled so long after it was counted keeps no others out: its trainer may be dead."""
+"""Time after which a counted microbatch that is not settled keeps no others out: its trainer may be dead."""
 PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
-"""How long a host that leaves, and has nothing for the round, waits for what others may be ending it with."""
+"""Timeout of a host that leaves with nothing for the round, for the others' result; < SIT_OUT_SECONDS."""
 
 
 class StageObserver(Protocol):
@@ -125,11 +125,11 @@ class StageRounds:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last round is over."""
+        """True if the last round is over."""
         return 0 < self.last_round <= self._host.ledger.round
 
     def stop(self) -> None:
-        """Let `run` end with the round in progress averaged as it is; nothing more is taken on."""
+        """End `run` with the round in progress averaged as it is; take on nothing more."""
         self._is_stopping = True
         self._host.leave()
 

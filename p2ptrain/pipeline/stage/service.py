@@ -1,4 +1,4 @@
-"""What a stage host answers over the network: hops on channels, and a trainer's questions about its microbatches.
+"""A stage host's answers over the network: to hops on channels, and to a trainer's questions about its microbatches.
 
 What can be refused is refused before a hop's tensors are received.
 """

@@ -1,4 +1,4 @@
-"""What the hosts of a stage average with each other, put together for one of them."""
+"""The units that the hosts of a stage average with each other, put together for one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from p2ptrain.training.sync.synchronizer import Synchronizer
 
 @dataclass(frozen=True)
 class HostingOptions:
-    """What a host's owner wants.
+    """Settings of a host's owner.
 
     Attributes:
         bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
@@ -34,7 +34,7 @@ class HostingOptions:
 
 @dataclass(frozen=True)
 class HostedUnit:
-    """What a host averages with others, and how.
+    """A unit that a host averages with others.
 
     Attributes:
         unit: What it is.

@@ -1,4 +1,4 @@
-"""What computes for a stage: its passes on the device, one at a time, with tensors packed for the wire beside them.
+"""A stage's passes on its device, one at a time, with tensors packed for the wire on the same thread.
 
 It counts nothing and keeps nothing of any microbatch: `p2ptrain.pipeline.stage.gradients` adds up what passes give.
 """
