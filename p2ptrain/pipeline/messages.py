@@ -160,7 +160,7 @@ class HopRequest(Message, frozen=True):
         route: The hosts of the stages after this one that were called before, or are planned; empty names are open.
         inputs: Of the stage.
         targets: Of the last stage.
-        learns: Whether gradients are wanted; else the loss alone.
+        requires_grad: Whether gradients are wanted; else the loss alone.
         goes_home: Whether the model's output goes to the trainer, which makes a loss of it, rather than to the targets.
     """
 
@@ -170,7 +170,7 @@ class HopRequest(Message, frozen=True):
     route: Annotated[tuple[Peer, ...], Meta(max_length=MAX_STAGES)]
     inputs: TensorHead
     targets: TensorHead
-    learns: bool
+    requires_grad: bool
     goes_home: bool
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class HopRequest(Message, frozen=True):
         return Hop(
             self.id, stage, self.samples, self.tokens, self.route,
             Payload(self.inputs.codec, self.inputs.shape, inputs),
-            Payload(self.targets.codec, self.targets.shape, targets), self.learns, self.goes_home,
+            Payload(self.targets.codec, self.targets.shape, targets), self.requires_grad, self.goes_home,
         )  # fmt: skip
 
 
@@ -199,14 +199,14 @@ class Hop:
     route: tuple[str, ...]
     inputs: Payload
     targets: Payload
-    learns: bool = True
+    requires_grad: bool = True
     goes_home: bool = False
 
     @property
     def request(self) -> HopRequest:
         """The message that announces it."""
         return HopRequest(
-            self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.learns,
+            self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.requires_grad,
             self.goes_home,
         )  # fmt: skip
 
@@ -220,7 +220,7 @@ class HomeRequest(Message, frozen=True):
     """The model's output for a microbatch, whose bytes follow, for the trainer that makes the loss."""
 
     id: MicrobatchId
-    learns: bool
+    requires_grad: bool
     output: TensorHead
 
 

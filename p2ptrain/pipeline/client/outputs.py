@@ -63,7 +63,7 @@ class ExpectedOutput:
         if output.shape != self._shape:
             raise BadMicrobatchError(f"an output of {list(output.shape)}, where {list(self._shape)} was to come")
 
-    async def take(self, output: Payload, learns: bool) -> Payload | None:
+    async def take(self, output: Payload, requires_grad: bool) -> Payload | None:
         """Take the output; return its gradient, if that is wanted.
 
         Raises:
@@ -75,7 +75,7 @@ class ExpectedOutput:
             values = await self._runtime.offload(unpack, output)
             if not self.output.done():
                 self.output.set_result(values)
-            if not learns:
+            if not requires_grad:
                 return None
             return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
         except CodecError as error:
@@ -96,7 +96,7 @@ def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> 
                 beating = tasks.start(beat(channel), "beat")
                 data = await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS)
                 await channel.send(Arrived())
-                gradient = await output.take(Payload(head.codec, head.shape, data), request.learns)
+                gradient = await output.take(Payload(head.codec, head.shape, data), request.requires_grad)
                 beating.cancel()
                 await channel.send(Reply(0.0, (), gradient).head)
                 if gradient is not None:

@@ -66,13 +66,15 @@ class PipelineModule(nn.Module):
             raise UsageError(
                 f"the model takes token ids [samples, up to {spec.context}], not {tokens.dtype} {list(tokens.shape)}"
             )
-        learns = torch.is_grad_enabled()
+        requires_grad = torch.is_grad_enabled()
         samples, length = tokens.shape
         payload = pack(tokens, self._plan.manifest.pipeline.codec)
         shape = (samples, length, self._plan.num_classes)
-        opened = self._bridge.wait(self._sender.open(payload, samples, samples * length, shape, learns=learns))
+        opened = self._bridge.wait(
+            self._sender.open(payload, samples, samples * length, shape, requires_grad=requires_grad)
+        )
         output = opened.waiting.output.result()
-        if not learns:
+        if not requires_grad:
             return output
         through: torch.Tensor = _Through.apply(self._anchor, output, opened, self._bridge)  # type: ignore[no-untyped-call]
         return through

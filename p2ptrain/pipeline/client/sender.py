@@ -173,7 +173,7 @@ class MicrobatchSender:
 
         return await self._until_through(attempt)
 
-    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, learns: bool) -> Opened:
+    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, requires_grad: bool) -> Opened:
         """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
 
         Args:
@@ -181,7 +181,7 @@ class MicrobatchSender:
             samples: How many it has.
             tokens: Its weight.
             shape: Of the output.
-            learns: Whether `Opened.backward` will be called. If not in time, hosts give it up.
+            requires_grad: Whether `Opened.backward` will be called. If not in time, hosts give it up.
 
         Raises:
             TemporaryError: It did not come through.
@@ -190,7 +190,7 @@ class MicrobatchSender:
 
         async def attempt(id: MicrobatchId, sends: int) -> Opened:
             waiting = ExpectedOutput(shape, self._rpc.runtime)
-            hop = Hop(id, 0, samples, tokens, (), inputs, targets, learns, goes_home=True)
+            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, goes_home=True)
             task = self._tasks.call(self._bring(hop, sends, waiting), f"opened-{id.number}")
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
@@ -214,7 +214,7 @@ class MicrobatchSender:
         """
         await self._hosts_everywhere()
         id = self._new_id(max(0, self.round))
-        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, learns=False), 1)).loss
+        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False), 1)).loss
 
     async def _until_through(self, attempt: Callable[[MicrobatchId, int], Awaitable[T]]) -> T:
         """Repeat an attempt until it comes through. A round that has its samples is waited for; it is no failure.
@@ -263,7 +263,7 @@ class MicrobatchSender:
         async def tell(stage: int, host: str) -> None:
             told.add((stage, host))
 
-        work = float(hop.tokens) if hop.learns or waiting is not None else 0.0
+        work = float(hop.tokens) if hop.requires_grad or waiting is not None else 0.0
         route = self._router.draw(work)
         try:
             if waiting is not None:
@@ -276,7 +276,7 @@ class MicrobatchSender:
             self.tally.lost += 1
             raise
         except BaseException:
-            if hop.learns:
+            if hop.requires_grad:
                 self._tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
@@ -343,7 +343,7 @@ class MicrobatchSender:
 
     async def _settle(self, hop: Hop, reply: Reply, sends: int) -> Accepted:
         id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs, sends)
-        if not hop.learns:
+        if not hop.requires_grad:
             return accepted
         told = await together("settle", (self._tell(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
         missing = [leg for leg, counted in zip(reply.legs, told, strict=True) if not counted]

@@ -167,7 +167,7 @@ class Caller:
             try:
                 match await self._send(host, replace(hop, route=tuple(route)), heard):
                     case Reply() as reply:
-                        if hop.learns:
+                        if hop.requires_grad:
                             own = reply.legs[0]
                             stage.measured(host, hop.tokens, own.forward_seconds + own.backward_seconds)
                         return reply
@@ -209,9 +209,9 @@ class Caller:
         if trainer == self.rpc.peer_id:
             if hop.id not in self.here.outputs:
                 raise HopFailedError(f"{hop.id} came home, and nobody waits for it there any more")
-            return Reply(0.0, (), await self.here.outputs[hop.id].take(output, hop.learns))
+            return Reply(0.0, (), await self.here.outputs[hop.id].take(output, hop.requires_grad))
         try:
-            match await self._ask(trainer, HomeRequest(hop.id, hop.learns, output.head), [output], hop, None):
+            match await self._ask(trainer, HomeRequest(hop.id, hop.requires_grad, output.head), [output], hop, None):
                 case Reply(legs=()) as reply:
                     return reply
                 case Reply():
@@ -252,7 +252,7 @@ class Caller:
         """
         limits, loop, num_news = self._limits, asyncio.get_running_loop(), 0
         name, wants = (HOME, True) if tell is None else (service(hop.stage), hop.stage > 0)
-        wanted = tensors[0] if wants and hop.learns else None
+        wanted = tensors[0] if wants and hop.requires_grad else None
         # Later stages give up first, so the nearest caller can retry.
         seconds = limits.longest_seconds * (1.0 - 0.5 * hop.stage / max(self._num_stages - 1, 1))
         expected = sum(len(each.data) for each in tensors) + (len(wanted.data) if wanted is not None else 0)

@@ -138,7 +138,7 @@ class StageHost:
         """
         self._check_leaving(hop)
         self.worker.check_shapes(hop)
-        if hop.learns and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
+        if hop.requires_grad and hop.id.round <= self.ledger.round and self.ledger.find(hop.id) is None:
             self.ledger.check(hop.id, hop.num_bytes)
 
     async def take(self, hop: Hop, tell: Tell, on_admitted: Callable[[], None] = lambda: None) -> Reply:
@@ -158,7 +158,7 @@ class StageHost:
         self._asked_at = asyncio.get_running_loop().time()
         self._check_leaving(hop)
         self.worker.check_shapes(hop)
-        if not hop.learns:
+        if not hop.requires_grad:
             return await self._evaluate(hop, tell)
         await self._in_its_round(hop)
         self._check_leaving(hop)
@@ -183,7 +183,7 @@ class StageHost:
         Raises:
             FullError: This host is about to leave, and has not taken that on.
         """
-        if self._is_closed or (self._is_leaving and hop.learns and self.ledger.find(hop.id) is None):
+        if self._is_closed or (self._is_leaving and hop.requires_grad and self.ledger.find(hop.id) is None):
             raise FullError("this host leaves its stage: go to another one")
 
     async def _in_its_round(self, hop: Hop) -> None:
@@ -257,7 +257,7 @@ class StageHost:
         try:
             return await self._caller.through(onward, hop.route[0] if hop.route else "", tell)
         except OtherRoundError as error:
-            if error.is_late and hop.learns and hop.id.round == self.ledger.round:
+            if error.is_late and hop.requires_grad and hop.id.round == self.ledger.round:
                 self._gate.is_over()
             raise
 

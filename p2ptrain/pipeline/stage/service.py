@@ -64,7 +64,7 @@ class HostService:
     async def _serve(self, channel: Channel, request: HopRequest) -> None:
         """Take one caller's hop, or refuse it."""
         sender = channel.remote
-        if request.learns and self._stage == 0 and request.id.trainer != sender:
+        if request.requires_grad and self._stage == 0 and request.id.trainer != sender:
             raise ProtocolError(sender, "sent a microbatch in another's name")
         try:
             hop = request.to_hop(self._stage)

@@ -276,7 +276,7 @@ class CountingPeer(PipelinePeer):
         """See `PipelinePeer.send_own`: the loss takes a moment here, and its gradient is nothing."""
         assert self.feeder is not None
         inputs, _ = self._payloads(number)
-        opened = await self.feeder.open(inputs, 1, TOKENS, (1, TOKENS), learns=True)
+        opened = await self.feeder.open(inputs, 1, TOKENS, (1, TOKENS), requires_grad=True)
         self._comes_to("at home")
         await asyncio.sleep(self.pass_seconds)
         await harm(opened)

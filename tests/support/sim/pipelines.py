@@ -251,7 +251,7 @@ class PipelinePeer:
         inputs, targets = self._payloads(number)
         shape = (*targets.shape, self.manifest.model.vocabulary)
         count = targets.shape[0] * targets.shape[1]
-        opened = await self.feeder.open(inputs, targets.shape[0], count, shape, learns=True)
+        opened = await self.feeder.open(inputs, targets.shape[0], count, shape, requires_grad=True)
         await harm(opened)
         output = opened.waiting.output.result().requires_grad_()
         loss = functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())

@@ -44,7 +44,7 @@ CALLS = (SettleRequest, DoneRequest, Answers, RoundRequest, RoundReply, StayRequ
 each = pytest.mark.parametrize("schema", [HopRequest, HomeRequest, FromHost, *CALLS])
 HOP: dict[str, Any] = {
     "id": ["a", 0, 0], "samples": 2, "tokens": 16, "route": ["b"], "inputs": {"codec": "int8", "shape": [2, 8, 16]},
-    "targets": {"codec": IDS, "shape": [2, 8]}, "learns": True, "goes_home": False,
+    "targets": {"codec": IDS, "shape": [2, 8]}, "requires_grad": True, "goes_home": False,
 }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def test_nonsense_in_a_message_raises_integrity_errors_only(schema: type[Message
         ({"inputs": {"codec": IDS, "shape": [0, 8]}}, r"inputs.shape\[0\]: Expected `int` >= 1"),
         ({"inputs": {"codec": IDS, "shape": [1 << 31, 1 << 31]}}, "too large"),
         ({"targets": {"codec": "fp32", "shape": [2, 8]}}, "no class indices"),
-        ({"learns": 1}, "learns: Expected `bool`"),
+        ({"requires_grad": 1}, "requires_grad: Expected `bool`"),
     ],
 )
 def test_the_error_names_what_is_wrong_with_a_hop(change: dict[str, Any], words: str) -> None:

@@ -39,7 +39,7 @@ async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> in
     if not is_own_loss:
         return (await sender.send(hop.inputs, hop.targets, hop.samples, hop.tokens)).id.round
     shape = (*hop.targets.shape, swarm.plan.num_classes)
-    opened = await sender.open(hop.inputs, hop.samples, hop.tokens, shape, learns=True)
+    opened = await sender.open(hop.inputs, hop.samples, hop.tokens, shape, requires_grad=True)
     return (await opened.backward(torch.ones(shape))).id.round
 
 

@@ -53,12 +53,12 @@ def test_an_evaluation_gives_the_same_loss_and_counts_nowhere() -> None:
         async with hosts(network, (0, 1, 2)) as swarm:
             trainer, (first, *after) = swarm.trainers[0], swarm.hosts
             hop = swarm.hop(trainer, 0, *after)
-            reply = await swarm.send(trainer, replace(hop, learns=False), first)
+            reply = await swarm.send(trainer, replace(hop, requires_grad=False), first)
             assert reply.gradient is None
             assert [leg.host for leg in reply.legs] == [each.id for each in swarm.hosts]
             check_untouched(swarm)
             assert all(len(each.host.ledger) == 0 for each in swarm.hosts)
-            many = [replace(swarm.hop(trainer, number, *after), learns=False) for number in range(40)]
+            many = [replace(swarm.hop(trainer, number, *after), requires_grad=False) for number in range(40)]
             replies = await asyncio.gather(*(swarm.send(trainer, each, first) for each in many))
             assert replies[0].loss == reply.loss, "who is told that a host is full comes again"
             learned = await swarm.send(trainer, hop, first)
