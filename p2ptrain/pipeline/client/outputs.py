@@ -21,14 +21,13 @@ from p2ptrain.pipeline.messages import (
     MicrobatchId,
     Payload,
     RefusalError,
-    Refused,
     Reply,
     TensorHead,
     check_values,
     pack,
     unpack,
 )
-from p2ptrain.pipeline.routing.hop import HOME, beat
+from p2ptrain.pipeline.routing.hop import HOME, beat, refuse
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
@@ -102,6 +101,6 @@ def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> 
                 if gradient is not None:
                     await channel.send_bytes(gradient.data)
         except RefusalError as error:
-            await channel.close(Refused.of(error))
+            await refuse(rpc, channel, error)
 
     rpc.serve_channel(HOME, HomeRequest, serve)

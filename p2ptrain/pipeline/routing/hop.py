@@ -132,8 +132,7 @@ class Caller:
         limits, stage = self._limits, self.router.stages[hop.stage]
         failures: dict[str, str] = {}
         refused: set[str] = set()
-        pause, route = limits.first_pause_seconds, list(hop.route)
-
+        route, pause = list(hop.route), limits.first_pause_seconds
         told, num_told, num_full = planned, 0, 0
 
         async def heard(number: int, host: str) -> None:
@@ -146,6 +145,11 @@ class Caller:
                 route[number - hop.stage - 1] = host
             await tell(number, host)
 
+        async def rest() -> None:
+            nonlocal pause
+            await asyncio.sleep(pause * (0.5 + self.rpc.runtime.random.random()))
+            pause = min(2 * pause, limits.longest_pause_seconds)
+
         while len(failures) < limits.attempts and num_full <= limits.refusals:
             # Whoever planned the route may know hosts of which no record has come here yet.
             usable = planned and not (planned in refused or planned in failures or stage.has_failed(planned))
@@ -157,8 +161,7 @@ class Caller:
                         raise
                     break
                 refused.clear()  # All are full: wait for one of them.
-                await self._rest(pause)
-                pause = min(2 * pause, limits.longest_pause_seconds)
+                await rest()
                 continue
             planned = ""
             if host != told:  # If this peer dies meanwhile, its substitute has to know.
@@ -194,8 +197,7 @@ class Caller:
                 if isinstance(error, ProtocolError):
                     self.rpc.count_refusal(host, BAD_ANSWER)
             logger.info("stage %d: host %s failed %s: %s", hop.stage, host[-8:], hop.id, failures[host])
-            await self._rest(pause)
-            pause = min(2 * pause, limits.longest_pause_seconds)
+            await rest()
         reasons = "; ".join(f"{host[-8:]}: {reason}" for host, reason in failures.items()) or "all of them are full"
         raise HopFailedError(f"{hop.id} did not get through stage {hop.stage} ({reasons}): it is tried again later")
 
@@ -304,9 +306,6 @@ class Caller:
             raise ProtocolError(host, f"sent a gradient that is none: {error}") from error
         return gradient
 
-    async def _rest(self, seconds: float) -> None:
-        await asyncio.sleep(seconds * (0.5 + self.rpc.runtime.random.random()))
-
 
 async def beat(channel: Channel) -> None:
     """Tell the caller again and again that its microbatch is not forgotten."""
@@ -314,3 +313,10 @@ async def beat(channel: Channel) -> None:
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             await channel.send(Beat())
+
+
+async def refuse(rpc: Rpc, channel: Channel, error: RefusalError) -> None:
+    """Tell a caller that its microbatch is refused, unless the caller is gone."""
+    if not channel.lost.done():
+        rpc.count_refusal(channel.remote, type(error).__name__)
+        await channel.close(Refused.of(error))

@@ -21,14 +21,13 @@ from p2ptrain.pipeline.messages import (
     MicrobatchId,
     News,
     RefusalError,
-    Refused,
     Reply,
     RoundReply,
     RoundRequest,
     SettleRequest,
 )
 from p2ptrain.pipeline.routing.fair_queue import SendWindow
-from p2ptrain.pipeline.routing.hop import beat, service
+from p2ptrain.pipeline.routing.hop import beat, refuse, service
 from p2ptrain.pipeline.stage.host import StageHost
 from p2ptrain.pipeline.stage.ledger import ReceiveBuffer
 from p2ptrain.tasks import Tasks
@@ -72,9 +71,7 @@ class HostService:
             with self._buffer.hold(sender, hop.inputs.num_bytes + hop.targets.num_bytes) as release:
                 await self._take(channel, request, release)
         except RefusalError as error:
-            if not channel.lost.done():
-                self._rpc.count_refusal(sender, type(error).__name__)
-                await channel.close(Refused.of(error))
+            await refuse(self._rpc, channel, error)
 
     async def _take(self, channel: Channel, request: HopRequest, on_admitted: Callable[[], None]) -> None:
         """Receive a hop's tensors, and answer it."""

@@ -15,7 +15,7 @@ import torch
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.messages import IDS, Beat, HopFailedError, HopRequest, News
+from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
 from tests.support.sim.stage_hosts import (
     check_untouched,
     hosts,
@@ -105,22 +105,15 @@ LIES = {
     "an unknown message": (say({"type": "hello"}), True),
     "news of a stage before it": (say(News(0, "x")), True),
     "news of no stage": (say(News(2, "x")), True),
-    "news of an endless host": (say(News(1, "x" * 5000)), True),
     "endless news": (say(*[News(1, "x")] * 5000), True),
-    "a loss that is no number": (answer(loss=math.nan), True),
     "an empty trail": (trail(), True),
     "a trail of another host": (trail([1, "another", 0.1, 0.1]), True),
     "a trail of another stage": (trail([0, LIAR, 0.1, 0.1]), True),
     "a trail through more stages than there are": (trail([1, LIAR, 0.1, 0.1], [2, LIAR, 0.1, 0.1]), True),
-    "a trail of negative times": (trail([1, LIAR, -0.1, 0.1]), True),
-    "a trail of times that are no numbers": (trail([1, LIAR, math.nan, 0.1]), True),
     "no gradient's head": (answer(gradient=None), True),
     "a gradient of another shape": (head("fp32", 2, 16, 8), True),
     "a gradient of another size": (head("fp32", 2, 8, 17), True),
-    "an endless gradient": (head("fp32", 1 << 20, 1 << 10), True),
-    "a gradient in an unknown codec": (head("zip9", 2, 8, 16), True),
     "a gradient in another codec": (head("topk", 2, 8, 16), True),
-    "a gradient of whole numbers": (head(IDS, 2, 8, 16), True),
     "a gradient that is no number": (answer(torch.tensor(math.nan)), True),
     "an infinite gradient": (answer(torch.tensor(-math.inf)), True),
     "a gradient that is cut off": (short_gradient, True),
