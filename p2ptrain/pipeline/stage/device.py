@@ -78,7 +78,8 @@ class Device:
                     self._next()
                 raise
         self._is_busy = True
-        return await asyncio.shield(self._finish(kind, work, asked))
+        finishing = self._finish(kind, work, asked)
+        return await asyncio.shield(finishing)
 
     def _finish(self, kind: Pass, work: Callable[[], T], asked: float) -> asyncio.Task[Timed[T]]:
         async def finish() -> Timed[T]:
