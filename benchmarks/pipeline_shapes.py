@@ -157,6 +157,6 @@ def lengths_alone() -> Iterator[None]:
         mock.patch("p2ptrain.pipeline.stage.worker.unpack", unpack_zeros),
         mock.patch("p2ptrain.pipeline.stage.gradients.pack", pack_zeros),
         mock.patch("p2ptrain.pipeline.stage.gradients.unpack", unpack_zeros),
-        mock.patch("p2ptrain.network.simulated.streams.QUANTUM_BYTES", QUANTUM_BYTES),
+        mock.patch("p2ptrain.network.simulated.links.QUANTUM_BYTES", QUANTUM_BYTES),
     ):
         yield
