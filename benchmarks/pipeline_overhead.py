@@ -35,10 +35,9 @@ from p2ptrain.manifest import AveragingSpec, Manifest, ModelSpec, PipelineSpec, 
 from p2ptrain.models import build_stage, num_parameters
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.swarm import Swarm
-from p2ptrain.pipeline.client.sender import Feeder
+from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller
 from p2ptrain.pipeline.view import PipelineView
 
 KINDS = ("plain torch", "pipeline")
@@ -134,20 +133,19 @@ def serve_pipeline(size: str, threads: int) -> None:
             say(seconds=time.monotonic() - started)
 
 
-async def start_feeder(peer: Peer, plan: PipelinePlan) -> Feeder:
+async def start_feeder(peer: Peer, plan: PipelinePlan) -> MicrobatchSender:
     """What sends microbatches."""
     view = PipelineView(plan, peer.identity.peer_id, peer.runtime)
     peer.presence.listeners.append(view.update)
     await peer.presence.refresh()
-    router = view.new_router()
-    feeder = Feeder(peer.rpc, router, Caller(peer.rpc, router, peer.runtime.random, view.local), peer.runtime.random)
+    feeder = MicrobatchSender(view.new_caller(peer.rpc))
     await feeder.start()
     peer.on_close(feeder.close)
     peer.set_state("training")
     return feeder
 
 
-async def feed(feeder: Feeder, spec: Manifest, rounds: int) -> None:
+async def feed(feeder: MicrobatchSender, spec: Manifest, rounds: int) -> None:
     """Send rounds of microbatches, and wait until the last round is over."""
     numbers, context = iter(range(rounds * MICROBATCHES)), spec.model.context
     last = max(feeder.round, 0) + rounds

@@ -15,9 +15,10 @@ from unittest import mock
 import torch
 
 from p2ptrain.manifest import Manifest
+from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.pipeline.messages import IDS, Payload, pack, payload_bytes
-from p2ptrain.pipeline.stage.compute import LossPass
+from p2ptrain.pipeline.stage.compute import Gradients
 from p2ptrain.pipeline.stage.device import Device, Pass
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from tests.support.sim.counting import CountingCompute, CountingPlan, CountingStage
@@ -90,14 +91,11 @@ class ShapedCompute(CountingCompute):
         super().__init__(stage, is_first)
         self._activations = torch.zeros(1).expand(shape.samples, TOKENS, shape.width)
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         return self._activations
 
-    def backward(self, inputs: torch.Tensor, gradient: torch.Tensor, weight: float) -> torch.Tensor | None:
-        return None if self._is_first else self._activations
-
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor, weight: float) -> LossPass:
-        return LossPass(0.0, self._activations)
+    def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        return Gradients((None,), None if self._is_first else self._activations)
 
 
 class TimedDevice(Device):
@@ -114,25 +112,11 @@ class TimedDevice(Device):
         self.num_backward = 0
         self._seconds = {Pass.FORWARD: forward_seconds, Pass.BACKWARD: 3 * forward_seconds}
 
-    async def run(self, kind: Pass, work: Callable[[], T], on_begin: Callable[[], None] = lambda: None) -> T:
-        return await super().run(kind, _Timed(work, self._seconds[kind], kind is Pass.BACKWARD), on_begin)
-
-    async def _compute(self, work: Callable[[], Any]) -> Any:
-        assert isinstance(work, _Timed)
-        await asyncio.sleep(work.seconds)
-        self.busy_seconds += work.seconds
-        self.num_backward += work.is_backward
-        return await super()._compute(work.work)
-
-
-@dataclass(frozen=True)
-class _Timed:
-    work: Callable[[], Any]
-    seconds: float
-    is_backward: bool
-
-    def __call__(self) -> Any:
-        raise AssertionError("the device runs what is in it")
+    async def _compute(self, kind: Pass, work: Callable[[], Any]) -> Any:
+        await asyncio.sleep(self._seconds[kind])
+        self.busy_seconds += self._seconds[kind]
+        self.num_backward += kind is Pass.BACKWARD
+        return await super()._compute(kind, work)
 
 
 class ShapedPeer(PipelinePeer):
@@ -148,10 +132,7 @@ class ShapedPeer(PipelinePeer):
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
         module = CountingStage()
         self.device = TimedDevice(self.peer.runtime, self._forward_seconds)
-        return HostedStage(
-            self.view, stage, module, self.device, self.rpc, self.peer.runtime, self.peer.signer,  # type: ignore[arg-type]
-            compute=ShapedCompute(module, stage == 0, self._shape),
-        )  # fmt: skip
+        return self._put_together(stage, ShapedCompute(module, stage == 0, self._shape), self.device)
 
     def _payloads(self, number: int) -> tuple[Payload, Payload]:
         tokens = pack(torch.zeros(self._shape.samples, TOKENS, dtype=torch.int64), CODEC)
@@ -164,7 +145,7 @@ def lengths_alone() -> Iterator[None]:
     lengths: dict[int, bytes] = {}
 
     def pack_zeros(tensor: torch.Tensor, codec: str) -> Payload:
-        length = payload_bytes(codec, tensor.shape)
+        length = payload_bytes(codec, tuple(tensor.shape))
         return Payload(codec, tuple(tensor.shape), lengths.setdefault(length, bytes(length)))
 
     def unpack_zeros(payload: Payload) -> torch.Tensor:
@@ -172,8 +153,10 @@ def lengths_alone() -> Iterator[None]:
         return torch.zeros(1, dtype=dtype).expand(payload.shape)
 
     with (
-        mock.patch("p2ptrain.pipeline.stage.passes.pack", pack_zeros),
-        mock.patch("p2ptrain.pipeline.stage.passes.unpack", unpack_zeros),
-        mock.patch("p2ptrain.network.simulated.streams.QUANTUM_BYTES", QUANTUM_BYTES),
+        mock.patch("p2ptrain.pipeline.stage.worker.pack", pack_zeros),
+        mock.patch("p2ptrain.pipeline.stage.worker.unpack", unpack_zeros),
+        mock.patch("p2ptrain.pipeline.stage.gradients.pack", pack_zeros),
+        mock.patch("p2ptrain.pipeline.stage.gradients.unpack", unpack_zeros),
+        mock.patch("p2ptrain.network.simulated.links.QUANTUM_BYTES", QUANTUM_BYTES),
     ):
         yield

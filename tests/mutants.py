@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "late gradients of a stage decay",
-        "pipeline/stage/gradients.py",
+        "pipeline/stage/contribution.py",
         "torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)",
         "pass",
         "unit/training/sync/test_late_work.py",
@@ -130,11 +130,19 @@ MUTANTS = (
         "unit/pipeline/stage/test_device.py -k backward",
     ),
     Mutant(
-        "a gradient that cannot be encoded leaves the sum",
-        "pipeline/stage/passes.py",
-        "        except (CodecError, asyncio.CancelledError):\n            self.take_out(added)\n",
-        "        except (CodecError, asyncio.CancelledError):\n",
-        "unit/pipeline/stage/test_passes.py",
+        "a gradient that cannot be encoded adds nothing",
+        "pipeline/stage/gradients.py",
+        "            found = self._pass(added)\n            gradient",
+        "            found = self._pass(added)\n            added.is_in = True\n"
+        "            self.total.add(found.parameters, 1.0)\n            gradient",
+        "unit/pipeline/stage/test_gradients.py",
+    ),
+    Mutant(
+        "a pass whose microbatch is given up meanwhile leaves the sum",
+        "pipeline/stage/gradients.py",
+        "            self.take_out(added)\n            raise\n",
+        "            raise\n",
+        "unit/pipeline/stage/test_host.py -k bit_by_bit",
     ),
     Mutant(
         "a full round is no failure of a microbatch",
@@ -841,8 +849,8 @@ MUTANTS = (
     Mutant(
         "a stage ends the last round with the others",
         "pipeline/stage/hosted_stage.py",
-        "        if self._view.is_over(self.host.round, self.number):\n",
-        "        if False:\n",
+        "            if self._view.is_over(self.host.ledger.round, self.number):\n",
+        "            if False:\n",
         "sim/test_product_pipeline.py -k lost_samples",
     ),
 )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.cli.screen.bars import bars
 from p2ptrain.errors import CheckpointError, ConfigError, IncompatibleError, ManifestError
-from p2ptrain.pipeline.checkpoints.folders import TIED_FOLDER, stage_folder
 from p2ptrain.pipeline.checkpoints.join import Found, join
+from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, stage_folder
 from p2ptrain.training.checkpoints.stage_list import read_stage_list
 
 if TYPE_CHECKING:

@@ -8,6 +8,8 @@ another, are that model.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import defaultdict
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,6 +20,41 @@ from p2ptrain.models.family import Span
 def layer_numbers(span: Span, num_layers: int) -> range:
     """The layers in a span of a model whose blocks are embeddings, layers and head."""
     return range(max(span.start - 1, 0), min(span.stop - 1, num_layers))
+
+
+class LayerCache:
+    """Keys and values of all positions so far in one layer, ``[B, H_kv, positions, D]`` each."""
+
+    def __init__(self) -> None:
+        self._held: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values of new positions; return those of all positions."""
+        if self._held is not None:
+            keys, values = (torch.cat(pair, dim=2) for pair in zip(self._held, (keys, values), strict=True))
+        self._held = keys, values
+        return keys, values
+
+
+@dataclass(frozen=True)
+class StageContext:
+    """Where the inputs of a pass stand in their sequences.
+
+    Attributes:
+        first: The position of each sequence's first input.
+        caches: By the layer's number; hold the positions before ``first``, and take the new ones. None for no cache.
+    """
+
+    first: int = 0
+    caches: defaultdict[str, LayerCache] | None = None
+
+    def cache(self, layer: str) -> LayerCache | None:
+        """Return a layer's cache, if there is one."""
+        return None if self.caches is None else self.caches[layer]
+
+
+WHOLE = StageContext()
+"""Of inputs that are whole sequences, as in training."""
 
 
 class Stage(nn.Module):
@@ -40,5 +77,8 @@ class Stage(nn.Module):
         self.is_last = span.stop == num_blocks
 
     @abstractmethod
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """One pass; see the module's docstring for shapes."""
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
+        """One pass; see the module's docstring for shapes.
+
+        A family whose positions see later ones has no use for a context, and raises `ValueError` for a cache.
+        """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from p2ptrain.pipeline.client.remote_model import PipelineModule
-    from p2ptrain.pipeline.client.sender import Feeder
+    from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.plan import PipelinePlan
     from p2ptrain.training.checkpoints.saving import Saver
     from p2ptrain.training.data.sampler import SwarmSampler
@@ -334,23 +334,23 @@ class Swarm:
         if self._optimizer is not None or self._module is not None:
             raise UsageError("this swarm has an optimizer or a pipeline already: a peer trains one model")
         plan, bridge = PipelinePlan(self.manifest), Bridge(self._thread.loop)
-        feeder = self._thread.call(self._feed(plan))
+        sender = self._thread.call(self._feed(plan))
         self._cancel_without_network(bridge)
-        module = self._module = PipelineModule(feeder, plan, bridge)
+        module = self._module = PipelineModule(sender, plan, bridge)
         self._tell_pace(lambda: Pace(module.loss, 0.0, 0))
         return module
 
-    async def _feed(self, plan: PipelinePlan) -> Feeder:
-        from p2ptrain.node.roles.pipeline import start_feeder
+    async def _feed(self, plan: PipelinePlan) -> MicrobatchSender:
+        from p2ptrain.node.roles.pipeline import start_sender
         from p2ptrain.pipeline.view import PipelineView
 
         view = PipelineView(plan, self.peer_id, self._runtime)
         self._peer.presence.listeners.append(view.update)
         self._peer.activity = replace(self._peer.activity, failovers=lambda: view.failovers)
         await self._peer.presence.refresh()
-        feeder = await start_feeder(self._peer, view)
+        sender = await start_sender(self._peer, view)
         self._peer.set_state("training")
-        return feeder
+        return sender
 
     def close(self) -> None:
         """Leave the swarm: say goodbye, stop the daemon, and save if there is a ``run_dir``; idempotent."""

@@ -1,4 +1,4 @@
-"""What a machine could do for a swarm, measured before it hosts anything: its memory, its device, its uplink."""
+"""Measurements of a machine before it hosts anything: its memory, its device, its uplink."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from p2ptrain.pipeline.plan import PipelinePlan
 
 SECONDS = 1.0
-"""How long passes are measured; the first, which is not counted, and one more are made in any case."""
+"""Time over which passes are measured; the first, which is not counted, and one more are made in any case."""
 
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -34,7 +34,7 @@ def available_memory(cgroups: Path = CGROUPS) -> int:
 
 
 def _left_in_container(cgroups: Path) -> list[int]:
-    """What its limit leaves, if it has one. Cached files count as used, and are given up first: they are to spare."""
+    """Return what its limit leaves, if it has one. Cached files count as used, and are given up first."""
     for folder, limit, used, cached in (
         (cgroups, "memory.max", "memory.current", "inactive_file"),
         (cgroups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -78,7 +78,7 @@ def measure_speed(plan: PipelinePlan, device: torch.device, bandwidth: int = 0) 
     for turn in range(1_000):
         began = time.perf_counter()
         compute.forward(hidden)
-        compute.backward(hidden, gradient, 1.0)
+        compute.backward(hidden, gradient)
         if turn:
             fastest = min(fastest, time.perf_counter() - began)
             if time.perf_counter() > deadline:

@@ -1,56 +1,127 @@
-"""What travels between the hosts of a microbatch: a hop there, news meanwhile, a reply back.
+"""The messages of a pipeline's protocols, the tensors that follow them, and the refusals that they carry.
 
-Everything from the network is checked here: types, lengths and ranges; shapes and values where they are used.
+A channel takes one microbatch through a stage and all after it (``pipeline.N``)::
+
+    caller                                      host
+      |  HopRequest, inputs, targets              |
+      | ----------------------------------------> |
+      |  Arrived, Beat ..., News ...              |
+      | <---------------------------------------- |
+      |  ReplyHead, gradient       or Refused     |
+      | <---------------------------------------- |
+
+The last host asks a trainer that makes its own loss in the same way (``pipeline.home``), with a `HomeRequest`. All
+other messages are calls: a trainer's to the hosts of its microbatches, and those between hosts of one stage.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from msgspec import Meta
 
 from p2ptrain.codecs import codec_names, get_codec
-from p2ptrain.errors import ProtocolError
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.errors import TemporaryError
+from p2ptrain.network.schema import Message, Number
 
 if TYPE_CHECKING:
     import torch
 
 IDS = "ids"
-"""How token ids travel: as 32-bit integers."""
-MAX_DIMENSIONS = 8
+"""The codec of token ids: 32-bit integers."""
 MAX_STAGES = 256
-MAX_SECONDS = 3600.0
-MAX_PEER_CHARS = 128
+MAX_SAMPLES = 1 << 16
+MAX_VALUES = 1 << 40
+"""Of one tensor, and of the tokens of one microbatch."""
+MAX_IDS = 4096
+MAX_WAIT_SECONDS = 60.0
+MAX_REASON_CHARS = 512
+
+Buffer = bytes | bytearray | memoryview
+Peer = Annotated[str, Meta(max_length=128)]
+Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
+MaybeRound = Annotated[int, Meta(ge=-2, lt=1 << 62)]
+"""Negative before a host, or a trainer, is in any."""
+StageNumber = Annotated[int, Meta(ge=0, lt=MAX_STAGES)]
+Seconds = Annotated[float, Meta(ge=0.0, le=3600.0)]
 
 
-@dataclass(frozen=True)
-class Payload:
-    """A tensor on its way.
+class MicrobatchId(NamedTuple):
+    """Name of a microbatch: the trainer's ``number``-th of a round."""
+
+    trainer: Annotated[str, Meta(min_length=1, max_length=128)]
+    round: Round
+    number: Round
+
+    def __str__(self) -> str:
+        return f"microbatch {self.number} of {self.trainer[-8:]} in round {self.round}"
+
+
+# Tensors
+
+
+class TensorHead(Message, frozen=True):
+    """A tensor whose bytes follow.
 
     Attributes:
         codec: Of `p2ptrain.codecs`, or `IDS`.
         shape: Of the tensor.
-        data: Its bytes.
+    """
+
+    codec: Annotated[str, Meta(max_length=16)]
+    shape: Annotated[tuple[Annotated[int, Meta(gt=0, le=MAX_VALUES)], ...], Meta(min_length=1, max_length=8)]
+
+    def __post_init__(self) -> None:
+        if self.codec != IDS and self.codec not in codec_names():
+            raise ValueError(f"the codec {self.codec!r} is not known here")
+        if math.prod(self.shape) > MAX_VALUES:
+            raise ValueError("a tensor that is too large")
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes that follow."""
+        return payload_bytes(self.codec, self.shape)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A tensor in the form in which it travels.
+
+    Attributes:
+        codec, shape: As in `TensorHead`.
+        data: Its bytes; empty while they are still to come.
     """
 
     codec: str
     shape: tuple[int, ...]
-    data: bytes | bytearray | memoryview
+    data: Buffer = b""
+
+    @property
+    def head(self) -> TensorHead:
+        """The message that announces it."""
+        return TensorHead(self.codec, self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """How many it has, also while it is still to come."""
+        """The number of its bytes, also of those that are still to come."""
         return payload_bytes(self.codec, self.shape)
 
-    def head(self) -> list[Any]:
-        """What goes into a message; the bytes go behind it."""
-        return [self.codec, list(self.shape)]
+
+def payload_bytes(codec: str, shape: tuple[int, ...]) -> int:
+    """Return how many bytes a payload has."""
+    count = math.prod(shape)
+    return 4 * count if codec == IDS else get_codec(codec).encoded_bytes(count)
 
 
 def pack(tensor: torch.Tensor, codec: str) -> Payload:
-    """Encode a CPU tensor: integers as `IDS`, whatever the codec, and others in fp32 by the codec."""
+    """Encode a CPU tensor: integers as `IDS`, whatever the codec, and others in fp32 by the codec.
+
+    Raises:
+        CodecError: A value is not finite, or too large for the codec.
+    """
     import torch
 
     shape = tuple(tensor.shape)
@@ -60,14 +131,9 @@ def pack(tensor: torch.Tensor, codec: str) -> Payload:
 
 
 def unpack(payload: Payload) -> torch.Tensor:
-    """The tensor: int64, or fp32.
-
-    Raises:
-        CodecError: A value is not finite. (The length was checked when it was received.)
-    """
+    """Return the tensor, int64 or fp32, of a payload whose length and values were checked when it was received."""
     import torch
 
-    check_values(payload)
     if payload.codec == IDS:
         return torch.frombuffer(bytearray(payload.data), dtype=torch.int32).view(payload.shape).long()
     codec, count = get_codec(payload.codec), math.prod(payload.shape)
@@ -77,73 +143,54 @@ def unpack(payload: Payload) -> torch.Tensor:
 
 
 def check_values(payload: Payload) -> None:
-    """Look whether values are finite without decoding them.
-
-    Raises:
-        CodecError: One is not.
-    """
+    """Raise `CodecError` if a value is not finite, without decoding them."""
     if payload.codec != IDS:
         get_codec(payload.codec).validate(payload.data, math.prod(payload.shape))
 
 
-def payload_bytes(codec: str, shape: Sequence[int]) -> int:
-    """How many bytes a payload has."""
-    count = math.prod(shape)
-    return 4 * count if codec == IDS else get_codec(codec).encoded_bytes(count)
+# A microbatch on its way
 
 
-def head_from_wire(values: Any, peer: str, max_bytes: int) -> tuple[str, tuple[int, ...], int]:
-    """Codec, shape and length of a payload that is about to come.
-
-    Raises:
-        ProtocolError: It is malformed, or longer than ``max_bytes``.
-    """
-    _expect(isinstance(values, list) and len(values) == 2, peer, "a malformed tensor")
-    codec, shape = values
-    _expect(codec == IDS or codec in codec_names(), peer, "a tensor in a codec that is not known here")
-    _expect(isinstance(shape, list) and 0 < len(shape) <= MAX_DIMENSIONS, peer, "a tensor of an impossible shape")
-    _expect(all(type(size) is int and 0 < size < 1 << 32 for size in shape), peer, "a tensor of an impossible shape")
-    count = math.prod(shape)
-    _expect(count <= max_bytes * 64, peer, "a tensor that is too large")  # No codec takes less than an eighth of a bit.
-    length = payload_bytes(codec, shape)
-    _expect(length <= max_bytes, peer, "a tensor that is too large")
-    return codec, tuple(shape), length
-
-
-@dataclass(frozen=True)
-class Leg:
-    """What one host did for a microbatch.
+class HopRequest(Message, frozen=True):
+    """A microbatch for a stage; the bytes of inputs and targets follow.
 
     Attributes:
-        stage: Which stage.
-        host: Who.
-        forward_seconds, backward_seconds: How long its device took.
+        id: Which microbatch.
+        samples, tokens: How many it has.
+        route: The hosts of the stages after this one that were called before, or are planned; empty names are open.
+        inputs: Of the stage.
+        targets: Of the last stage.
+        requires_grad: Whether gradients are wanted; else the loss alone.
+        goes_home: Whether the model's output goes to the trainer, which makes a loss of it, rather than to the targets.
     """
 
-    stage: int
-    host: str
-    forward_seconds: float
-    backward_seconds: float
+    id: MicrobatchId
+    samples: Annotated[int, Meta(gt=0, le=MAX_SAMPLES)]
+    tokens: Annotated[int, Meta(gt=0, le=MAX_VALUES)]
+    route: Annotated[tuple[Peer, ...], Meta(max_length=MAX_STAGES)]
+    inputs: TensorHead
+    targets: TensorHead
+    requires_grad: bool
+    goes_home: bool
 
-    def to_wire(self) -> list[Any]:
-        """Plain values."""
-        return [self.stage, self.host, self.forward_seconds, self.backward_seconds]
+    def __post_init__(self) -> None:
+        if self.samples > self.tokens:
+            raise ValueError("a microbatch of fewer tokens than samples")
+        if self.targets.codec != IDS:
+            raise ValueError("targets that are no class indices")
+
+    def to_hop(self, stage: int, inputs: Buffer = b"", targets: Buffer = b"") -> Hop:
+        """Return the hop to a stage, with its tensors or, to look at their shapes, without."""
+        return Hop(
+            self.id, stage, self.samples, self.tokens, self.route,
+            Payload(self.inputs.codec, self.inputs.shape, inputs),
+            Payload(self.targets.codec, self.targets.shape, targets), self.requires_grad, self.goes_home,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A microbatch on its way to a stage.
-
-    Attributes:
-        id: Which microbatch.
-        stage: Where to.
-        samples, tokens: How many it has.
-        route: The hosts of the stages after it that were called before, or are planned.
-        inputs: Of the stage.
-        targets: Of the last stage.
-        learns: Whether gradients are wanted; else the loss alone.
-        goes_home: Whether the model's output goes to the trainer, which makes a loss of it, rather than to the targets.
-    """
+    """A microbatch for a stage, with its tensors; see `HopRequest`."""
 
     id: MicrobatchId
     stage: int
@@ -152,78 +199,49 @@ class Hop:
     route: tuple[str, ...]
     inputs: Payload
     targets: Payload
-    learns: bool = True
+    requires_grad: bool = True
     goes_home: bool = False
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values, without the payloads' bytes."""
-        return {
-            "id": list(self.id), "samples": self.samples, "tokens": self.tokens, "route": list(self.route),
-            "inputs": self.inputs.head(), "targets": self.targets.head(), "learns": self.learns,
-            "goes_home": self.goes_home,
-        }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class HopHead:
-    """What a `Hop` says before its payloads come."""
-
-    id: MicrobatchId
-    samples: int
-    tokens: int
-    route: tuple[str, ...]
-    inputs: tuple[str, tuple[int, ...], int]
-    targets: tuple[str, tuple[int, ...], int]
-    learns: bool
-    goes_home: bool
-
-    @classmethod
-    def from_wire(cls, values: dict[str, Any], peer: str, max_bytes: int) -> HopHead:
-        """Check what a peer sent.
-
-        Raises:
-            ProtocolError: It is no hop.
-        """
-        id, samples, tokens = values.get("id"), values.get("samples"), values.get("tokens")
-        route = values.get("route")
-        _expect(isinstance(id, list) and [type(each) for each in id] == [str, int, int], peer, "a malformed microbatch")
-        assert isinstance(id, list)
-        named = id[0] != "" and is_peer_id(id[0]) and 0 <= id[1] < 1 << 62 and 0 <= id[2] < 1 << 62
-        _expect(named, peer, "a malformed microbatch")
-        counts = type(samples) is int and type(tokens) is int and 0 < samples <= tokens < 1 << 40
-        _expect(counts, peer, "a microbatch of impossible size")
-        assert isinstance(samples, int)
-        assert isinstance(tokens, int)
-        _expect(isinstance(route, list) and len(route) < MAX_STAGES, peer, "a malformed route")
-        assert isinstance(route, list)
-        _expect(all(is_peer_id(host) for host in route), peer, "a malformed route")
-        inputs = head_from_wire(values.get("inputs"), peer, max_bytes)
-        targets = head_from_wire(values.get("targets"), peer, max_bytes)
-        _expect(targets[0] == IDS, peer, "targets that are no class indices")
-        learns, goes_home = values.get("learns"), values.get("goes_home")
-        _expect(type(learns) is bool and type(goes_home) is bool, peer, "a microbatch that says not what it is for")
-        assert isinstance(learns, bool)
-        assert isinstance(goes_home, bool)
-        return cls(MicrobatchId(*id), samples, tokens, tuple(route), inputs, targets, learns, goes_home)
+    @property
+    def request(self) -> HopRequest:
+        """The message that announces it."""
+        return HopRequest(
+            self.id, self.samples, self.tokens, self.route, self.inputs.head, self.targets.head, self.requires_grad,
+            self.goes_home,
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:
-        """Of the payloads that are to come."""
-        return self.inputs[2] + self.targets[2]
+        """Bytes that a host keeps for it: its input, a gradient of the same size, and its targets."""
+        return 2 * self.inputs.num_bytes + self.targets.num_bytes
 
-    def to_hop(
-        self, stage: int, inputs: bytes | bytearray | memoryview, targets: bytes | bytearray | memoryview
-    ) -> Hop:
-        """The hop to a stage, with its payloads or, to look at their shapes, without."""
-        first, second = Payload(*self.inputs[:2], inputs), Payload(*self.targets[:2], targets)
-        return Hop(
-            self.id, stage, self.samples, self.tokens, self.route, first, second, self.learns, self.goes_home
-        )  # fmt: skip
+
+class HomeRequest(Message, frozen=True):
+    """The model's output for a microbatch, whose bytes follow, for the trainer that makes the loss."""
+
+    id: MicrobatchId
+    requires_grad: bool
+    output: TensorHead
+
+
+class Leg(NamedTuple):
+    """One host's part in a microbatch.
+
+    Attributes:
+        stage: Its stage.
+        host: Its peer id.
+        forward_seconds, backward_seconds: How long its device took.
+    """
+
+    stage: StageNumber
+    host: Peer
+    forward_seconds: Seconds
+    backward_seconds: Seconds
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What comes back from a stage.
+    """A stage's answer to a hop.
 
     Attributes:
         loss: Mean over the targets, in nats.
@@ -235,43 +253,150 @@ class Reply:
     legs: tuple[Leg, ...]
     gradient: Payload | None
 
-    def to_wire(self) -> dict[str, Any]:
-        """Plain values, without the gradient's bytes."""
-        gradient = self.gradient.head() if self.gradient is not None else None
-        return {"loss": self.loss, "legs": [leg.to_wire() for leg in self.legs], "gradient": gradient}
+    @property
+    def head(self) -> ReplyHead:
+        """The message that announces it."""
+        return ReplyHead(self.loss, self.legs, self.gradient.head if self.gradient is not None else None)
 
 
-def legs_from_wire(values: Any, peer: str, first_stage: int) -> tuple[Leg, ...]:
-    """Check a trail: consecutive stages, from ``first_stage`` on.
+class FromHost(Message, frozen=True, tag=True):
+    """A message of the host, or the trainer, that has a caller's microbatch."""
 
-    Raises:
-        ProtocolError: It is none.
+
+class Beat(FromHost, frozen=True, tag="beat"):
+    """It still has the microbatch."""
+
+
+class Arrived(FromHost, frozen=True, tag="arrived"):
+    """It has all tensors of the request."""
+
+
+class News(FromHost, frozen=True, tag="news"):
+    """A host was called though another one was planned, or is through with the forward pass of its stage."""
+
+    stage: StageNumber
+    host: Peer
+
+
+class ReplyHead(FromHost, frozen=True, tag="reply"):
+    """A `Reply`; the gradient's bytes follow."""
+
+    loss: Number
+    legs: Annotated[tuple[Leg, ...], Meta(max_length=MAX_STAGES)]
+    gradient: TensorHead | None
+
+
+class Refused(FromHost, frozen=True, tag="refused"):
+    """The last message of a host that does not take the microbatch through."""
+
+    kind: Refusal
+    reason: Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
+
+    @classmethod
+    def of(cls, error: RefusalError) -> Refused:
+        """Return what a caller is told of an error."""
+        text = "".join(each if each.isprintable() else "?" for each in str(error))
+        return cls(error.kind, text[:MAX_REASON_CHARS])
+
+
+class Refusal(Enum):
+    """Why a host refuses."""
+
+    FULL = "full"
+    """It has no room now."""
+    EARLY = "early"
+    """The microbatch's round has not begun there."""
+    LATE = "late"
+    """The round is over there, or has its samples."""
+    BEYOND = "beyond"
+    """A stage after it failed."""
+    BAD = "bad"
+    """The microbatch does not fit, or does not fit there."""
+
+
+class RefusalError(TemporaryError):
+    """A host refuses a microbatch; ``kind`` tells the caller how to go on."""
+
+    kind: Refusal
+
+
+class FullError(RefusalError):
+    """There is no room for another microbatch now; no failure of the host. The message says what is full."""
+
+    kind = Refusal.FULL
+
+
+class BadMicrobatchError(RefusalError):
+    """A microbatch is not for this stage, or holds what no honest peer sends. The message says what."""
+
+    kind = Refusal.BAD
+
+
+class HopFailedError(RefusalError):
+    """No host of a stage took a microbatch through. The message names the stage and the hosts."""
+
+    kind = Refusal.BEYOND
+
+
+class OtherRoundError(RefusalError):
+    """A host is in another round than the microbatch.
+
+    Attributes:
+        is_late: Whether the microbatch's round is over there; else it has not begun.
     """
-    _expect(isinstance(values, list) and 0 < len(values) <= MAX_STAGES, peer, "a malformed trail")
-    legs = []
-    for stage, each in enumerate(values, first_stage):
-        good = isinstance(each, list) and [type(value) for value in each] == [int, str, float, float]
-        _expect(good and each[0] == stage and is_peer_id(each[1]), peer, "a malformed trail")
-        _expect(all(0.0 <= seconds <= MAX_SECONDS for seconds in each[2:]), peer, "a trail of impossible times")
-        legs.append(Leg(*each))
-    return tuple(legs)
+
+    def __init__(self, message: str, is_late: bool) -> None:
+        super().__init__(message)
+        self.is_late = is_late
+        self.kind = Refusal.LATE if is_late else Refusal.EARLY
 
 
-def is_peer_id(value: Any) -> bool:
-    """Whether a value could be a peer's id, or empty; it gets into logs, so it has to be one printable word or so."""
-    return type(value) is str and len(value) <= MAX_PEER_CHARS and value.isprintable()
+# Calls
+
+OwnIds = Annotated[tuple[tuple[Round, Round], ...], Meta(max_length=MAX_IDS)]
+"""Rounds and numbers of microbatches of the trainer that sends them."""
 
 
-def loss_from_wire(value: Any, peer: str) -> float:
-    """Check a loss.
+class SettleRequest(Message, frozen=True):
+    """A trainer tells which of its microbatches are settled, and which are given up (``pipeline.N.settle``)."""
 
-    Raises:
-        ProtocolError: It is no finite number.
-    """
-    _expect(type(value) is float and math.isfinite(value), peer, "a loss that is no number")
-    return float(value)
+    settled: OwnIds = ()
+    abandoned: OwnIds = ()
 
 
-def _expect(condition: bool, peer: str, what: str) -> None:
-    if not condition:
-        raise ProtocolError(peer, f"sent {what}")
+class DoneRequest(Message, frozen=True):
+    """A trainer asks which of its microbatches are in the committed average of a round (``pipeline.N.done``)."""
+
+    ids: OwnIds
+
+
+class Answers(Message, frozen=True):
+    """Yes or no for each microbatch of a request: whether it was counted there, or is in the average."""
+
+    answers: Annotated[tuple[bool, ...], Meta(max_length=MAX_IDS)]
+
+
+class RoundRequest(Message, frozen=True):
+    """A peer waits so long for a later round than ``after`` (``pipeline.N.round``)."""
+
+    after: MaybeRound
+    seconds: Annotated[float, Meta(ge=0.0, le=MAX_WAIT_SECONDS)]
+
+
+class RoundReply(Message, frozen=True):
+    """The round in progress at a host."""
+
+    round: MaybeRound
+
+
+class StayRequest(Message, frozen=True):
+    """A host that leaves its stage asks another one to stay that is as far as it (``pipeline.stay``)."""
+
+    stage: StageNumber
+    round: MaybeRound
+
+
+class StayReply(Message, frozen=True):
+    """Says if the host promises to stay."""
+
+    stays: bool

@@ -16,29 +16,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
-from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError, ProtocolError
+from p2ptrain.errors import DeadlineError, P2PTrainError, PeerError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.messages import RoundReply, RoundRequest, StayReply, StayRequest
 from p2ptrain.pipeline.placement import Host, Move, best_move, counted
 from p2ptrain.pipeline.routing.hop import service
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, PipelineView
-from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks, until_ended
 
 logger = logging.getLogger(__name__)
 
 SPREADING_SECONDS = 2.0
-"""How long a host waits after it has said where it goes: who read records just before that has said so, too, by then.
-Who takes longer to say it than half of that leaves the others the precedence. As long as this and again nobody decides
-on what another host has said: that one may still take it back."""
+"""Time for a host's announcement of a move to reach the others: one that decided just before has announced its own by
+then. A host that takes longer than half of it to announce leaves the others the precedence. For twice as long, no host
+decides on another's announcement, which may still be taken back."""
 LEAST_STAY_SECONDS = 90.0
 """Between two moves of one host: what a stage gains by it has to show first."""
 PROMISE_SECONDS = 120.0
 HAND_OVER_SECONDS = 10.0
-"""How long a host that leaves waits until another one has the last round's result."""
+"""Timeout of a host that leaves, until another one has the last round's result."""
 MAX_ASKED = 4
 CALL_SECONDS = 5.0
 
@@ -50,64 +50,53 @@ class Records(Protocol):
         """Publish soon."""
 
     async def publish(self) -> bool:
-        """Publish now; whether anybody took it."""
+        """Publish now; return whether anybody took it."""
 
     async def refresh(self) -> bool:
-        """Have the view read all records now; whether that could be done."""
+        """Update the view from all records now; return whether that could be done."""
 
 
 class Stages(Protocol):
-    """What makes stages ready."""
+    """The peer's side of a move: makes stages ready, and closes them."""
 
     async def take_on(self, number: int) -> HostedStage:
         """Make a stage ready to take part, with its state; nothing is left of it if this fails or is cancelled."""
 
     async def step_in(self, hosted: HostedStage) -> None:
-        """Have it take part."""
+        """Start to take part with a stage."""
 
     async def give_up(self, hosted: HostedStage) -> None:
         """Close what was taken on and is not needed after all."""
 
+    def moved(self, hosted: HostedStage) -> None:
+        """This is hosted now; the stage before it is closed."""
 
-class Mover:
+
+class StageMigrator:
     """Hosts a stage, and moves to another one when that is better.
 
     Args:
         view: Who hosts what.
         records: What the view knows that from; they say `next_stage`.
         rpc: To ask for promises.
-        runtime: Chance.
         hosted: What is hosted in the beginning; ready to run.
         stages: Makes others ready to run.
-        memory: What this peer has for a stage, in bytes.
-        may_move: Whether it may move at all; its owner may have chosen the stage.
+        memory: What this peer has for a stage, in bytes; 0 if its owner has chosen the stage, and it may not move.
 
     Attributes:
         hosted: What is hosted now.
-        on_moved: Called when that is another stage; the one before is closed.
     """
 
     def __init__(
-        self,
-        view: PipelineView,
-        records: Records,
-        rpc: Rpc,
-        runtime: Runtime,
-        hosted: HostedStage,
-        stages: Stages,
-        memory: int = 1 << 62,
-        *,
-        may_move: bool = True,
+        self, view: PipelineView, records: Records, rpc: Rpc, hosted: HostedStage, stages: Stages, memory: int
     ) -> None:
         self.hosted = hosted
-        self.on_moved: Callable[[HostedStage], None] = lambda hosted: None
         self._view = view
         self._records = records
         self._rpc = rpc
-        self._runtime = runtime
+        self._runtime = rpc.runtime
         self._stages = stages
         self._memory = memory
-        self._may_move = may_move
         self._target: int | None = None
         self._is_leaving = False
         self._is_stopping = False
@@ -117,7 +106,7 @@ class Mover:
         self._has_news = asyncio.Event()
         self._tasks = Tasks()
         self._looked = loop.time()
-        rpc.serve("pipeline.stay", dict, self._serve_stay)
+        rpc.serve("pipeline.stay", StayRequest, self._serve_stay)
 
     @property
     def next_stage(self) -> int | None:
@@ -127,20 +116,21 @@ class Mover:
         return None if self._is_free else self.hosted.number
 
     def stop(self) -> None:
-        """Let `run` end with the round in progress averaged as it is."""
+        """End `run` with the round in progress averaged as it is."""
         self._is_stopping = True
         self.hosted.rounds.stop()
         self._has_news.set()
 
-    def look(self) -> None:
-        """The view was brought up to date: see what of it concerns this host. Call it on the event loop."""
-        self.hosted.look()
-        self._looked = asyncio.get_running_loop().time()
-        self._has_news.set()
+    async def _follow_records(self) -> None:
+        while True:
+            await self._view.next_update()
+            self._looked = asyncio.get_running_loop().time()
+            self._has_news.set()
 
     async def run(self) -> None:
         """Host until stopped, or the last round."""
         async with self._tasks:
+            self._tasks.keep(self._follow_records, "follow-records")
             hosting = self._tasks.call(self.hosted.run(), f"stage-{self.hosted.number}")
             while True:
                 await self._wait(hosting)
@@ -169,7 +159,7 @@ class Mover:
             await asyncio.wait({hosting, news}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
 
     def _say(self) -> None:
-        """Have the record published if it says something else now; `Records` bounds how often."""
+        """Publish the record if it says something else now; `Records` bounds how often."""
         if self.next_stage != self._said:
             self._said = self.next_stage
             self._records.changed()
@@ -183,9 +173,9 @@ class Mover:
 
     @property
     def _is_free(self) -> bool:
-        """Whether nothing is against a move."""
+        """True if this host may move now."""
         is_bound = asyncio.get_running_loop().time() < self._bound_until
-        return self._may_move and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
+        return self._memory > 0 and not (is_bound or self._is_stopping or self.hosted.rounds.is_done)
 
     def _best(self, others: Sequence[Host]) -> Move | None:
         """The best move of all, if it is one of this peer's and nothing is against it."""
@@ -198,7 +188,7 @@ class Mover:
         return move if move is not None and move.peer == own.peer else None
 
     async def _is_agreed(self, move: Move, before: Sequence[Host]) -> bool:
-        """Whether that is still the best move when all know of it; the record says so then.
+        """True if a move is still the best once all hosts know of it; the record announces it.
 
         Args:
             move: Of this peer.
@@ -268,7 +258,7 @@ class Mover:
             raise
         self.hosted = after
         await before.close()
-        self.on_moved(after)
+        self._stages.moved(after)
         if self._is_stopping:
             after.rounds.stop()
         return following
@@ -281,7 +271,7 @@ class Mover:
             await self._stages.give_up(taking.result())
 
     async def _promised(self, leaving: HostedStage) -> bool:
-        """Whether another host of the stage, that is as far as this one, promises to stay."""
+        """True if another host of the stage, that is as far as this one, promises to stay."""
         others = self._others_of(leaving.number)
         self._runtime.random.shuffle(others)
         for other in others[:MAX_ASKED]:
@@ -290,16 +280,16 @@ class Mover:
         return False
 
     async def _promises(self, other: str, stage: int, round: int) -> bool:
-        """Whether a host of a stage is in that round, or a later one, and promises to stay."""
+        """True if a host of a stage is in that round, or a later one, and promises to stay."""
         try:
-            reply = await self._rpc.call(other, "pipeline.stay", {"stage": stage, "round": round}, dict, CALL_SECONDS)
+            request = StayRequest(stage, round)
+            return (await self._rpc.call(other, "pipeline.stay", request, StayReply, CALL_SECONDS)).stays
         except (PeerError, DeadlineError) as error:
             logger.debug("host %s promises nothing: %s", other[-8:], error)
             return False
-        return reply.get("stays") is True
 
     def _others_of(self, stage: int) -> list[str]:
-        """Who else hosts a stage; also who says that it goes, which it may take back."""
+        """Other hosts of a stage, and those that say that they go, which they may take back."""
         return [host.peer for host in self._view.hosts() if stage in (host.stage, host.leaves)]
 
     async def _hand_over(self, leaving: HostedStage) -> None:
@@ -308,12 +298,12 @@ class Mover:
         This one may have ended its last round alone, or with others that leave, too.
         """
         round = leaving.host.ledger.round
-        request = {"after": round - 1, "seconds": HAND_OVER_SECONDS}
+        request = RoundRequest(round - 1, HAND_OVER_SECONDS)
 
         async def ask(other: str) -> str:
             name = f"{service(leaving.number)}.round"
             try:
-                await self._rpc.call(other, name, request, dict, HAND_OVER_SECONDS + CALL_SECONDS)
+                await self._rpc.call(other, name, request, RoundReply, HAND_OVER_SECONDS + CALL_SECONDS)
             except (PeerError, DeadlineError) as error:
                 logger.debug("host %s takes nothing over: %s", other[-8:], error)
                 return ""
@@ -332,13 +322,10 @@ class Mover:
                     "stage %d: no other host took over what this one ended round %d with", leaving.number, round
                 )
 
-    async def _serve_stay(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        stage, round = request.get("stage"), request.get("round")
-        if type(stage) is not int or type(round) is not int:
-            raise ProtocolError(peer, "asked for no promise")
-        ledger = self.hosted.host.ledger
-        stays = stage == self.hosted.number and not (self._is_leaving or self._is_stopping) and ledger.round >= round
+    async def _serve_stay(self, peer: str, request: StayRequest) -> StayReply:
+        is_here = request.stage == self.hosted.number and self.hosted.host.ledger.round >= request.round
+        stays = is_here and not (self._is_leaving or self._is_stopping)
         if stays:
             self._target = None  # It may have been about to.
             self._bind(PROMISE_SECONDS)
-        return {"stays": stays}
+        return StayReply(stays)

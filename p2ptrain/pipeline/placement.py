@@ -1,4 +1,4 @@
-"""Who hosts which stage: pure functions of what the directory says, each with its reason.
+"""Placement of hosts on stages: pure functions of the directory's records, each with its reason.
 
 A pipeline is as fast as its slowest stage. So a newcomer goes where it lifts the slowest stages most, and one host at a
 time moves there from where it is needed least. "Better" is meant lexicographically from the slowest stage up (leximin):
@@ -23,7 +23,7 @@ gain of 4 %.)"""
 
 @dataclass(frozen=True)
 class StageNeed:
-    """What hosting a stage takes.
+    """Needs of hosting a stage.
 
     Attributes:
         work: Of one microbatch, forward and backward, in any unit.
@@ -57,7 +57,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a newcomer should host, and why."""
+    """The stage that a newcomer should host, and why."""
 
     stage: int
     reason: str
@@ -82,7 +82,7 @@ def rates(needs: Sequence[StageNeed], hosts: Sequence[Host]) -> list[float]:
 
 
 def choose(needs: Sequence[StageNeed], hosts: Sequence[Host], speed: float, memory: int) -> Choice:
-    """What a newcomer should host.
+    """Return the stage that a newcomer should host.
 
     Args:
         needs: Of each stage.

@@ -1,4 +1,4 @@
-"""What a manifest makes of its model: the stages, and what is averaged beside them.
+"""The stages of a manifest's model, and the units that are averaged beside them.
 
 A pure function, without torch, unless adapters are asked for.
 """
@@ -25,13 +25,10 @@ from p2ptrain.progress import Jobs, untold
 if TYPE_CHECKING:
     from p2ptrain.models.stage import Stage
 
-MAX_SAMPLES = 1 << 16
-"""In one microbatch."""
-
 
 @dataclass(frozen=True)
 class Unit:
-    """What is averaged by itself: by the hosts of one stage, or, of tied embeddings, by those of two.
+    """Parameters that are averaged by themselves: by the hosts of one stage, or, of tied embeddings, by those of two.
 
     Attributes:
         number: The stage's; the number of stages for what is tied.
@@ -69,7 +66,7 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.spans)
 
     def _spans(self) -> tuple[Span, ...]:
@@ -99,7 +96,7 @@ class PipelinePlan:
         return adapter_shapes(self.manifest.model, self.manifest.lora)
 
     def _adapters_in(self, span: Span) -> tuple[str, ...]:
-        """Those around layers of a span."""
+        """The adapters around layers of a span."""
         from p2ptrain.models.adapters import adapter_layer
 
         held = stage_shapes(self._blocks, span)
@@ -118,7 +115,7 @@ class PipelinePlan:
 
     @cached_property
     def needs(self) -> tuple[StageNeed, ...]:
-        """What hosting each stage takes: work of one sample, and memory."""
+        """The needs of hosting each stage: work of one sample, and memory."""
         return tuple(StageNeed(self.work_of(span), self._memory(span) + PROCESS_BYTES) for span in self.spans)
 
     @cached_property
@@ -145,7 +142,7 @@ class PipelinePlan:
         return {name: self._adapters.get(name) or blocks[name] for name in unit.names}
 
     def own(self, stage: int) -> Unit:
-        """What the hosts of a stage average among themselves: its adapters, where there are any."""
+        """The unit of a stage's own hosts: its adapters, where there are any."""
         if self.manifest.lora is not None:
             return Unit(stage, (stage,), self._adapters_in(self.spans[stage]))
         tied = self.tied.names if self.tied is not None else ()
@@ -164,7 +161,7 @@ class PipelinePlan:
         return {name: local[name] for name in unit.names}
 
     def state_bytes(self, stage: int) -> int:
-        """What a newcomer downloads from other hosts of a stage: what is trained, and AdamW's moments of it."""
+        """Bytes that a newcomer downloads from other hosts of a stage: what is trained, and AdamW's moments of it."""
         values = sum(math.prod(shape) for unit in self.units(stage) for shape in self.shapes(unit).values())
         return values * (4 + (2 if self.manifest.pipeline.moments == "8bit" else 8))
 
@@ -218,8 +215,6 @@ class PipelinePlan:
             ValueError: Shape or codec of the input, the shape of the targets, or the count of tokens, is impossible.
         """
         spec, family, shape = self.manifest.model, self._family, tuple(inputs.shape)
-        if samples > MAX_SAMPLES:
-            raise ValueError(f"{samples} samples are more than a microbatch may have, {MAX_SAMPLES}")
         sample, length = family.inputs(spec), family.tokens(spec)
         if family.reads_text:
             length = targets.shape[1] if len(targets.shape) == 2 else 0
@@ -238,10 +233,10 @@ class PipelinePlan:
 
     @property
     def num_classes(self) -> int:
-        """What targets are less than."""
+        """The bound that targets are less than."""
         return self._family.outputs(self.manifest.model)
 
     @property
     def num_ids(self) -> int:
-        """What inputs of the first stage are less than; 0 where they are no ids."""
+        """The bound that inputs of the first stage are less than; 0 where they are no ids."""
         return self.manifest.model.vocabulary if self._family.reads_text else 0

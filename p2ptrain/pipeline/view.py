@@ -1,28 +1,26 @@
-"""What a peer knows of a pipeline from the directory's records: who hosts which stage, and where the stages stand."""
+"""A peer's view of a pipeline, from the directory's records: the hosts of each stage, and where the stages stand."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.network.records.record import PeerRecord
-from p2ptrain.pipeline.checkpoints.agreement import Saves
-from p2ptrain.pipeline.client.outputs import Outputs
-from p2ptrain.pipeline.messages import Hop, Payload, Reply
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.pipeline.checkpoints.saving import Saves
 from p2ptrain.pipeline.placement import Host
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import HopFailedError, News
+from p2ptrain.pipeline.routing.hop import Caller, Here, HopLimits
 from p2ptrain.pipeline.routing.router import HostState, Router
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
 from p2ptrain.runtime import Runtime
 
 UNDECIDED_STATE, DECIDED_STATE = "starting", "syncing"
 """Of a peer that is going to host a stage: before and after it has chosen which."""
 SILENT_SECONDS = 15.0
-"""Who wrote nothing new for so long, while others were heard of, counts as gone for placement and for what a stage is
+"""A host that wrote nothing new for so long, while others did, counts as gone for placement and for what a stage is
 through with: three records were missed. Routes and averaging find out by themselves, and need not wait for that."""
 LEAST_PAUSE_SECONDS = 30.0
 """Between two times that a host says where it goes: it does, or another one went instead."""
@@ -33,18 +31,15 @@ class PipelineView:
 
     Attributes:
         plan: The stages.
-        local: This peer's own hosts, by stage.
-        outputs: Where outputs of its own microbatches go, if they come home.
+        here: This peer's own hosts, and where outputs of its own microbatches go.
         saves: What hosts say of their checkpoints, this peer included.
-        on_update: Called when that and all else was brought up to date.
     """
 
     def __init__(self, plan: PipelinePlan, peer_id: str, runtime: Runtime) -> None:
         self.plan = plan
-        self.local: dict[int, Callable[[Hop, News], Awaitable[Reply]]] = {}
-        self.outputs: Outputs | None = None
+        self.here = Here()
         self.saves = Saves()
-        self.on_update: Callable[[], None] = lambda: None
+        self._updated = asyncio.Event()
         self._peer_id = peer_id
         self._runtime = runtime
         self._memberships: dict[int, Membership] = {}
@@ -54,14 +49,8 @@ class PipelineView:
         self._departures: dict[str, float] = {}
         self._own_sequence = 0
 
-    async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
-        """See `p2ptrain.pipeline.routing.hop.AtHome`."""
-        if self.outputs is None:
-            raise HopFailedError(f"{id} is to come home, and nobody waits for it there")
-        return await self.outputs.come_home(id, output, learns)
-
     def membership(self, unit: int) -> Membership:
-        """Who averages a unit."""
+        """Return the members that average a unit."""
         if unit not in self._memberships:
             made = self._memberships[unit] = Membership(self._peer_id, self._runtime)
             for record, sequence, expires_at in self._records.values():
@@ -75,9 +64,13 @@ class PipelineView:
         self._refresh([router])
         return router
 
+    def new_caller(self, rpc: Rpc, limits: HopLimits | None = None) -> Caller:
+        """Return a caller that sends microbatches by a router that is kept current."""
+        return Caller(rpc, self.new_router(), self.here, limits)
+
     @property
     def failovers(self) -> int:
-        """How often this peer saw a host fail that it sent microbatches to."""
+        """Count of hosts that failed with this peer's microbatches."""
         return sum(router.failovers for router in self._routers)
 
     def update(self, records: list[tuple[PeerRecord, int, float]]) -> None:
@@ -101,10 +94,15 @@ class PipelineView:
         for membership in self._memberships.values():
             membership.forget_expired()
         self._refresh(self._routers)
-        self.on_update()
+        self._updated.set()
+        self._updated = asyncio.Event()
+
+    async def next_update(self) -> None:
+        """Return when everything was brought up to date the next time."""
+        await self._updated.wait()
 
     def _note_departure(self, peer: str) -> None:
-        """Who says so more often than hosts do keeps nobody else from moving by it."""
+        """Note when a host announced a move; one that does so more often than hosts do keeps nobody from moving."""
         now = self._runtime.now()
         if now >= self._departures.get(peer, -math.inf) + LEAST_PAUSE_SECONDS:
             self._departures[peer] = now
@@ -115,7 +113,7 @@ class PipelineView:
         return max(self._departures.values(), default=-math.inf)
 
     def hosts(self) -> list[Host]:
-        """Who hosts what, for placement: other peers only.
+        """Return the other hosts, for placement.
 
         Those that are on their way count where they go, but of those that have not decided yet only the ones with a
         smaller id: of several that come at a time not all go to the same stage. Who has not been measured counts as of
@@ -139,7 +137,7 @@ class PipelineView:
         return found
 
     def is_over(self, round: int, stage: int) -> bool:
-        """Whether another stage than that one is through with a round: all its hosts say that theirs is later."""
+        """True if another stage is through with a round: all its hosts say that theirs is later."""
         rounds: dict[int, list[int]] = defaultdict(list)
         for record in self._heard_of():
             for report in record.stages if record.state in ACTIVE_STATES else ():
@@ -154,7 +152,7 @@ class PipelineView:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any host has told what it does."""
+        """True if any host has told its speed."""
         return bool(self._speeds())
 
     def medium_speed(self) -> float:
@@ -172,7 +170,7 @@ class PipelineView:
         ]
 
     def refresh_routes(self) -> None:
-        """Have what this peer hosts itself in the routes, or no more."""
+        """Update routes to what this peer hosts itself."""
         self._own_sequence += 1
         self._refresh(self._routers)
 
@@ -182,7 +180,7 @@ class PipelineView:
             for stage in record.stages:
                 if stage.unit < len(states) and record.state in ACTIVE_STATES:
                     states[stage.unit][record.peer] = HostState(stage.tokens_per_second, sequence)
-        for number in self.local:
+        for number in self.here.hosts:
             self._own_sequence += 1
             states[number][self._peer_id] = HostState(0.0, self._own_sequence)
         for router in routers:
@@ -190,7 +188,7 @@ class PipelineView:
 
 
 def _is_departing(record: PeerRecord) -> bool:
-    """Whether a host says that it goes to another stage than the one that it hosts."""
+    """True if a host says that it goes to another stage than the one that it hosts."""
     return bool(record.stages) and record.next_stage not in (None, record.stages[0].unit)
 
 

@@ -257,7 +257,9 @@ def test_an_output_that_no_gradient_is_asked_for_counts_nowhere() -> None:
         assert trainer.feeder is not None
         inputs = pack(tokens[:, :-1], "fp32")
         shape = (*inputs.shape, pipeline.manifest.model.vocabulary)
-        looking = trainer.feeder.open(inputs, inputs.shape[0], inputs.shape[0] * inputs.shape[1], shape, learns=False)
+        looking = trainer.feeder.open(
+            inputs, inputs.shape[0], inputs.shape[0] * inputs.shape[1], shape, requires_grad=False
+        )
         opened = await trainer.peer.spawn(looking)
         torch.testing.assert_close(opened.waiting.output.result(), whole.model(tokens[:, :-1]).detach())
         await opened.task

@@ -58,7 +58,7 @@ async def stop_all(swarm: ProductSwarm) -> None:
 def saved_head(swarm: ProductSwarm, name: str) -> tuple[int, bytes]:
     """Round and digest of a host's newest checkpoint."""
     folder = swarm.folder / name / "checkpoints" / f"stage-{HOSTS[name]}"
-    checkpoint = load_newest_valid(folder, swarm.nodes[name].hosted[0].unit_swarms[0])
+    checkpoint = load_newest_valid(folder, swarm.nodes[name].hosted[0].units[0].swarm)
     assert checkpoint is not None
     return checkpoint.head.round, checkpoint.head.digest
 

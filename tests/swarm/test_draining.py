@@ -17,7 +17,7 @@ import pytest
 from p2ptrain.cli.manifests import LINK_FILE
 from p2ptrain.manifest import Manifest, SignedManifest
 from p2ptrain.network.identity import Identity
-from p2ptrain.pipeline.checkpoints.folders import stage_folder
+from p2ptrain.pipeline.checkpoints.saving import stage_folder
 from p2ptrain.training.checkpoints.files import LoadedCheckpoint, list_checkpoints, load_newest_valid, verify_checkpoint
 from tests.support.processes.daemons import wait_until
 from tests.support.processes.preloaded import SERVER, STUCK

@@ -12,12 +12,10 @@ import torch
 
 from p2ptrain import runtime as module
 from p2ptrain.pipeline import messages
-from p2ptrain.pipeline.messages import Hop, pack
-from p2ptrain.pipeline.stage import passes
+from p2ptrain.pipeline.messages import Hop, MicrobatchId, pack
+from p2ptrain.pipeline.stage import gradients, worker
 from p2ptrain.pipeline.stage.compute import StageCompute
 from p2ptrain.pipeline.stage.device import Device, Pass
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
-from p2ptrain.pipeline.stage.passes import Passes
 from p2ptrain.runtime import Runtime, real_runtime
 from tests.support.sim.pipelines import sample
 from tests.support.sim.stage_hosts import plan_of, stage_of
@@ -76,7 +74,7 @@ def test_a_slow_fsync_holds_up_neither_a_forward_pass_nor_packing_nor_the_event_
     async def main() -> None:
         saving = asyncio.create_task(runtime.compute(written.wait, PATIENCE_SECONDS))
         output = await Device(runtime).run(Pass.FORWARD, lambda: compute.forward(inputs))
-        assert (await runtime.offload(pack, output, "fp16")).data
+        assert (await runtime.offload(pack, output.result, "fp16")).data
         assert not saving.done()
         written.set()
         assert await saving
@@ -84,7 +82,7 @@ def test_a_slow_fsync_holds_up_neither_a_forward_pass_nor_packing_nor_the_event_
     run(main())
 
 
-def test_activations_are_packed_unpacked_and_checked_off_the_event_loop(
+def test_activations_are_packed_and_unpacked_on_the_device_thread(
     runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of these waits for the event loop to turn: on its thread that would never happen."""
@@ -113,20 +111,20 @@ def test_activations_are_packed_unpacked_and_checked_off_the_event_loop(
             pack(tokens[:, 1:], "fp32"),
         )  # fmt: skip
         gradient = pack(torch.full_like(inputs, 0.01), "fp32")
-        monkeypatch.setattr(passes, "pack", watched(messages.pack))
-        monkeypatch.setattr(passes, "unpack", watched(messages.unpack))
+        for each in (worker, gradients):
+            monkeypatch.setattr(each, "pack", watched(messages.pack))
+            monkeypatch.setattr(each, "unpack", watched(messages.unpack))
         turning = asyncio.create_task(turn())
-        made = Passes(1, 3, StageCompute(stage_of(plan, 1)), Device(runtime), "fp16", 0, plan.num_classes)
-        values = await made.inputs_of(hop)
-        await made.forward(values)
-        passed = await made.add_backward(hop, values, gradient, 0.0)
-        made.take_out(passed.added)
-        await made.until_taken_out()
+        made = worker.StageWorker(plan, 1, StageCompute(stage_of(plan, 1)), Device(runtime))
+        await made.forward(hop.inputs)
+        total = gradients.StageGradients(made)
+        total.take_out((await total.add(hop, gradient)).result.added)
+        await total.until_taken_out()
         turning.cancel()
 
     run(main())
-    assert len(seen) == 6
-    assert set(seen) == {"pool-test"}
+    assert len(seen) == 7
+    assert set(seen) == {"device-test"}
 
 
 def test_closing_does_not_wait_for_a_stuck_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,15 +84,20 @@ def attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *
     """Scaled dot-product attention; each of fewer key/value heads serves as many query heads.
 
     Args:
-        queries: ``[B, H, T, D]``.
-        keys, values: ``[B, H_kv, T, D]``; ``H_kv`` divides ``H``.
+        queries: ``[B, H, T, D]``, of the last ``T`` positions.
+        keys, values: ``[B, H_kv, S, D]``, of all ``S`` positions; ``H_kv`` divides ``H``.
         is_causal: Whether a token sees itself and those before it alone.
 
     Returns:
         ``[B, T, H * D]``.
     """
     grouped = queries.shape[1] != keys.shape[1]
-    mixed = functional.scaled_dot_product_attention(queries, keys, values, is_causal=is_causal, enable_gqa=grouped)
+    seen, (new, known) = None, (queries.shape[2], keys.shape[2])
+    if is_causal and new != known:  # torch aligns its own mask with the first key, not the last.
+        seen = torch.ones(new, known, dtype=torch.bool, device=queries.device).tril(known - new)
+    mixed = functional.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=seen, is_causal=is_causal and seen is None, enable_gqa=grouped
+    )
     return mixed.transpose(1, 2).flatten(2)
 
 

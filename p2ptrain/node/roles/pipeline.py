@@ -14,7 +14,7 @@ from p2ptrain.network.records.record import StageReport
 from p2ptrain.node.draining import RESCUE, Drain, unless_stopped
 from p2ptrain.node.peer import EMPTY_HASH, Pace, Peer
 from p2ptrain.node.roles.stage_saving import save_and_tell
-from p2ptrain.node.roles.stages import WRITING_SECONDS, Stages, last_round
+from p2ptrain.node.roles.stages import Stages, last_round
 from p2ptrain.node.signals import StopSignals
 from p2ptrain.node.summary import write_summary
 from p2ptrain.pipeline.placement import Choice, choose
@@ -23,10 +23,11 @@ from p2ptrain.pipeline.view import DECIDED_STATE, PipelineView
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
-    from p2ptrain.pipeline.client.sender import Feeder
+    from p2ptrain.pipeline.client.sender import MicrobatchSender
     from p2ptrain.pipeline.client.trainer import PipelineTrainer
-    from p2ptrain.pipeline.migration import Mover
+    from p2ptrain.pipeline.migration import StageMigrator
     from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+    from p2ptrain.training.loop import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +66,13 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
     parties = await unless_stopped(_start(peer, config, view), signals)
     if parties is None:
         return  # What it began with is on disk.
-    mover, feeding = parties
+    migrator, feeding = parties
     peer.set_state("training")
-    if mover is not None:
-        await Stages(peer, config, view).step_in(mover.hosted)
+    if migrator is not None:
+        await Stages(peer, config, view).step_in(migrator.hosted)
     parts: list[Coroutine[Any, Any, None]] = []
-    if mover is not None:
-        parts.append(_host(mover, lambda hosted: save_and_tell(peer, config, hosted, is_last=True)))
+    if migrator is not None:
+        parts.append(_host(migrator, lambda hosted: save_and_tell(peer, config, hosted, is_last=True)))
     if feeding is not None:
         parts.append(feeding.run())
     async with Tasks() as tasks:
@@ -83,11 +84,11 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         reason = signals.reason or ("rounds" if working.done() else "minutes")
         if feeding is not None:
             feeding.stop()
-        if mover is not None:
-            mover.stop()
+        if migrator is not None:
+            migrator.stop()
         await asyncio.wait({working}, timeout=drain.left(RESCUE))
     error = None if working.cancelled() else working.exception()
-    hosted = mover.hosted if mover is not None else None
+    hosted = migrator.hosted if migrator is not None else None
     if hosted is not None:
         unsaved = await save_and_tell(peer, config, hosted, is_last=True)
         error = error or unsaved
@@ -98,43 +99,30 @@ async def take_part(peer: Peer, config: PeerConfig, signals: StopSignals) -> Non
         raise error
 
 
-async def _start(peer: Peer, config: PeerConfig, view: PipelineView) -> tuple[Mover | None, PipelineTrainer | None]:
-    mover = await _start_hosting(peer, config, view) if config.role != "trainer" else None
+async def _start(
+    peer: Peer, config: PeerConfig, view: PipelineView
+) -> tuple[StageMigrator | None, PipelineTrainer | None]:
+    migrator = await _start_hosting(peer, config, view) if config.role != "trainer" else None
     feeding = await _start_feeding(peer, config, view) if config.role != "stage" else None
-    return mover, feeding
+    return migrator, feeding
 
 
 # Hosting
 
 
-async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> Mover:
+async def _start_hosting(peer: Peer, config: PeerConfig, view: PipelineView) -> StageMigrator:
     from p2ptrain.pipeline.measure import available_memory
-    from p2ptrain.pipeline.migration import Mover
+    from p2ptrain.pipeline.migration import StageMigrator
 
     memory = config.resources.max_memory or available_memory()
     choice = await _choose_stage(peer, config, view, memory)
     logger.info("hosting %s as stage %d: %s", view.plan.spans[choice.stage], choice.stage, choice.reason)
     stages = Stages(peer, config, view)
     hosted = await stages.take_on(choice.stage)
-    completing = Tasks()
-
-    def look() -> None:
-        if not completing:
-            completing.start(mover.hosted.saves.complete(), "complete")
-        mover.look()
-
-    peer.on_close(lambda: completing.close(WRITING_SECONDS))
     may_move = config.pipeline.stage < 0
-    mover = Mover(view, peer.presence, peer.rpc, peer.runtime, hosted, stages, memory, may_move=may_move)
-
-    def moved(after: HostedStage) -> None:
-        peer.hosted = [after]
-        peer.synchronizer = after.units[0].synchronizer
-        peer.presence.changed()
-
-    mover.on_moved, view.on_update = moved, look
-    peer.activity = replace(peer.activity, next_stage=lambda: mover.next_stage)
-    return mover
+    migrator = StageMigrator(view, peer.presence, peer.rpc, hosted, stages, memory if may_move else 0)
+    peer.activity = replace(peer.activity, next_stage=lambda: migrator.next_stage)
+    return migrator
 
 
 async def _choose_stage(peer: Peer, config: PeerConfig, view: PipelineView, memory: int) -> Choice:
@@ -190,9 +178,9 @@ async def _speed(peer: Peer, config: PeerConfig, view: PipelineView) -> float:
     return speed or others
 
 
-async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) -> None:
-    await mover.run()
-    hosted = mover.hosted
+async def _host(migrator: StageMigrator, save: Callable[[HostedStage], Awaitable[object]]) -> None:
+    await migrator.run()
+    hosted = migrator.hosted
     await save(hosted)
     if hosted.rounds.is_done:  # Trainers may measure what came of it.
         loop = asyncio.get_running_loop()
@@ -210,26 +198,21 @@ async def _host(mover: Mover, save: Callable[[HostedStage], Awaitable[object]]) 
 # Feeding
 
 
-async def start_feeder(peer: Peer, view: PipelineView) -> Feeder:
+async def start_sender(peer: Peer, view: PipelineView) -> MicrobatchSender:
     """What sends microbatches; it is closed with the peer."""
-    from p2ptrain.pipeline.client.outputs import Outputs
-    from p2ptrain.pipeline.client.sender import Feeder
-    from p2ptrain.pipeline.routing.hop import Caller
+    from p2ptrain.pipeline.client.sender import MicrobatchSender
 
-    router, view.outputs = view.new_router(), Outputs(peer.rpc)
-    caller = Caller(peer.rpc, router, peer.runtime.random, view.local)
     # Numbers of a former life of this peer may still be known to hosts.
-    first = int(peer.runtime.now() * 1000)
-    feeder = Feeder(peer.rpc, router, caller, peer.runtime.random, first, view.outputs)
-    await feeder.start()
-    peer.on_close(feeder.close)
-    return feeder
+    sender = MicrobatchSender(view.new_caller(peer.rpc), int(peer.runtime.now() * 1000))
+    await sender.start()
+    peer.on_close(sender.close)
+    return sender
 
 
 async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> PipelineTrainer:
     from p2ptrain.models import check_reads_text
     from p2ptrain.models.pretrained import local_data
-    from p2ptrain.pipeline.client.trainer import PipelineTrainer
+    from p2ptrain.pipeline.client.trainer import PipelineTrainer, SendingOptions
     from p2ptrain.training.data.corpus import load_corpus
     from p2ptrain.training.metrics import MetricsWriter
 
@@ -237,17 +220,14 @@ async def _start_feeding(peer: Peer, config: PeerConfig, view: PipelineView) -> 
     check_reads_text(model)
     data, cache = local_data(manifest, config.weights), config.run_dir.parent / "data"
     corpus = await asyncio.to_thread(load_corpus, data, model.context, model.vocabulary, cache, peer.jobs)
-    feeder = await start_feeder(peer, view)
-    trainer = PipelineTrainer(
-        feeder, manifest, corpus, peer.identity.peer_id, config.pipeline.credits,
-        MetricsWriter(config.run_dir / "metrics.jsonl"), config.run_dir, lambda now: last_round(peer, config, now),
-    )  # fmt: skip
-    progress = trainer.progress
-    peer.activity = replace(peer.activity, pace=lambda: Pace(progress.loss, progress.tokens_per_second, 0))
 
-    def publish() -> None:
+    def publish(progress: Progress) -> None:
         peer.status.note = progress.note
         peer.presence.changed()
 
-    trainer.on_progress = publish
+    options = SendingOptions(config.pipeline.credits, config.run_dir, lambda now: last_round(peer, config, now))
+    metrics, sender = MetricsWriter(config.run_dir / "metrics.jsonl"), await start_sender(peer, view)
+    trainer = PipelineTrainer(sender, manifest, corpus, metrics, options, publish)
+    progress = trainer.progress
+    peer.activity = replace(peer.activity, pace=lambda: Pace(progress.loss, progress.tokens_per_second, 0))
     return trainer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.config import PeerConfig
 from p2ptrain.errors import CheckpointError, ResourceError
 from p2ptrain.node.peer import Peer
-from p2ptrain.pipeline.checkpoints.folders import TIED_FOLDER, stage_folder
+from p2ptrain.pipeline.checkpoints.saving import TIED_FOLDER, stage_folder
 
 if TYPE_CHECKING:
     from p2ptrain.pipeline.checkpoints.saving import Save
@@ -47,8 +47,8 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
 
     saves: list[Save] = []
     failed: dict[int, ResourceError | CheckpointError] = {}
-    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
-        state = unit.synchronizer.state
+    for unit in hosted.units:
+        number, state = unit.unit.number, unit.synchronizer.state
         last = hosted.saves.newest(number)
         if last is not None and (last.round, last.digest) == (state.head.round, state.head.digest):
             continue
@@ -56,7 +56,7 @@ def _save(config: PeerConfig, hosted: HostedStage) -> tuple[list[Save], dict[int
             with hosted.saves.disk:
                 path = save_checkpoint(
                     _folder(config, hosted, number), head=state.head, tensors=state.tensors(), local={},
-                    extra={"stage": hosted.number}, swarm=swarm, keep_last=config.checkpoints.keep_last,
+                    extra={"stage": hosted.number}, swarm=unit.swarm, keep_last=config.checkpoints.keep_last,
                 )  # fmt: skip
         except (ResourceError, CheckpointError) as error:
             logger.error("%s", error)
@@ -73,8 +73,9 @@ def restore_stage(config: PeerConfig, hosted: HostedStage) -> list[Save]:
     from p2ptrain.training.checkpoints.saving import restore_shared
 
     saves = []
-    for unit, number, swarm in zip(hosted.units, hosted.unit_numbers, hosted.unit_swarms, strict=True):
-        checkpoint = load_newest_valid(_folder(config, hosted, number), swarm)
+    for unit in hosted.units:
+        number = unit.unit.number
+        checkpoint = load_newest_valid(_folder(config, hosted, number), unit.swarm)
         if checkpoint is not None:
             restore_shared(unit.synchronizer.state, checkpoint)
             unit.synchronizer.averager.set_head(checkpoint.head)

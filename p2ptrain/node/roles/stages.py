@@ -44,20 +44,23 @@ class Stages:
     async def take_on(self, number: int) -> HostedStage:
         """A stage with its state: the others', or this machine's last checkpoint of it."""
         peer, config, view = self._peer, self._config, self._view
+        from p2ptrain.pipeline.stage.compute import StageCompute
         from p2ptrain.pipeline.stage.device import Device
         from p2ptrain.pipeline.stage.hosted_stage import HostedStage
+        from p2ptrain.pipeline.stage.units import HostingOptions
+        from p2ptrain.pipeline.stage.worker import StageWorker
 
         stage = await asyncio.to_thread(_build, peer, config, view.plan, number)
-        hosted = HostedStage(
-            view, number, stage, Device(peer.runtime), peer.rpc, peer.runtime, peer.identity,
-            bandwidth=peer.options.upload_bandwidth, jobs=peer.jobs,
-        )  # fmt: skip
+        worker = StageWorker(view.plan, number, StageCompute(stage), Device(peer.runtime))
+        options = HostingOptions(peer.options.upload_bandwidth, peer.jobs)
+        rounds = _Rounds(peer, config, self._saves)
+        hosted = HostedStage(view, worker, peer.rpc, peer.identity, rounds, options)
         try:
             for save in await peer.runtime.compute(restore_stage, config, hosted):
                 hosted.saves.note(save)
             peer.host(hosted)
-            for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
-                await find_the_others(peer.presence, membership, unit.synchronizer, unit.work)
+            for unit in hosted.units:
+                await find_the_others(peer.presence, unit.membership, unit.synchronizer, unit.work)
                 if unit.synchronizer.incompatible:
                     raise IncompatibleError(
                         f"{next(iter(unit.synchronizer.incompatible.values()))}: build the model that the manifest"
@@ -67,8 +70,6 @@ class Stages:
             await self.give_up(hosted)
             raise
         hosted.rounds.last_round = last_round(peer, config, hosted.units[0].round)
-        rounds = _Rounds(peer, config, hosted, self._saves)
-        hosted.rounds.on_round, hosted.rounds.on_begun = rounds.after, rounds.begun
         return hosted
 
     async def step_in(self, hosted: HostedStage) -> None:
@@ -84,6 +85,12 @@ class Stages:
             peer.synchronizer = peer.hosted[-1].units[0].synchronizer
         peer.presence.changed()
         await hosted.close()
+
+    def moved(self, hosted: HostedStage) -> None:
+        """Show the stage that this peer has moved to."""
+        self._peer.hosted = [hosted]
+        self._peer.synchronizer = hosted.units[0].synchronizer
+        self._peer.presence.changed()
 
 
 def last_round(peer: Peer, config: PeerConfig, now: int) -> int:
@@ -107,19 +114,18 @@ class _Rounds:
     It is gone with its stage: who owns the saves that are under way is `Stages`.
     """
 
-    def __init__(self, peer: Peer, config: PeerConfig, hosted: HostedStage, saves: Tasks) -> None:
+    def __init__(self, peer: Peer, config: PeerConfig, saves: Tasks) -> None:
         from p2ptrain.training.metrics import MetricsWriter
 
         self._peer = peer
         self._config = config
-        self._hosted = hosted
         self._metrics = MetricsWriter(config.run_dir / "metrics.jsonl")
         self._saves = saves
         self._saving: asyncio.Task[None] | None = None
 
-    def after(self, result: RoundResult) -> None:
-        """Called with each result."""
-        hosted, head = self._hosted, self._hosted.units[0].synchronizer.head
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """See `StageObserver.round_ended`."""
+        head = hosted.units[0].synchronizer.head
         if result.committed:
             logger.info(
                 "round %d of stage %d: %d of %d hosts contributed, %.1f s%s", result.round, hosted.number,
@@ -135,13 +141,13 @@ class _Rounds:
         )  # fmt: skip
         self._peer.presence.changed()
 
-    def begun(self, round: int) -> None:
-        """Called when a round begins; all hosts save at the same rounds, so that their checkpoints go together.
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """Save, if it is time; all hosts save at the same rounds, so that their checkpoints go together.
 
         The last one is saved by `p2ptrain.node.roles.pipeline`.
         """
         every = self._config.checkpoints.every_rounds
         is_idle = self._saving is None or self._saving.done()
-        if is_idle and every > 0 and round % every == 0 and not self._hosted.rounds.is_done:
-            saving = save_and_tell(self._peer, self._config, self._hosted)
+        if is_idle and every > 0 and round % every == 0 and not hosted.rounds.is_done:
+            saving = save_and_tell(self._peer, self._config, hosted)
             self._saving = self._saves.start(saving, "save")

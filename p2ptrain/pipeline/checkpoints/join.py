@@ -1,4 +1,4 @@
-"""Which checkpoints of stages are put together as one model: a choice, and why another is none. A pure function.
+"""Joining checkpoints of stages to one model: a pure function that chooses them, or says why it cannot.
 
 One complete list (`p2ptrain.training.checkpoints.stage_list`) says which states belong together, whoever's checkpoint
 it lies beside; so any checkpoint of another stage with the digest that it names will do, its own list or none.
@@ -36,7 +36,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Joined:
-    """What makes one model.
+    """Checkpoints that make one model.
 
     Attributes:
         round: At the start of which all of them were saved.
@@ -90,7 +90,7 @@ def join(found: Sequence[Found], names: Sequence[str], by_round: bool = False) -
 
 
 def _why_not(listed: StageList, digests: Mapping[tuple[str, int], set[bytes]], names: Sequence[str]) -> str:
-    """What of a complete round is not there."""
+    """Describe what of a complete round is not there."""
     for name in names:
         others = digests.get((name, listed.round), set())
         if listed.digests[name] in others:

@@ -1,20 +1,113 @@
-"""A host's own checkpoints of what it hosts: its record names the last one, and complete ones get their list."""
+"""Checkpoints of stages: what each host saves, and which of them belong together.
+
+Rounds are numbered alike in all stages, so checkpoints of one round are one model's, unless the swarm was split when
+they were made. What tells is the digests of their states, which hosts say in their records: a checkpoint is *complete*
+once more than half of the hosts of every stage that save anything have said that they saved its round, with the same
+digest. A complete one gets a list of all digests beside it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from p2ptrain.errors import ResourceError
-from p2ptrain.pipeline.checkpoints.agreement import MAX_ROUNDS, Agreement
-from p2ptrain.pipeline.checkpoints.folders import unit_folder
-from p2ptrain.pipeline.view import PipelineView
+from p2ptrain.network.records.record import StageReport
 from p2ptrain.training.checkpoints.stage_list import StageList, write_stage_list
 
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.plan import PipelinePlan
+
 logger = logging.getLogger(__name__)
+
+MAX_ROUNDS = 8
+"""As many saves of a host are remembered for each stage."""
+TIED_FOLDER = "tied"
+"""Of what two stages share, beside those of stages, in a run directory's folder of checkpoints."""
+
+
+def stage_folder(stage: int) -> str:
+    """The folder of a stage."""
+    return f"stage-{stage}"
+
+
+def unit_folder(unit: int, num_stages: int) -> str:
+    """The folder of a unit; see `p2ptrain.pipeline.plan.Unit`."""
+    return stage_folder(unit) if unit < num_stages else TIED_FOLDER
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One round's checkpoints, as the hosts of all stages tell.
+
+    Attributes:
+        round: Which one.
+        digests: Of each stage's state, as far as its hosts agree; by unit, see `p2ptrain.pipeline.plan.Unit`.
+        missing: Why there is none, for people, of the others.
+    """
+
+    round: int
+    digests: Mapping[int, bytes]
+    missing: Mapping[int, str]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every stage has its digest."""
+        return not self.missing
+
+
+class Saves:
+    """All hosts' saves. A host's last record says which stages it has; older ones add earlier rounds."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[str, dict[int, bytes]]] = {}
+
+    def tell(self, peer: str, reports: Iterable[StageReport]) -> None:
+        """Take over the saves that a host's record tells."""
+        saved = {report.unit: report for report in reports if report.saved_round > 0}
+        for unit in self._told:
+            if unit not in saved:
+                self.forget(peer, unit)
+        for unit, report in saved.items():
+            self.note(peer, unit, report.saved_round, report.saved_digest)
+
+    def note(self, peer: str, unit: int, round: int, digest: bytes) -> None:
+        """A host saved a round of a stage."""
+        rounds = self._told.setdefault(unit, {}).setdefault(peer, {})
+        rounds.pop(round, None)
+        rounds[round] = digest
+        while len(rounds) > MAX_ROUNDS:
+            del rounds[next(iter(rounds))]
+
+    def forget(self, peer: str, unit: int) -> None:
+        """A host has nothing saved of a stage any more."""
+        self._told.get(unit, {}).pop(peer, None)
+
+    def keep_only(self, peers: Iterable[str]) -> None:
+        """Forget those who are gone, so that the others decide."""
+        kept = set(peers)
+        for unit, hosts in self._told.items():
+            self._told[unit] = {peer: rounds for peer, rounds in hosts.items() if peer in kept}
+
+    def agreement(self, units: Iterable[int], round: int) -> Agreement:
+        """Return what is known of a round."""
+        digests: dict[int, bytes] = {}
+        missing: dict[int, str] = {}
+        for unit in units:
+            hosts = self._told.get(unit, {})
+            votes = Counter(rounds[round] for rounds in hosts.values() if round in rounds)
+            digest, count = votes.most_common(1)[0] if votes else (b"", 0)
+            if 2 * count > len(hosts):
+                digests[unit] = digest
+            else:
+                missing[unit] = f"{count} of {len(hosts)} hosts that save agree" if hosts else "no host has saved any"
+        return Agreement(round, digests, missing)
 
 
 @dataclass(frozen=True)
@@ -38,12 +131,14 @@ class StageSaves:
     """The saves of one hosted stage, and of what it averages besides.
 
     Args:
-        view: What the other hosts say of theirs.
+        plan: All stages.
+        told: What all hosts say of theirs, this peer included.
         peer_id: This peer's.
     """
 
-    def __init__(self, view: PipelineView, peer_id: str) -> None:
-        self._view = view
+    def __init__(self, plan: PipelinePlan, told: Saves, peer_id: str) -> None:
+        self._plan = plan
+        self._told = told
         self._peer_id = peer_id
         self._newest: dict[int, Save] = {}
         self._waiting: dict[tuple[int, int], Save] = {}
@@ -58,24 +153,23 @@ class StageSaves:
         self._waiting[save.unit, save.round] = save
         while len(self._waiting) > 2 * MAX_ROUNDS:  # Others remember no more either; a host has two units at most.
             del self._waiting[next(iter(self._waiting))]
-        self._view.saves.note(self._peer_id, save.unit, save.round, save.digest)
+        self._told.note(self._peer_id, save.unit, save.round, save.digest)
 
     def failed(self, unit: int) -> None:
         """A round could not be saved: others are not to wait for it."""
         self._newest.pop(unit, None)
-        self._view.saves.forget(self._peer_id, unit)
+        self._told.forget(self._peer_id, unit)
 
     def newest(self, unit: int) -> Save | None:
         """The last one of a unit."""
         return self._newest.get(unit)
 
     def missing(self) -> str:
-        """What keeps the last round from being complete, for people; empty where nothing does."""
+        """Describe why the last round is not complete, for people; empty if it is."""
         for save in self._newest.values():
             if self._waiting.get((save.unit, save.round)) is save:
-                found = self._view.saves.agreement(self._view.plan.unit_numbers, save.round)
-                num_stages = self._view.plan.num_stages
-                reasons = [f"{unit_folder(unit, num_stages)}: {why}" for unit, why in found.missing.items()]
+                found = self._told.agreement(self._plan.unit_numbers, save.round)
+                reasons = [f"{unit_folder(unit, self._plan.num_stages)}: {why}" for unit, why in found.missing.items()]
                 return f"round {save.round}: {'; '.join(reasons) or 'other hosts have another state'}"
         return ""
 
@@ -83,16 +177,15 @@ class StageSaves:
         """Write the lists of those checkpoints of which all stages are known by now."""
         async with self._writing:
             for key, save in list(self._waiting.items()):
-                found = self._view.saves.agreement(self._view.plan.unit_numbers, save.round)
+                found = self._told.agreement(self._plan.unit_numbers, save.round)
                 if found.is_complete and found.digests[save.unit] == save.digest:
                     await self._write(save, found)
                     if self._waiting.get(key) is save:
                         del self._waiting[key]
 
     async def _write(self, save: Save, found: Agreement) -> None:
-        plan = self._view.plan
-        digests = {unit_folder(unit, plan.num_stages): digest for unit, digest in found.digests.items()}
-        listed = StageList(plan.manifest.digest, save.round, digests)
+        digests = {unit_folder(unit, self._plan.num_stages): digest for unit, digest in found.digests.items()}
+        listed = StageList(self._plan.manifest.digest, save.round, digests)
         try:
             await asyncio.to_thread(write_stage_list, save.path, listed)
         except ResourceError as error:
@@ -104,6 +197,6 @@ class StageSaves:
     def forget(self) -> None:
         """This peer hosts the stage no more."""
         for unit in self._newest:
-            self._view.saves.forget(self._peer_id, unit)
+            self._told.forget(self._peer_id, unit)
         self._newest.clear()
         self._waiting.clear()

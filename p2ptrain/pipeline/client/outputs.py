@@ -7,113 +7,100 @@ gets the same gradient; so the trainer sees each microbatch's output once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 
 from p2ptrain.codecs.base import CodecError
-from p2ptrain.errors import P2PTrainError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.pipeline.messages import Payload, head_from_wire, pack, unpack
-from p2ptrain.pipeline.routing.hop import BEAT_SECONDS, HOME
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import (
+    Arrived,
+    BadMicrobatchError,
+    HomeRequest,
+    MicrobatchId,
+    Payload,
+    RefusalError,
+    Reply,
+    TensorHead,
+    check_values,
+    pack,
+    unpack,
+)
+from p2ptrain.pipeline.routing.hop import HOME, beat, refuse
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 RECEIVE_SECONDS = 120.0
-MAX_OUTPUT_BYTES = 1 << 31
 
 
-class Waiting:
-    """One microbatch whose output is to come.
+class ExpectedOutput:
+    """The model's output for one microbatch, which is to come.
 
     Args:
         shape: Of the output.
+        runtime: Decodes it.
 
     Attributes:
         output: Resolves with the output, fp32.
     """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], runtime: Runtime) -> None:
         loop = asyncio.get_running_loop()
         self.output: asyncio.Future[torch.Tensor] = loop.create_future()
         self._gradient: asyncio.Future[torch.Tensor] = loop.create_future()
         self._shape = shape
+        self._runtime = runtime
 
     def give(self, gradient: torch.Tensor) -> None:
         """The gradient of the loss in the output; fp32, of its shape."""
         if not self._gradient.done():
             self._gradient.set_result(gradient)
 
-    async def came(self, output: Payload, learns: bool, runtime: Runtime) -> Payload | None:
-        """Take the output; its gradient, if that is wanted.
+    def check(self, output: TensorHead | Payload) -> None:
+        """Raise `BadMicrobatchError` if an output of another shape comes."""
+        if output.shape != self._shape:
+            raise BadMicrobatchError(f"an output of {list(output.shape)}, where {list(self._shape)} was to come")
+
+    async def take(self, output: Payload, requires_grad: bool) -> Payload | None:
+        """Take the output; return its gradient, if that is wanted.
 
         Raises:
-            P2PTrainError: It has another shape, or values that are not finite.
+            BadMicrobatchError: It has another shape, or values that are not finite.
         """
-        if output.shape != self._shape:
-            raise P2PTrainError(f"an output of shape {list(output.shape)}, where {list(self._shape)} was to come")
+        self.check(output)
         try:
-            values = await runtime.offload(unpack, output)
+            await self._runtime.offload(check_values, output)
+            values = await self._runtime.offload(unpack, output)
+            if not self.output.done():
+                self.output.set_result(values)
+            if not requires_grad:
+                return None
+            return await self._runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
         except CodecError as error:
-            raise P2PTrainError(f"an output that is none: {error}") from error
-        if not self.output.done():
-            self.output.set_result(values)
-        if not learns:
-            return None
-        return await runtime.offload(pack, await asyncio.shield(self._gradient), output.codec)
+            raise BadMicrobatchError(f"an output, or its gradient, cannot be used: {error}") from error
 
 
-class Outputs:
-    """A trainer's side.
+def serve_outputs(rpc: Rpc, expected: Mapping[MicrobatchId, ExpectedOutput]) -> None:
+    """Take the outputs that hosts send to this trainer, if they are expected."""
 
-    Args:
-        rpc: Answers hosts.
-    """
+    async def serve(channel: Channel, request: HomeRequest) -> None:
+        head = request.output
+        try:
+            if request.id not in expected:
+                raise BadMicrobatchError(f"nobody waits for {request.id} any more")
+            output = expected[request.id]
+            output.check(head)
+            async with Tasks() as tasks:
+                beating = tasks.start(beat(channel), "beat")
+                data = await channel.receive_bytes(head.num_bytes, RECEIVE_SECONDS)
+                await channel.send(Arrived())
+                gradient = await output.take(Payload(head.codec, head.shape, data), request.requires_grad)
+                beating.cancel()
+                await channel.send(Reply(0.0, (), gradient).head)
+                if gradient is not None:
+                    await channel.send_bytes(gradient.data)
+        except RefusalError as error:
+            await refuse(rpc, channel, error)
 
-    def __init__(self, rpc: Rpc) -> None:
-        self._waiting: dict[MicrobatchId, Waiting] = {}
-        self._runtime = rpc.runtime
-        rpc.serve_channel(HOME, dict, self._serve)
-
-    def expect(self, id: MicrobatchId, waiting: Waiting) -> None:
-        """Let an output come."""
-        self._waiting[id] = waiting
-
-    def forget(self, id: MicrobatchId) -> None:
-        """Let it come no more."""
-        self._waiting.pop(id, None)
-
-    async def come_home(self, id: MicrobatchId, output: Payload, learns: bool) -> Payload | None:
-        """From a host of this process; see `p2ptrain.pipeline.routing.hop.AtHome`."""
-        return await self._find(id).came(output, learns, self._runtime)
-
-    def _find(self, id: MicrobatchId) -> Waiting:
-        if id not in self._waiting:
-            raise P2PTrainError(f"nobody waits for {id} any more")
-        return self._waiting[id]
-
-    async def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
-        id, learns = request.get("id"), request.get("learns")
-        good = isinstance(id, list) and [type(each) for each in id] == [str, int, int] and type(learns) is bool
-        if not good:
-            raise ProtocolError(channel.remote, "sent a malformed output")
-        waiting = self._find(MicrobatchId(*id))  # type: ignore[misc]
-        codec, shape, length = head_from_wire(request.get("output"), channel.remote, MAX_OUTPUT_BYTES)
-        async with Tasks() as tasks:
-            beating = tasks.start(_beat(channel), "beat")
-            output = Payload(codec, shape, await channel.receive_bytes(length, RECEIVE_SECONDS))
-            gradient = await waiting.came(output, bool(learns), self._runtime)
-            beating.cancel()
-            await channel.send({"gradient": gradient.head() if gradient is not None else None})
-            if gradient is not None:
-                await channel.send_bytes(gradient.data)
-
-
-async def _beat(channel: Channel) -> None:
-    with contextlib.suppress(P2PTrainError):
-        while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            await channel.send({"beat": True})
+    rpc.serve_channel(HOME, HomeRequest, serve)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from p2ptrain.errors import UsageError
-from p2ptrain.pipeline.client.sender import Feeder, Opened
+from p2ptrain.pipeline.client.sender import MicrobatchSender, Opened
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.training.optimizer import Bridge
@@ -29,7 +29,7 @@ class PipelineModule(nn.Module):
     """The whole model, on the swarm's hosts.
 
     Args:
-        feeder: Sends microbatches; with outputs.
+        sender: Sends microbatches.
         plan: The model's stages.
         bridge: To the network's event loop.
 
@@ -37,10 +37,10 @@ class PipelineModule(nn.Module):
         loss: Of the last backward, for whoever watches; set by the caller, None if unknown.
     """
 
-    def __init__(self, feeder: Feeder, plan: PipelinePlan, bridge: Bridge) -> None:
+    def __init__(self, sender: MicrobatchSender, plan: PipelinePlan, bridge: Bridge) -> None:
         super().__init__()
         self.loss: float | None = None
-        self._feeder = feeder
+        self._sender = sender
         self._plan = plan
         self._bridge = bridge
         self._anchor = torch.zeros((), requires_grad=True)  # So that autograd calls backward, though no input can.
@@ -48,7 +48,7 @@ class PipelineModule(nn.Module):
     @property
     def round(self) -> int:
         """The round in progress; -1 before it is known."""
-        return self._feeder.round
+        return self._sender.round
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """The model's output for a microbatch, fp32 on the CPU.
@@ -66,20 +66,22 @@ class PipelineModule(nn.Module):
             raise UsageError(
                 f"the model takes token ids [samples, up to {spec.context}], not {tokens.dtype} {list(tokens.shape)}"
             )
-        learns = torch.is_grad_enabled()
+        requires_grad = torch.is_grad_enabled()
         samples, length = tokens.shape
         payload = pack(tokens, self._plan.manifest.pipeline.codec)
         shape = (samples, length, self._plan.num_classes)
-        opened = self._bridge.wait(self._feeder.open(payload, samples, samples * length, shape, learns=learns))
+        opened = self._bridge.wait(
+            self._sender.open(payload, samples, samples * length, shape, requires_grad=requires_grad)
+        )
         output = opened.waiting.output.result()
-        if not learns:
+        if not requires_grad:
             return output
         through: torch.Tensor = _Through.apply(self._anchor, output, opened, self._bridge)  # type: ignore[no-untyped-call]
         return through
 
 
 class _Through(torch.autograd.Function):
-    """What came through the swarm; its gradient goes back the same way."""
+    """The output that came through the swarm; its gradient goes back the same way."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, output: torch.Tensor, opened: Opened, bridge: Bridge) -> torch.Tensor:

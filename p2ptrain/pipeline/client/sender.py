@@ -11,19 +11,29 @@ import asyncio
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2ptrain.errors import DeadlineError, PeerError, TemporaryError
 from p2ptrain.models.family import Shape
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.pipeline.client.outputs import Outputs, Waiting
-from p2ptrain.pipeline.messages import IDS, Hop, Leg, Payload, Reply
-from p2ptrain.pipeline.routing.hop import Caller, News, OtherRoundError, service
-from p2ptrain.pipeline.routing.router import NoHostError, Router
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.client.outputs import ExpectedOutput, serve_outputs
+from p2ptrain.pipeline.messages import (
+    IDS,
+    Answers,
+    DoneRequest,
+    Hop,
+    Leg,
+    MicrobatchId,
+    OtherRoundError,
+    Payload,
+    Reply,
+    RoundReply,
+    RoundRequest,
+    SettleRequest,
+)
+from p2ptrain.pipeline.routing.hop import Caller, service
+from p2ptrain.pipeline.routing.router import NoHostError
 from p2ptrain.tasks import Tasks, together
 
 if TYPE_CHECKING:
@@ -37,15 +47,16 @@ WATCH_SECONDS = 10.0
 TELL_SECONDS = 8.0
 LOOK_SECONDS = 0.25
 FULL_SECONDS = 3.0
-"""How long the next round may take to begin until it is tried again whether the one in progress has room."""
+"""Timeout of the next round, after which the one in progress is tried again: it may have room."""
 ROOM_SECONDS = 12.0
-"""How long a first host that takes a dead one's place may say that the round has its samples: longer than the round's
-leader keeps room for one that says nothing any more (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
+"""Timeout of a first host that takes a dead one's place, while it says that the round has its samples: longer than the
+leader keeps room for a silent one (`p2ptrain.averaging.timing.global_batch.HOLD_SECONDS`)."""
 NO_HOST_SECONDS = 120.0
-"""How long a stage may have no host before that is an error."""
-DONE_SECONDS = 20.0
+"""Timeout of a stage without a host."""
+DONE_PAUSES_SECONDS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each time that a host is asked what is done."""
 STUCK_SECONDS = 900.0
-"""How long a round that takes no more samples may last: longer than averaging with any usual manifest takes."""
+"""Timeout of a round that takes no more samples; > what averaging with any usual manifest takes."""
 
 T = TypeVar("T")
 
@@ -82,7 +93,7 @@ class Opened:
     """
 
     id: MicrobatchId
-    waiting: Waiting
+    waiting: ExpectedOutput
     task: asyncio.Task[Accepted]
 
     async def backward(self, gradient: torch.Tensor) -> Accepted:
@@ -97,7 +108,7 @@ class Opened:
 
 @dataclass
 class Tally:
-    """What became of a trainer's microbatches."""
+    """Counts of a trainer's microbatches, by their fate."""
 
     accepted: int = 0
     done: int = 0
@@ -106,47 +117,38 @@ class Tally:
     resent: int = 0
 
 
-class Feeder:
+class MicrobatchSender:
     """Sends microbatches.
 
     Args:
-        rpc: To reach hosts.
-        router: Draws routes; kept current by its owner.
-        caller: Sends to the first stage.
-        random: Spreads retries in time.
+        caller: Sends them to the first stage, and knows all hosts.
         first_number: Of its microbatches; larger than any that this peer has used in the round before a restart.
-        outputs: Takes the model's outputs, for `open`.
+        on_done: Called with each microbatch that the committed rounds of all stages have.
 
     Attributes:
         round: The round in progress, as far as it is known; -1 before.
         tally: What became of what was sent.
-        on_round: Called when another round begins.
-        on_done: Called with each microbatch that the committed rounds of all stages have.
     """
 
     def __init__(
         self,
-        rpc: Rpc,
-        router: Router,
         caller: Caller,
-        random: Random,
         first_number: int = 0,
-        outputs: Outputs | None = None,
+        on_done: Callable[[Accepted], None] | None = None,
     ) -> None:
         self.round = -1
         self.tally = Tally()
-        self.on_round: Callable[[int], None] = lambda round: None
-        self.on_done: Callable[[Accepted], None] = lambda accepted: None
-        self._outputs = outputs
-        self._rpc = rpc
-        self._router = router
+        self.peer_id = caller.rpc.peer_id
         self._caller = caller
-        self._random = random
+        self._rpc = caller.rpc
+        self._router = caller.router
+        self._on_done = on_done
         self._next = first_number
         self._full = -1
         self._moved = asyncio.Event()
         self._accepted: dict[int, list[Accepted]] = defaultdict(list)
         self._tasks = Tasks()
+        serve_outputs(self._rpc, caller.here.outputs)
 
     async def start(self) -> None:
         """Begin to watch the rounds."""
@@ -156,6 +158,8 @@ class Feeder:
         """End what was started here."""
         await self._tasks.close()
 
+    # Sending
+
     async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
         """Take a microbatch through all stages, in the round in progress or, if that has its samples, in the next.
 
@@ -164,32 +168,59 @@ class Feeder:
             LostError: See there.
         """
 
-        async def attempt(round: int, sends: int) -> Accepted:
-            id, told = self._new_id(round), set[tuple[int, str]]()
+        async def attempt(id: MicrobatchId, sends: int) -> Accepted:
+            return await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets), sends)
 
-            async def news(stage: int, host: str) -> None:
-                told.add((stage, host))
+        return await self._until_through(attempt)
 
+    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, requires_grad: bool) -> Opened:
+        """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
+
+        Args:
+            inputs: Of the first stage.
+            samples: How many it has.
+            tokens: Its weight.
+            shape: Of the output.
+            requires_grad: Whether `Opened.backward` will be called. If not in time, hosts give it up.
+
+        Raises:
+            TemporaryError: It did not come through.
+        """
+        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
+
+        async def attempt(id: MicrobatchId, sends: int) -> Opened:
+            waiting = ExpectedOutput(shape, self._rpc.runtime)
+            hop = Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad, goes_home=True)
+            task = self._tasks.call(self._bring(hop, sends, waiting), f"opened-{id.number}")
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
             try:
-                route = self._router.draw(tokens)
-                hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets)
-                with self._router.sending(route, tokens):
-                    reply = await self._caller.through(hop, route[0], news)
-                return await self._settle(id, reply.loss, reply.legs, sends)
-            except LostError:
-                self.tally.lost += 1
-                raise
-            except TemporaryError:
-                self._tasks.start(self._give_up(id, told), "give-up")
+                either: set[asyncio.Future[Any]] = {waiting.output, task}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not waiting.output.done():
+                    await task
+                    raise TemporaryError(f"{id} came through, and its output did not")
+                return Opened(id, waiting, task)
+            except asyncio.CancelledError:
+                task.cancel()
                 raise
 
         return await self._until_through(attempt)
 
-    async def _until_through(self, attempt: Callable[[int, int], Awaitable[T]]) -> T:
+    async def evaluate(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> float:
+        """The mean loss over a microbatch's targets, in nats; nothing is learned from it.
+
+        Raises:
+            TemporaryError: It did not come through.
+        """
+        await self._hosts_everywhere()
+        id = self._new_id(max(0, self.round))
+        return (await self._bring(Hop(id, 0, samples, tokens, (), inputs, targets, requires_grad=False), 1)).loss
+
+    async def _until_through(self, attempt: Callable[[MicrobatchId, int], Awaitable[T]]) -> T:
         """Repeat an attempt until it comes through. A round that has its samples is waited for; it is no failure.
 
         Args:
-            attempt: Called with the round in progress and the number of this attempt, from 1.
+            attempt: Called with a new id in the round in progress, and the number of this attempt, from 1.
 
         Raises:
             TemporaryError: `MAX_SENDS` attempts failed, a stage has no host, or the round did not end in
@@ -201,7 +232,7 @@ class Feeder:
             await self._hosts_everywhere()
             round = await self._open_round()
             try:
-                return await attempt(round, sends)
+                return await attempt(self._new_id(round), sends)
             except OtherRoundError as error:
                 if round > full_round:
                     full_round, full_since = round, loop.time()
@@ -222,113 +253,54 @@ class Feeder:
                 sends += 1
                 self.tally.resent += 1
                 logger.info("a microbatch is sent again: %s", error)
-                await asyncio.sleep(pause * (0.5 + self._random.random()))
+                await asyncio.sleep(pause * (0.5 + self._rpc.runtime.random.random()))
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
-    def _new_id(self, round: int) -> MicrobatchId:
-        self._next += 1
-        return MicrobatchId(self._rpc.peer_id, round, self._next - 1)
-
-    async def evaluate(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> float:
-        """The mean loss over a microbatch's targets, in nats; nothing is learned from it.
-
-        Raises:
-            TemporaryError: It did not come through.
-        """
-        await self._hosts_everywhere()
-        id = self._new_id(max(0, self.round))
-
-        async def news(stage: int, host: str) -> None:
-            pass
-
-        route = self._router.draw(0.0)
-        hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns=False)
-        return (await self._caller.through(hop, route[0], news)).loss
-
-    async def open(self, inputs: Payload, samples: int, tokens: int, shape: Shape, *, learns: bool) -> Opened:
-        """Take a microbatch forward; the model's output comes home, and the loss is the caller's.
-
-        Args:
-            inputs: Of the first stage.
-            samples: How many it has.
-            tokens: Its weight.
-            shape: Of the output.
-            learns: Whether `Opened.backward` will be called. If not in time, hosts give it up.
-
-        Raises:
-            TemporaryError: It did not come through.
-        """
-        assert self._outputs is not None
-
-        async def attempt(round: int, sends: int) -> Opened:
-            opened = self._opened(round, inputs, samples, tokens, shape, learns)
-            try:
-                either: set[asyncio.Future[Any]] = {opened.waiting.output, opened.task}
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                if not opened.waiting.output.done():
-                    await opened.task
-                    raise TemporaryError(f"{opened.id} came through, and its output did not")
-                return opened
-            except asyncio.CancelledError:
-                opened.task.cancel()
-                raise
-
-        return await self._until_through(attempt)
-
-    def _opened(self, round: int, inputs: Payload, samples: int, tokens: int, shape: Shape, learns: bool) -> Opened:
-        assert self._outputs is not None
-        id, waiting = self._new_id(round), Waiting(shape)
-        self._outputs.expect(id, waiting)
-        targets = Payload(IDS, (samples, tokens // samples), bytes(4 * tokens))  # What is said of them is their shape.
-        route = self._router.draw(tokens)
-        hop = Hop(id, 0, samples, tokens, tuple(route[1:]), inputs, targets, learns, goes_home=True)
-        task = self._tasks.call(self._bring(hop, route[0], waiting.output), f"opened-{id.number}")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # Backward may never be called.
-        return Opened(id, waiting, task)
-
-    async def _bring(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor]) -> Accepted:
-        """Take an opened microbatch there and back, and settle it."""
-        assert self._outputs is not None
+    async def _bring(self, hop: Hop, sends: int, waiting: ExpectedOutput | None = None) -> Accepted:
+        """Take a microbatch there and back, and settle it; else give it up wherever it is known."""
         told: set[tuple[int, str]] = set()
 
-        async def news(stage: int, host: str) -> None:
+        async def tell(stage: int, host: str) -> None:
             told.add((stage, host))
 
+        work = float(hop.tokens) if hop.requires_grad or waiting is not None else 0.0
+        route = self._router.draw(work)
         try:
-            with self._router.sending([first, *hop.route], hop.tokens):
-                reply = await self._there_and_back(hop, first, output, news)
-            if not hop.learns:
-                return Accepted(hop.id, reply.loss, reply.legs, 1)
-            return await self._settle(hop.id, reply.loss, reply.legs, 1)
+            if waiting is not None:
+                self._caller.here.outputs[hop.id] = waiting
+            with self._router.sending(route, work):
+                keeps = self._keeps_its_round(hop.id, waiting)
+                reply = await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], tell, keeps)
+            return await self._settle(hop, reply, sends)
         except LostError:
             self.tally.lost += 1
             raise
         except BaseException:
-            self._tasks.start(self._give_up(hop.id, told), "give-up")
+            if hop.requires_grad:
+                self._tasks.start(self._give_up(hop.id, told), "give-up")
             raise
         finally:
-            self._outputs.forget(hop.id)
+            self._caller.here.outputs.pop(hop.id, None)
 
-    async def _there_and_back(self, hop: Hop, first: str, output: asyncio.Future[torch.Tensor], news: News) -> Reply:
-        """What comes back of an opened microbatch.
+    def _keeps_its_round(self, id: MicrobatchId, waiting: ExpectedOutput | None) -> Callable[[], bool]:
+        """Return a function that is true while a microbatch waits for room in its round, not going into the next.
 
-        Once its output is here, it cannot be sent again under another number. If its first host dies then, another one
-        has to take it on in the same round, which has room for it as soon as the dead one is missed.
+        Once its output is at home, it cannot be sent again under another number. If its first host dies then, another
+        one has to take it on in the same round, which has room for it as soon as the dead one is missed.
         """
-        loop, route, deadline = asyncio.get_running_loop(), [first, *hop.route], math.inf
+        loop, deadline = asyncio.get_running_loop(), math.inf
 
-        async def heard(stage: int, host: str) -> None:
-            route[stage] = host
-            await news(stage, host)
+        def keeps() -> bool:
+            nonlocal deadline
+            deadline = min(deadline, loop.time() + ROOM_SECONDS)
+            is_home = waiting is not None and waiting.output.done()
+            return is_home and self.round <= id.round and loop.time() < deadline
 
-        while True:
-            try:
-                return await self._caller.through(replace(hop, route=tuple(route[1:])), route[0], heard)
-            except OtherRoundError:
-                deadline = min(deadline, loop.time() + ROOM_SECONDS)
-                if not output.done() or self.round > hop.id.round or loop.time() >= deadline:
-                    raise
-            await asyncio.sleep(LOOK_SECONDS)
+        return keeps
+
+    def _new_id(self, round: int) -> MicrobatchId:
+        self._next += 1
+        return MicrobatchId(self.peer_id, round, self._next - 1)
 
     async def _hosts_everywhere(self) -> None:
         """Wait until every stage has a host.
@@ -350,57 +322,69 @@ class Feeder:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _open_round(self) -> int:
-        """The round in progress, once it is known; where it has its samples, the next, unless that does not come."""
-        began = asyncio.get_running_loop().time()
-        while self.round < 0 or self.round <= self._full:
+        """The round in progress, once it is known; where it has its samples, the next, unless that does not come.
+
+        Raises:
+            TemporaryError: No host tells the round.
+        """
+        deadline = asyncio.get_running_loop().time() + NO_HOST_SECONDS
+        while self.round <= self._full:
             try:
                 async with asyncio.timeout(FULL_SECONDS):
                     await self._moved.wait()
             except TimeoutError:
                 if self.round >= 0:  # Some of what it had may be lost.
-                    self._full = min(self._full, self.round - 1)
-                elif asyncio.get_running_loop().time() - began > NO_HOST_SECONDS:
+                    self._full = self.round - 1
+                elif asyncio.get_running_loop().time() > deadline:
                     raise TemporaryError("no host of stage 0 tells the round in progress: try again later") from None
         return self.round
 
-    async def _settle(self, id: MicrobatchId, loss: float, legs: tuple[Leg, ...], sends: int) -> Accepted:
-        told = await together("settle", (self._tell(leg.stage, leg.host, [id], []) for leg in legs))
-        missing = [leg for leg, counted in zip(legs, told, strict=True) if not counted]
+    # Settling
+
+    async def _settle(self, hop: Hop, reply: Reply, sends: int) -> Accepted:
+        id, accepted = hop.id, Accepted(hop.id, reply.loss, reply.legs, sends)
+        if not hop.requires_grad:
+            return accepted
+        told = await together("settle", (self._tell(leg.stage, leg.host, settled=[id]) for leg in reply.legs))
+        missing = [leg for leg, counted in zip(reply.legs, told, strict=True) if not counted]
         if missing:
             where = ", ".join(f"host {leg.host[-8:]} of stage {leg.stage}" for leg in missing)
             raise LostError(f"{id} was lost at {where}")
-        accepted = Accepted(id, loss, legs, sends)
         self.tally.accepted += 1
         self._accepted[id.round].append(accepted)
         self._account_before(self.round)  # The round may have ended meanwhile.
         return accepted
 
     async def _give_up(self, id: MicrobatchId, told: set[tuple[int, str]]) -> None:
-        await together("give-up", (self._tell(stage, host, [], [id]) for stage, host in told if host))
+        await together("give-up", (self._tell(stage, host, abandoned=[id]) for stage, host in told if host))
 
-    async def _tell(self, stage: int, host: str, settled: list[MicrobatchId], abandoned: list[MicrobatchId]) -> bool:
-        """Tell a host what is settled and what is given up; whether it has counted all that is settled."""
-        request = {
-            "settled": [[id.round, id.number] for id in settled],
-            "abandoned": [[id.round, id.number] for id in abandoned],
-        }
+    async def _tell(
+        self, stage: int, host: str, settled: Sequence[MicrobatchId] = (), abandoned: Sequence[MicrobatchId] = ()
+    ) -> bool:
+        """Tell a host what is settled and what is given up; return whether it has counted all that is settled."""
+        request = SettleRequest(_numbers(settled), _numbers(abandoned))
         try:
-            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, dict, TELL_SECONDS)
+            reply = await self._rpc.call(host, f"{service(stage)}.settle", request, Answers, TELL_SECONDS)
         except (PeerError, DeadlineError) as error:
             self._router.failed(host, str(error))
             return False
-        counted = reply.get("counted")
-        return isinstance(counted, list) and len(counted) == len(settled) and all(each is True for each in counted)
+        return reply.answers == (True,) * len(settled)
 
     # Rounds
+
+    async def round_after(self, round: int) -> int:
+        """The round in progress, once it is a later one than ``round``."""
+        while self.round <= round:
+            await self._moved.wait()
+        return self.round
 
     async def _watch(self) -> None:
         """Learn of each new round as soon as it begins."""
         while True:
             try:
                 host = self._router.stages[0].draw(0.0)
-                request = {"after": self.round, "seconds": WATCH_SECONDS}
-                reply = await self._rpc.call(host, f"{service(0)}.round", request, dict, WATCH_SECONDS + 5.0)
+                request = RoundRequest(self.round, WATCH_SECONDS)
+                reply = await self._rpc.call(host, f"{service(0)}.round", request, RoundReply, WATCH_SECONDS + 5.0)
             except NoHostError:
                 await asyncio.sleep(0.5)
                 continue
@@ -409,17 +393,11 @@ class Feeder:
                 self._router.failed(host, str(error))
                 await asyncio.sleep(0.1)
                 continue
-            round = reply.get("round")
-            if type(round) is int and self.round < round < 1 << 62:
-                self._move(round)
-
-    def _move(self, round: int) -> None:
-        before, self.round = self.round, round
-        self._moved.set()
-        self._moved = asyncio.Event()
-        self._account_before(round)
-        if before >= 0:
-            self.on_round(round)
+            if reply.round > self.round:
+                self.round = reply.round
+                self._moved.set()
+                self._moved = asyncio.Event()
+                self._account_before(reply.round)
 
     def _account_before(self, round: int) -> None:
         for old in [old for old in self._accepted if old < round]:
@@ -431,32 +409,33 @@ class Feeder:
         for each in accepted:
             for leg in each.legs:
                 places[leg.stage, leg.host].append(each.id)
-        done = await together("ask-done", (self._ask_done(*place, ids) for place, ids in places.items()))
-        missing = {id for ids in done for id in ids}
+        answers = await together("ask-done", (self._missing(*place, ids) for place, ids in places.items()))
+        missing = {id for ids in answers for id in ids}
         self.tally.dropped += len(missing)
         self.tally.done += len(accepted) - len(missing)
         for each in accepted:
-            if each.id not in missing:
-                self.on_done(each)
-        for id in missing:
-            logger.info("%s was dropped: a host died, or was late, before the round was averaged", id)
+            if each.id in missing:
+                logger.info("%s was dropped: a host died, or was late, before the round was averaged", each.id)
+            elif self._on_done is not None:
+                self._on_done(each)
 
-    async def _ask_done(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
-        """Which of these a host did not bring into a round."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + DONE_SECONDS
-        missing, pause = ids, 0.5
-        while missing and loop.time() < deadline:
+    async def _missing(self, stage: int, host: str, ids: list[MicrobatchId]) -> list[MicrobatchId]:
+        """Return those that a host did not bring into a round; ask again while they may still be averaged."""
+        missing = ids
+        for seconds in DONE_PAUSES_SECONDS:
+            await asyncio.sleep(seconds)
             try:
-                request = {"ids": [[id.round, id.number] for id in missing]}
-                reply = await self._rpc.call(host, f"{service(stage)}.done", request, dict, TELL_SECONDS)
+                request = DoneRequest(_numbers(missing))
+                reply = await self._rpc.call(host, f"{service(stage)}.done", request, Answers, TELL_SECONDS)
             except (PeerError, DeadlineError):
-                return missing
-            done = reply.get("done")
-            if not isinstance(done, list) or len(done) != len(missing):
-                return missing
-            missing = [id for id, is_done in zip(missing, done, strict=True) if is_done is not True]
-            if missing:
-                await asyncio.sleep(pause)
-                pause *= 2
+                break
+            if len(reply.answers) != len(missing):
+                break
+            missing = [id for id, is_done in zip(missing, reply.answers, strict=True) if not is_done]
+            if not missing:
+                break
         return missing
+
+
+def _numbers(ids: Sequence[MicrobatchId]) -> tuple[tuple[int, int], ...]:
+    return tuple((id.round, id.number) for id in ids)

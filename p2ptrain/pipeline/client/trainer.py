@@ -12,6 +12,7 @@ import logging
 import statistics
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 
 from p2ptrain.errors import DeadlineError, P2PTrainError, TemporaryError
 from p2ptrain.manifest import Manifest
-from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError
+from p2ptrain.pipeline.client.sender import Accepted, LostError, MicrobatchSender
 from p2ptrain.pipeline.messages import pack
 from p2ptrain.tasks import Tasks
 from p2ptrain.training.data.corpus import Corpus, Tokens
@@ -40,59 +41,69 @@ PACE_SECONDS = 15.0
 DRAIN_SECONDS = 15.0
 
 
+@dataclass(frozen=True)
+class SendingOptions:
+    """Settings of a trainer.
+
+    Attributes:
+        credits: Microbatches under way at a time.
+        run_dir: Where it keeps how far it has read; None begins at the first window each time.
+        last_round: Given the round in which the trainer comes, returns the one at which it leaves; 0 for never.
+        evaluate: Whether to measure the held-out loss.
+    """
+
+    credits: int
+    run_dir: Path | None = None
+    last_round: Callable[[int], int] = lambda now: 0
+    evaluate: bool = True
+
+
 class PipelineTrainer:
     """Sends microbatches until it is stopped, or the rounds are done.
 
     Args:
-        feeder: Takes them through the stages; started and closed by its owner.
+        sender: Takes them through the stages; started and closed by its owner. Its peer's id decides in which order
+            the text is read.
         manifest: Batch sizes.
         corpus: The text.
-        peer: This peer's id: decides in which order it reads.
-        credits: Microbatches under way at a time.
         metrics: Gets a line per round.
-        run_dir: Where it keeps how far it has read; None begins at the first window each time.
-        last_round: Given the round in which this trainer comes, the one at which it leaves; 0 for never.
-        evaluate: Whether to measure the held-out loss.
+        options: Its owner's.
+        on_progress: Called when `progress` changes.
 
     Attributes:
         progress: How far it is.
-        on_progress: Called when that changes.
+        rounds: How many rounds it has seen the end of.
     """
 
     def __init__(
         self,
-        feeder: Feeder,
+        sender: MicrobatchSender,
         manifest: Manifest,
         corpus: Corpus,
-        peer: str,
-        credits: int,
         metrics: MetricsWriter,
-        run_dir: Path | None = None,
-        last_round: Callable[[int], int] = lambda now: 0,
-        evaluate: bool = True,
+        options: SendingOptions,
+        on_progress: Callable[[Progress], None],
     ) -> None:
         self.progress = Progress()
-        self.on_progress: Callable[[], None] = lambda: None
         self.rounds = 0
-        self._feeder = feeder
+        self._on_progress = on_progress
+        self._sender = sender
         self._spec = manifest.training
         self._context = manifest.model.context
         self._codec = manifest.pipeline.codec
         self._corpus = corpus
-        seed = int.from_bytes(hashlib.sha256(f"{manifest.data.seed} {peer}".encode()).digest()[:7], "big")
+        seed = int.from_bytes(hashlib.sha256(f"{manifest.data.seed} {sender.peer_id}".encode()).digest()[:7], "big")
         self._sampler = Sampler(corpus.train, manifest.model.context, seed)
         order = f"{seed} {self._sampler.num_windows}"
-        self._position = ReadingPosition(run_dir / POSITION_FILE if run_dir is not None else None, order)
-        self._credits = credits
+        self._position = ReadingPosition(options.run_dir / POSITION_FILE if options.run_dir else None, order)
         self._metrics = metrics
-        self._choose_last_round = last_round
+        self._options = options
+        self._round = -1
         self._last_round: int | None = None
-        self._evaluate = evaluate
         self._stop = asyncio.Event()
         self._losses: list[float] = []
         self._marks = deque([(asyncio.get_running_loop().time(), 0)])
         self._failures = 0
-        feeder.on_round = self._after_round
 
     def stop(self) -> None:
         """Send nothing new, and end when what is under way is through."""
@@ -104,13 +115,13 @@ class PipelineTrainer:
         Raises:
             TemporaryError: Microbatches do not come through, and it does not get better.
         """
-        if self._evaluate:
+        if self._options.evaluate:
             self.progress.held_out_loss_before = await self._held_out(HELD_OUT_WINDOWS)
         try:
             await self._send_until_done()
         finally:
             self._position.save()
-        if self._evaluate:
+        if self._options.evaluate:
             self.progress.held_out_loss_after = await self._held_out(HELD_OUT_WINDOWS)
 
     async def _send_until_done(self) -> None:
@@ -118,8 +129,9 @@ class PipelineTrainer:
         async with Tasks() as tasks:
             stopping = tasks.call(self._stop.wait(), "stop")
             tasks.keep(self._glance, "held-out")
+            tasks.keep(self._follow_rounds, "rounds")
             while not self._stop.is_set() and not self._is_done():
-                while len(pending) < self._credits:
+                while len(pending) < self._options.credits:
                     pending.add(tasks.call(self._one(), "microbatch"))
                 waiting: set[asyncio.Future[Any]] = {*pending, stopping}
                 await asyncio.wait(waiting, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
@@ -128,11 +140,17 @@ class PipelineTrainer:
                     sent.result()
             if pending and not self._is_done():
                 await asyncio.wait(pending, timeout=DRAIN_SECONDS)
+        self._note_round()
+
+    async def _follow_rounds(self) -> None:
+        while True:
+            await self._sender.round_after(self._round)
+            self._note_round()
 
     def _is_done(self) -> bool:
-        if self._last_round is None and self._feeder.round >= 0:
-            self._last_round = self._choose_last_round(self._feeder.round)
-        return 0 < (self._last_round or 0) <= self._feeder.round
+        if self._last_round is None and self._sender.round >= 0:
+            self._last_round = self._options.last_round(self._sender.round)
+        return 0 < (self._last_round or 0) <= self._sender.round
 
     async def _one(self) -> None:
         size = self._spec.local_batch
@@ -145,7 +163,7 @@ class PipelineTrainer:
         except TemporaryError as error:
             self._failures += 1
             self.progress.note = str(error)
-            self.on_progress()
+            self._on_progress(self.progress)
             logger.warning("%s", error)
             if self._failures >= MAX_FAILURES:
                 raise
@@ -156,7 +174,7 @@ class PipelineTrainer:
     async def _send(self, windows: list[int]) -> Accepted:
         tokens = self._batch(self._corpus.train, windows)
         inputs, targets = pack(tokens[:, :-1], self._codec), pack(tokens[:, 1:], self._codec)
-        return await self._feeder.send(inputs, targets, len(windows), len(windows) * self._context)
+        return await self._sender.send(inputs, targets, len(windows), len(windows) * self._context)
 
     def _batch(self, tokens: Tokens, windows: list[int]) -> torch.Tensor:
         context = self._context
@@ -174,25 +192,28 @@ class PipelineTrainer:
                 self._marks.popleft()
             since, before = self._marks[0]
             self.progress.tokens_per_second = (self.progress.tokens - before) / (now - since)
-            self.on_progress()
+            self._on_progress(self.progress)
 
-    def _after_round(self, round: int) -> None:
+    def _note_round(self) -> None:
+        before, self._round = self._round, self._sender.round
+        if before in (-1, self._round):
+            return
         losses, self._losses = self._losses, []
         self.rounds += 1
         loss = statistics.fmean(losses) if losses else None
         pace = self.progress.tokens_per_second
         logger.info(
-            "round %d: %s, %d microbatches of this trainer%s", round, f"loss {loss:.3f}" if loss is not None else "-",
-            len(losses), f", {pace:.0f} tokens/s" if pace else "",
+            "round %d: %s, %d microbatches of this trainer%s", self._round,
+            f"loss {loss:.3f}" if loss is not None else "-", len(losses), f", {pace:.0f} tokens/s" if pace else "",
         )  # fmt: skip
-        self._metrics.write("step", loss=loss, tokens_per_second=pace, step=round)
-        self.on_progress()
+        self._metrics.write("step", loss=loss, tokens_per_second=pace, step=self._round)
+        self._on_progress(self.progress)
 
     # The held-out loss
 
     async def _glance(self) -> None:
         """Measure on a few windows, always the same, for people who watch."""
-        while self._evaluate:
+        while self._options.evaluate:
             await asyncio.sleep(GLANCE_SECONDS)
             await self._held_out(GLANCE_WINDOWS)
 
@@ -208,11 +229,11 @@ class PipelineTrainer:
                 for first in range(0, count, size):
                     batch = self._batch(tokens, starts[first : first + size])
                     inputs, targets = pack(batch[:, :-1], self._codec), pack(batch[:, 1:], self._codec)
-                    loss = await self._feeder.evaluate(inputs, targets, len(batch), len(batch) * self._context)
+                    loss = await self._sender.evaluate(inputs, targets, len(batch), len(batch) * self._context)
                     losses += [loss] * len(batch)
         except (P2PTrainError, DeadlineError, TimeoutError) as error:
             logger.info("the held-out loss was not measured: %s", error)
             return None
         loss = statistics.fmean(losses)
-        self._metrics.write("held_out", round=max(0, self._feeder.round), loss=loss, windows=count)
+        self._metrics.write("held_out", round=max(0, self._sender.round), loss=loss, windows=count)
         return loss

@@ -1,1 +1,1 @@
-"""Which hosts a microbatch passes, and how it gets there."""
+"""The route of a microbatch: drawing hosts, and sending to them."""

@@ -21,13 +21,13 @@ than four times that it idles now and then, and with more microbatches bunch (`p
 
 @dataclass
 class _Lane:
-    """What goes to one peer: bytes under way, and what waits."""
+    """The queue to one peer: bytes under way, and those that wait."""
 
     num_bytes: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
     def advance(self, window_bytes: int) -> None:
-        """Let as many go as have room; one always has."""
+        """Start as many as have room; one always has."""
         while self.waiting:
             size, turn = self.waiting[0]
             if self.num_bytes and self.num_bytes + size > window_bytes:
@@ -38,7 +38,7 @@ class _Lane:
                 turn.set_result(None)
 
 
-class Turns:
+class SendWindow:
     """Of one peer, for what it sends to others.
 
     Args:

@@ -1,4 +1,4 @@
-"""Which host of each stage a microbatch passes: interleaved weighted round robin on measured throughput.
+"""Routes of microbatches: interleaved weighted round robin over each stage's hosts, on measured throughput.
 
 Each host has a virtual time, at which it will be through with what was given to it; the next microbatch goes to the
 host whose time is the least (SWARM parallelism, arXiv 2301.11913, section 3.2: a stochastic wiring of stages). Shares
@@ -18,14 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
-from p2ptrain.errors import TemporaryError
+from p2ptrain.pipeline.messages import HopFailedError
 
 MEASURE_WEIGHT = 0.1
-"""How much the last measurement counts in a host's throughput (SWARM's code: an average over about ten)."""
+"""Weight of the last measurement in a host's throughput (SWARM's code: an average over about ten)."""
 DEFAULT_THROUGHPUT = 1.0
 
 
-class NoHostError(TemporaryError):
+class NoHostError(HopFailedError):
     """A stage has no host to go to.
 
     Attributes:
@@ -39,7 +39,7 @@ class NoHostError(TemporaryError):
 
 @dataclass(frozen=True)
 class HostState:
-    """What a host's record says.
+    """A host, as its record describes it.
 
     Attributes:
         throughput: Work per second that it expects to do; 0 if it does not know.
@@ -75,11 +75,11 @@ class StageRouter:
 
     @property
     def hosts(self) -> Sequence[str]:
-        """Those that may be drawn."""
+        """The hosts that may be drawn."""
         return tuple(self._hosts)
 
     def update(self, states: Mapping[str, HostState]) -> None:
-        """Take up what the directory says: who hosts this stage now."""
+        """Take over the stage's hosts from the directory."""
         for host in [host for host in self._hosts if host not in states]:
             del self._hosts[host]
         for host in [host for host in self._failed if host not in states]:
@@ -102,7 +102,7 @@ class StageRouter:
             self._failed[host] = (known.state.sequence, reason)
 
     def has_failed(self, host: str) -> bool:
-        """Whether a host failed, and has published no record since."""
+        """True if a host failed, and has published no record since."""
         return host in self._failed
 
     def measured(self, host: str, work: float, seconds: float) -> None:
@@ -115,7 +115,7 @@ class StageRouter:
         known.measured = rate if before is None else before + MEASURE_WEIGHT * (rate - before)
 
     def throughput(self, host: str) -> float:
-        """What a host is believed to do, in work per second: measured, told, or as much as the others' median."""
+        """Estimate a host's work per second: measured, told, or as much as the others' median."""
         known = self._hosts[host]
         if known.measured is not None:
             return known.measured
@@ -169,12 +169,12 @@ class Router:
         self.stages = [StageRouter(stage, random) for stage in range(num_stages)]
 
     def update(self, states: Sequence[Mapping[str, HostState]]) -> None:
-        """Take up what the directory says, stage by stage."""
+        """Take over the hosts from the directory, stage by stage."""
         for stage, hosts in zip(self.stages, states, strict=True):
             stage.update(hosts)
 
     def failed(self, host: str, reason: str) -> None:
-        """Have a host leave the routes of all stages."""
+        """Remove a host from the routes of all stages."""
         self.failovers += any(host in stage.hosts for stage in self.stages)
         for stage in self.stages:
             stage.failed(host, reason)

@@ -10,8 +10,9 @@ import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
@@ -20,11 +21,26 @@ T = TypeVar("T")
 
 
 class Pass(IntEnum):
-    """What goes first has the smaller number."""
+    """Kinds of passes, by priority: smaller numbers go first."""
 
     UNDO = 0
     BACKWARD = 1
     FORWARD = 2
+
+
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """Result and times of a pass.
+
+    Attributes:
+        result: What it returned.
+        seconds: In the queue and on the device.
+        busy_seconds: On the device alone.
+    """
+
+    result: T
+    seconds: float
+    busy_seconds: float
 
 
 class Device:
@@ -35,7 +51,7 @@ class Device:
     """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._waiting: list[tuple[Pass, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
         self._is_busy = False
@@ -46,11 +62,12 @@ class Device:
         """Passes in the queue."""
         return len(self._waiting)
 
-    async def run(self, kind: Pass, work: Callable[[], T], on_begin: Callable[[], None] = lambda: None) -> T:
+    async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
         """``work()`` in its turn; what it raises is raised here.
 
-        Cancelled, it does not run, or runs to its end if ``on_begin`` has been called.
+        Cancelled, it does not run, or runs to its end if it has begun.
         """
+        asked = asyncio.get_running_loop().time()
         if self._is_busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (kind, next(self._order), turn))
@@ -61,31 +78,29 @@ class Device:
                     self._next()
                 raise
         self._is_busy = True
-        on_begin()
-        finishing = self._finish(work)
+        finishing = self._finish(kind, work, asked)
         return await asyncio.shield(finishing)
 
-    def _finish(self, work: Callable[[], T]) -> asyncio.Task[T]:
-        async def finish() -> T:
+    def _finish(self, kind: Pass, work: Callable[[], T], asked: float) -> asyncio.Task[Timed[T]]:
+        async def finish() -> Timed[T]:
+            loop = asyncio.get_running_loop()
+            began = loop.time()
             try:
-                return await self._compute(work)
+                result = await self._compute(kind, work)
             finally:
                 self._next()
+            return Timed(result, loop.time() - asked, loop.time() - began)
 
         task = self._tasks.call(finish(), "device-pass")
         # What it raises is nobody's business once who asked for it is gone.
         task.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         return task
 
-    async def beside(self, work: Callable[[], T]) -> T:
-        """``work()`` beside the passes: packing and checking, which need no device."""
-        return await self._runtime.offload(work)
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        return await self._runtime.on_device(work)
+    async def _compute(self, kind: Pass, work: Callable[[], T]) -> T:
+        return await self.runtime.on_device(work)
 
     def _next(self) -> None:
-        """Let the first in line go."""
+        """Start the first in the queue."""
         self._is_busy = False
         while self._waiting:
             _, _, turn = heapq.heappop(self._waiting)

@@ -1,125 +1,157 @@
-"""What the host of a stage did for a round, as the averaging sees it; see `p2ptrain.training.sync.contribution.Work`.
+"""The sum of a stage's gradients: what counted microbatches add to it, and what takes one out of it again.
 
-A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
-(`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the
-sum of gradients.
+The same pass gives the same gradients again as long as the parameters stay, and they are rounded before they are added.
+Adding them with the negated weight takes a microbatch out, up to the rounding of the sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Literal
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from p2ptrain.averaging.protocol.head import genesis
-from p2ptrain.manifest import TrainingSpec
-from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.training.state.adamw import AdamWStep
-from p2ptrain.training.state.fragments import Fragment
-from p2ptrain.training.state.layout import Layout
-from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.errors import P2PTrainError
+from p2ptrain.pipeline.messages import Hop, Payload, pack, unpack
+from p2ptrain.pipeline.stage.compute import Gradients
+from p2ptrain.pipeline.stage.device import Pass, Timed
+from p2ptrain.pipeline.stage.worker import StageWorker
+from p2ptrain.tasks import Tasks
 
-
-class Part(nn.Module):
-    """Some of a stage's parameters, under names of their own; a zero where there are none, so that it has rounds."""
-
-    def __init__(self, stage: nn.Module, names: Mapping[str, str]) -> None:
-        """
-        Args:
-            stage: Has the parameters.
-            names: Names here, to names there.
-        """
-        super().__init__()
-        parameters = dict(stage.named_parameters())
-        for name, local in names.items():
-            self.register_parameter(name.replace(".", "/"), parameters[local])  # Torch allows no dots.
-        if not names:
-            self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
+CLOSE_SECONDS = 2.0
+"""Timeout of a host that leaves, for its device to take out what was given up."""
 
 
-def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["fp32", "8bit"] = "fp32") -> SharedState:
-    """The beginning of what the hosts of a unit share.
+class GradientSum:
+    """A sum of gradients times tokens.
 
     Args:
-        part: Its parameters, as they are in the beginning.
-        spec: AdamW's settings. Gradients are clipped by their norm in this unit alone.
-        swarm: The unit's, 32 bytes.
-        moments: How AdamW's are held.
-    """
-    layout = Layout.from_module(part)
-    state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
-    state.head = genesis(swarm, state.tree().root)
-    return state
-
-
-class StageWork:
-    """Implements `p2ptrain.training.sync.contribution.Work` for one unit of a stage.
+        parameters: What is trained, in the stage's order.
 
     Attributes:
-        tokens: That wait to be contributed.
-        samples: The same.
+        values: fp32 on the CPU, ``[num_values]``.
+        places: Where each parameter's gradient is, by its identity.
     """
 
-    def __init__(self, part: Part, state: SharedState, compute: StageCompute, scale: float) -> None:
-        """
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.places: dict[int, slice] = {}
+        offset = 0
+        for parameter in parameters:
+            self.places[id(parameter)] = slice(offset, offset + parameter.numel())
+            offset += parameter.numel()
+        self.values = torch.zeros(offset)
+
+    def add(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
+        """Add gradients of all parameters ``weight`` times."""
+        for place, each in zip(self.places.values(), gradients, strict=True):
+            if each is not None:  # Rounded before it is added, to cancel exactly.
+                self.values[place].add_(each.float().cpu().reshape(-1).mul(weight))
+
+
+@dataclass
+class Added:
+    """The record by which a microbatch is taken out of the sum again.
+
+    Attributes:
+        inputs: Of the stage.
+        back: What came back; on the last stage, the targets.
+        tokens: Its weight.
+        is_loss: Whether what came back are targets.
+        is_in: Whether it is in the sum; known on the device alone, between passes.
+    """
+
+    inputs: Payload
+    back: Payload
+    tokens: int
+    is_loss: bool
+    is_in: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Results of a pass that added to the sum.
+
+    Attributes:
+        loss: On the last stage: mean over the targets, in nats.
+        gradient: In the stage's inputs; None in the first stage.
+        added: What takes it out again.
+    """
+
+    loss: float
+    gradient: Payload | None
+    added: Added
+
+
+class StageGradients:
+    """Adds microbatches to a stage's sum, and takes them out.
+
+    Args:
+        worker: Runs the passes.
+        total: The sum, if it is another than `GradientSum`.
+    """
+
+    def __init__(self, worker: StageWorker, total: GradientSum | None = None) -> None:
+        self.total = total or GradientSum(worker.compute.parameters)
+        self.worker = worker
+        self._undoing = Tasks(self._not_taken_out)
+        self._failure: Exception | None = None
+
+    async def add(self, hop: Hop, back: Payload) -> Timed[Backward]:
+        """Run a microbatch's backward pass, and add it to the sum; if it is cancelled, it is taken out again.
+
         Args:
-            part: The unit's parameters in the stage.
-            state: What the unit's hosts share.
-            compute: Has the stage's sum of gradients.
-            scale: What the unit's mean gradient is multiplied with; see `p2ptrain.pipeline.plan.Unit`.
+            hop: Which.
+            back: The gradient in the stage's output; where the loss is made, the targets.
+
+        Raises:
+            BadMicrobatchError: Loss or gradients are not finite, or too large for the codec; nothing is added.
         """
-        self.tokens = 0
-        self.samples = 0
-        self._part = part
-        self._state = state
-        self._lock = compute.lock
-        self._scale = scale
-        places = compute.places()
-        names = dict(part.named_parameters())
-        found = [(entry.offset, places.get(id(names[entry.name]))) for entry in state.layout.parameter_entries]
-        self._sums = [(offset, compute.sum[place]) for offset, place in found if place is not None]
+        added = Added(hop.inputs, back, hop.tokens, self.worker.ends(hop))
 
-    def add(self, samples: int, tokens: int) -> None:
-        """Note that gradients of so many samples were added to the sum, to be contributed."""
-        self.samples += samples
-        self.tokens += tokens
+        def run() -> Backward:
+            found = self._pass(added)
+            gradient = None if found.inputs is None else pack(found.inputs, self.worker.codec)
+            self.total.add(found.parameters, float(added.tokens))
+            added.is_in = True
+            return Backward(found.loss, gradient, added)
 
-    def tokens_of(self, fragment: Fragment) -> int:
-        """See `Work.tokens_of`."""
-        return self.tokens
+        try:
+            return await self.worker.run(Pass.BACKWARD, run)
+        except asyncio.CancelledError:  # If the pass has begun, it runs to its end.
+            self.take_out(added)
+            raise
 
-    def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Work.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
-        return nullcontext()
+    def _pass(self, added: Added) -> Gradients:
+        compute, inputs, back = self.worker.compute, unpack(added.inputs), unpack(added.back)
+        return compute.loss(inputs, back) if added.is_loss else compute.backward(inputs, back)
 
-    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
-        """The mean gradient of what waits."""
-        out.zero_()
-        with self._lock:
-            for offset, part in self._sums:
-                torch.mul(part, self._scale / max(self.tokens, 1), out=out[offset : offset + len(part)])
+    def take_out(self, added: Added) -> None:
+        """Take a microbatch out of the sum again, if it is in it; that may take until `until_taken_out` returns."""
 
-    def adopt(
-        self,
-        contributed: bool,
-        carry: torch.Tensor | None,
-        fragment: Fragment | None = None,
-        counted: tuple[int, int] = (0, 0),
-    ) -> None:
-        """See `Work.adopt`."""
-        with self._lock:
-            self._state.layout.write(self._state.vector, self._part)
-            if contributed or carry is None:
-                self.tokens = self.samples = 0
-                for _, part in self._sums:
-                    part.zero_()
-            else:
-                for offset, part in self._sums:
-                    torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
+        def undo() -> None:
+            if added.is_in:
+                self.total.add(self._pass(added).parameters, -float(added.tokens))
+                added.is_in = False
 
-    def begin_anew(self) -> None:
-        """See `Work.begin_anew`."""
-        self.adopt(False, None)
+        self._undoing.start(self.worker.run(Pass.UNDO, undo), "undo")
+
+    async def until_taken_out(self) -> None:
+        """Return when nothing is being taken out any more.
+
+        Raises:
+            P2PTrainError: Something could not be taken out: the sum holds what does not count.
+        """
+        await self._undoing.join()
+        if self._failure is not None:
+            raise P2PTrainError(
+                f"a microbatch that was given up is still in this stage's gradients ({self._failure!r}): start this"
+                " peer again"
+            ) from self._failure
+
+    def _not_taken_out(self, error: Exception) -> None:
+        self._failure = error
+
+    async def close(self) -> None:
+        """Wait for what is being taken out, unless the device is stuck."""
+        await self._undoing.close(CLOSE_SECONDS)

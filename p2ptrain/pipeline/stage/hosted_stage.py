@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.models.stage import Stage
+from functools import partial
+
 from p2ptrain.network.records.record import StageReport
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
-from p2ptrain.pipeline.plan import Unit
-from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
-from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.pipeline.stage.device import Device
-from p2ptrain.pipeline.stage.gradients import Part, StageWork, unit_state
+from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import Limits
-from p2ptrain.pipeline.stage.rounds import HostedUnit, StageRounds
+from p2ptrain.pipeline.stage.rounds import AdmissionQueue, StageObserver, StageRounds
+from p2ptrain.pipeline.stage.service import HostService
+from p2ptrain.pipeline.stage.units import HostingOptions, host_unit
+from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
-from p2ptrain.progress import Jobs, untold
-from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.training.state.vector_codec import vector_codec
-from p2ptrain.training.sync.synchronizer import Synchronizer
+from p2ptrain.tasks import Tasks
 
 NOT_YET = -1
 """The round of a host that has not taken on its stage's state: microbatches wait."""
+WRITING_SECONDS = 10.0
+"""Timeout of a complete checkpoint's list that is being written when the stage is closed."""
 
 
 class HostedStage:
     """One stage that this peer hosts. Averaging begins with `run`, after `synchronizers` have taken on their state.
 
+    Args:
+        view: Who else is there.
+        worker: Computes; its modules are as they are in the beginning.
+        rpc: To reach other peers.
+        signer: This peer's key.
+        observer: Told of its rounds.
+        options: Its owner's.
+
     Attributes:
         number: Which stage.
-        module: As given; changed by rounds alone.
+        module: The worker's; changed by rounds alone.
         host: Takes on microbatches.
         units: What is averaged; what is the stage's own first.
         rounds: Goes from round to round.
@@ -41,120 +46,70 @@ class HostedStage:
     def __init__(
         self,
         view: PipelineView,
-        number: int,
-        stage: Stage,
-        device: Device,
+        worker: StageWorker,
         rpc: Rpc,
-        runtime: Runtime,
         signer: Signer,
-        *,
-        compute: StageCompute | None = None,
-        limits: Limits | None = None,
-        hop_limits: HopLimits | None = None,
-        bandwidth: int = 0,
-        jobs: Jobs = untold,
+        observer: StageObserver,
+        options: HostingOptions | None = None,
     ) -> None:
-        """
-        Args:
-            view: Who else is there.
-            number: Which stage.
-            stage: Its modules, on their device, as they are in the beginning.
-            device: Where passes run.
-            rpc: To reach other peers.
-            runtime: Time, chance, arithmetic.
-            signer: This peer's key.
-            compute: Its arithmetic, if it is another than `StageCompute`.
-            limits: What it takes on at a time.
-            hop_limits: Bounds of what it sends on.
-            bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
-            jobs: Told how far a catch-up is.
-        """
-        plan = view.plan
-        self.number = number
-        self.module = stage
-        self.saves = StageSaves(view, rpc.peer_id)
+        options = options or HostingOptions()
+        self.number = worker.number
+        self.module = worker.compute.stage
+        self.worker = worker
+        self.saves = StageSaves(view.plan, view.saves, rpc.peer_id)
         self._rpc = rpc
-        self._is_closed = False
-        self._participates = False
         self._view = view
-        self._compute = compute or StageCompute(stage)
-        caller = Caller(rpc, view.new_router(), runtime.random, view.local, hop_limits, view.come_home)
-        self.host = StageHost(
-            rpc.peer_id, number, plan.num_stages, self._compute, device, caller, plan.manifest.pipeline.codec,
-            limits or Limits(), NOT_YET,
-            lambda inputs, targets, samples, tokens: plan.check(number, inputs, targets, samples, tokens),
-            plan.num_ids, plan.num_classes,
+        self._is_closed = self._participates = False
+        self._following, self._completing = Tasks(), Tasks()
+        self._queue, gradients = AdmissionQueue(), StageGradients(worker)
+        caller = view.new_caller(rpc, options.hop_limits)
+        self.host = StageHost(worker, gradients, caller, NOT_YET, self._queue)
+        self._service = HostService(self.host, rpc)
+        units = view.plan.units(self.number)
+        self.units = [host_unit(view, unit, gradients, rpc, signer, options) for unit in units]
+        self.rounds = StageRounds(
+            self.host, self._queue, self.units, view.plan.manifest.averaging.grace_seconds,
+            partial(observer.round_ended, self), partial(observer.round_began, self),
         )  # fmt: skip
-        self.host.listen(rpc)
-        self._made = [
-            self._make_unit(unit, stage, rpc, runtime, signer, bandwidth, jobs) for unit in plan.units(number)
-        ]
-        self.units = [made for _, made, _ in self._made]
-        self.rounds = StageRounds(self.host, self.units, plan.manifest.averaging.grace_seconds)
-
-    def _make_unit(
-        self, unit: Unit, stage: Stage, rpc: Rpc, runtime: Runtime, signer: Signer, bandwidth: int, jobs: Jobs
-    ) -> tuple[Unit, HostedUnit, Membership]:
-        plan, membership = self._view.plan, self._view.membership(unit.number)
-        averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
-        manifest = plan.manifest.model_copy(update={"averaging": averaging})
-        swarm = plan.swarm_of(unit.number)
-        part = Part(stage, plan.local_names(self.number, unit))
-        state = unit_state(part, manifest.training, swarm, manifest.pipeline.moments)
-        synchronizer = Synchronizer(
-            rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, manifest, state,
-            vector_codec(averaging, state.layout), membership, bandwidth, jobs,
-        )  # fmt: skip
-        work = StageWork(part, state, self._compute, unit.scale)
-        return unit, HostedUnit(synchronizer, work), membership
-
-    @property
-    def unit_numbers(self) -> list[int]:
-        """By which each of `units` is known."""
-        return [unit.number for unit, _, _ in self._made]
-
-    @property
-    def unit_swarms(self) -> list[bytes]:
-        """In which each of `units` is averaged."""
-        return [self._view.plan.swarm_of(unit.number) for unit, _, _ in self._made]
-
-    @property
-    def memberships(self) -> list[Membership]:
-        """Who averages each of `units`."""
-        return [membership for _, _, membership in self._made]
 
     def participate(self) -> None:
-        """Have leaders wait for this peer, and routes lead here."""
+        """Appear to leaders and in routes."""
         self._participates = True
         for unit in self.units:
             unit.synchronizer.averager.matchmaker.participates = True
-        self._view.local[self.number] = self.host.take_here
+        self._view.here.hosts[self.number] = self.host.take
         self._view.refresh_routes()
+        if not self._following:
+            self._following.keep(self._follow_records, "follow-records")
 
     async def run(self) -> None:
         """Take part until `rounds` is stopped or done."""
         self.participate()
         await self.rounds.run()
 
-    def look(self) -> None:
-        """The view was brought up to date: see whether the other stages are through with the round in progress.
+    async def _follow_records(self) -> None:
+        """See whether the other stages are through with the round in progress, and which checkpoints are complete.
 
         A microbatch of the next round would tell so, too, but none comes after the last round.
         """
-        if self._view.is_over(self.host.round, self.number):
-            self.host.on_over()
+        while True:
+            await self._view.next_update()
+            if self._view.is_over(self.host.ledger.round, self.number):
+                self._queue.is_over()
+            if not self._completing:
+                self._completing.start(self.saves.complete(), "complete")
 
     def reports(self) -> list[StageReport]:
-        """What this peer's record says of it; nothing before it takes part."""
+        """Return this stage's part of the peer's record; nothing before it takes part."""
         found = []
-        for unit, made, _ in self._made if self._participates else ():
-            head, is_own = made.synchronizer.head, unit.number == self.number
-            saved = self.saves.newest(unit.number)
+        for each in self.units if self._participates else ():
+            number, head = each.unit.number, each.synchronizer.head
+            is_own, saved = number == self.number, self.saves.newest(number)
             found.append(
                 StageReport(
-                    unit.number, head.round, head.lineage, head.digest, head.tokens,
+                    number, head.round, head.lineage, head.digest, head.tokens,
                     self.host.tokens_per_second if is_own else 0.0,
-                    self.host.num_waiting if is_own else 0,
+                    self.worker.device.num_waiting if is_own else 0,
                     self.host.ledger.settled_samples if is_own else 0,
                     saved.round if saved is not None else 0,
                     saved.digest if saved is not None else bytes(32),
@@ -167,12 +122,13 @@ class HostedStage:
         if self._is_closed:
             return
         self._is_closed = True
-        self._view.local.pop(self.number, None)
+        await self._following.close()
+        await self._completing.close(WRITING_SECONDS)
+        self._view.here.hosts.pop(self.number, None)
         self.saves.forget()
         self._view.refresh_routes()
-        for name in ("", ".settle", ".round"):  # What became of microbatches may still be asked.
-            self._rpc.withdraw(f"{service(self.number)}{name}")
+        self._service.close()
         await self.host.close()
-        for unit, made, _ in self._made:
-            await made.synchronizer.close()
-            self._rpc.withdraw(f"unit{unit.number}")
+        for each in self.units:
+            await each.synchronizer.close()
+            self._rpc.withdraw(f"unit{each.unit.number}")

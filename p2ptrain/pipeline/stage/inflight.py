@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.pipeline.messages import Reply
-from p2ptrain.pipeline.routing.hop import News
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
-from p2ptrain.pipeline.stage.passes import BadMicrobatchError
+from p2ptrain.pipeline.messages import BadMicrobatchError, MicrobatchId, Reply
+from p2ptrain.pipeline.routing.hop import Tell
 
 ORPHAN_SECONDS = 15.0
-"""How long a microbatch for which nobody asks any more is kept: its caller's caller may send a substitute."""
+"""Timeout of a microbatch that no caller waits for: its caller's caller may send a substitute."""
 
 
-class Running:
+class InFlight:
     """One microbatch.
 
     Args:
@@ -26,7 +24,7 @@ class Running:
     def __init__(self, id: MicrobatchId, task: asyncio.Task[Reply]) -> None:
         self.task = task
         self._id = id
-        self._askers: list[News] = []
+        self._askers: list[Tell] = []
         self._heard: list[tuple[int, str]] = []
         self._orphaned: asyncio.TimerHandle | None = None
         task.add_done_callback(lambda task: self._keep())
@@ -36,7 +34,7 @@ class Running:
             self._orphaned.cancel()
             self._orphaned = None
 
-    async def join(self, news: News) -> Reply:
+    async def join(self, news: Tell) -> Reply:
         """Wait for it; it is given up `ORPHAN_SECONDS` after the last one that waited went away.
 
         Args:
@@ -62,7 +60,7 @@ class Running:
                 self._orphaned = asyncio.get_running_loop().call_later(ORPHAN_SECONDS, self.task.cancel)
 
     async def tell(self, stage: int, host: str) -> None:
-        """Let all that wait know that a host is through with a stage's forward."""
+        """Tell all that wait that a host is through with a stage's forward."""
         self._heard.append((stage, host))
         for news in list(self._askers):
             with contextlib.suppress(P2PTrainError):  # One that is gone harms none of the others.

@@ -1,4 +1,4 @@
-"""What a host owes to which microbatch: each counts once, whoever asks how often, and only once it is settled.
+"""A host's accounts of microbatches: each counts once, however often it comes, and only once it is settled.
 
 ::
 
@@ -17,48 +17,23 @@ Pure accounts: no network, no arithmetic.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
-from p2ptrain.errors import P2PTrainError
+from p2ptrain.pipeline.messages import FullError, MicrobatchId, OtherRoundError
 
 Kept = TypeVar("Kept")
 
 
-class MicrobatchId(NamedTuple):
-    """Which microbatch: the trainer's ``number``-th of a round."""
-
-    trainer: str
-    round: int
-    number: int
-
-    def __str__(self) -> str:
-        return f"microbatch {self.number} of {self.trainer[-8:]} in round {self.round}"
-
-
 class State(Enum):
-    """How far a microbatch is on this host."""
+    """State of a microbatch on this host."""
 
     RUNNING = "running"
     COUNTED = "counted"
     SETTLED = "settled"
-
-
-class FullError(P2PTrainError):
-    """There is no room for another microbatch now; no failure of this host. The message says what is full."""
-
-
-class WrongRoundError(P2PTrainError):
-    """A microbatch is for another round than the one in progress.
-
-    Attributes:
-        is_late: Whether its round is over here; else it has not begun.
-    """
-
-    def __init__(self, message: str, is_late: bool) -> None:
-        super().__init__(message)
-        self.is_late = is_late
 
 
 @dataclass
@@ -86,7 +61,7 @@ class Entry(Generic[Kept]):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a host takes on at a time.
+    """Bounds of what a host takes on at a time.
 
     Attributes:
         max_bytes: Kept for all that is not settled.
@@ -160,14 +135,14 @@ class Ledger(Generic[Kept]):
         return [entry for entry in self._entries.values() if entry.state is State.SETTLED]
 
     def find(self, id: MicrobatchId) -> Entry[Kept] | None:
-        """What is known of a microbatch."""
+        """Return the entry of a microbatch, if it is known."""
         return self._entries.get(id)
 
     def admit(self, id: MicrobatchId, samples: int, tokens: int, num_bytes: int) -> Entry[Kept]:
         """Take on a microbatch that is not known yet.
 
         Raises:
-            WrongRoundError: It is not for the round in progress.
+            OtherRoundError: It is not for the round in progress.
             FullError: There is no room for it.
         """
         assert id not in self._entries
@@ -178,15 +153,15 @@ class Ledger(Generic[Kept]):
         return entry
 
     def check(self, id: MicrobatchId, num_bytes: int) -> None:
-        """Whether `admit` would take it on now.
+        """Raise what `admit` would raise now.
 
         Raises:
-            WrongRoundError, FullError: As `admit`.
+            OtherRoundError, FullError: As `admit`.
         """
         if id.round != self.round or self.is_closed:
             is_late = id.round <= self.round
             when = "late" if is_late else "early"
-            raise WrongRoundError(f"{id} came too {when}: this host is in round {self.round}", is_late)
+            raise OtherRoundError(f"{id} came too {when}: this host is in round {self.round}", is_late)
         limits, mine = self._limits, id.trainer
         if self.num_running >= limits.max_running or self.num_bytes + num_bytes > limits.max_bytes:
             raise FullError(f"{self.num_running} microbatches are under way: come again, or go to another host")
@@ -234,7 +209,7 @@ class Ledger(Generic[Kept]):
         return [kept for id in unsettled if (kept := self.abandon(id)) is not None]
 
     def settled(self) -> list[MicrobatchId]:
-        """What is settled in this round."""
+        """Return the microbatches that are settled in this round."""
         return [entry.id for entry in self._settled]
 
     def begin(self, round: int) -> None:
@@ -245,3 +220,51 @@ class Ledger(Generic[Kept]):
         self._bytes.clear()
         self._running.clear()
         self.round, self.is_closed = round, False
+
+
+class ReceiveBuffer:
+    """Accounts of what is being received, or waits for its round.
+
+    A stranger has said no more than how much it is about to send, so nothing is received that there is no room for.
+    What a host has taken on is in its ledger.
+
+    Args:
+        limits: As much again as the ledger may keep, and as much of it for one sender.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._held: Counter[str] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Held for all."""
+        return self._held.total()
+
+    @contextmanager
+    def hold(self, sender: str, num_bytes: int) -> Iterator[Callable[[], None]]:
+        """Room for so many bytes, until the end of the block or until the function that it gives is called.
+
+        Raises:
+            FullError: There is none now.
+        """
+        limits, mine = self._limits, self._held[sender]
+        if self.num_bytes + num_bytes > limits.max_bytes:
+            raise FullError("too much is being sent here: come again, or go to another host")
+        if mine and mine + num_bytes > limits.max_share * limits.max_bytes:
+            raise FullError("too much of this peer's is on its way here: wait for some of it")
+        self._held[sender] += num_bytes
+        is_held = True
+
+        def release() -> None:
+            nonlocal is_held
+            if is_held:
+                is_held = False
+                self._held[sender] -= num_bytes
+                if not self._held[sender]:
+                    del self._held[sender]
+
+        try:
+            yield release
+        finally:
+            release()

@@ -21,42 +21,68 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from p2ptrain.pipeline.stage.gradients import StageWork
-from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.messages import MicrobatchId
+from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.units import HostedUnit
 from p2ptrain.tasks import together
-from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
+from p2ptrain.training.sync.synchronizer import RoundResult
+
+if TYPE_CHECKING:
+    from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 
 logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 2.0
-"""After so long without news a host reports again, and looks whether the swarm is ahead."""
+"""Interval at which a host reports, and looks if the swarm is ahead, while nothing happens."""
 UNSETTLED_SECONDS = 10.0
-"""What is not settled so long after it was counted keeps no others out: its trainer may be dead."""
+"""Time after which a counted microbatch that is not settled keeps no others out: its trainer may be dead."""
 PAUSE_SECONDS = 0.25
 SIT_OUT_SECONDS = 5.0
 LEAVE_SECONDS = 2.0
-"""How long a host that leaves, and has nothing for the round, waits for what others may be ending it with."""
+"""Timeout of a host that leaves with nothing for the round, for the others' result; < SIT_OUT_SECONDS."""
 
 
-@dataclass
-class HostedUnit:
-    """What a host averages with others, and how.
+class StageObserver(Protocol):
+    """Is told of a hosted stage's rounds."""
+
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """The stage's own unit was synchronised."""
+
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """A round began, and all units are at it."""
+
+
+class AdmissionQueue(RoundGate):
+    """Microbatches of the first stage that wait to be told whether they belong to the round, and what else happens.
 
     Attributes:
-        synchronizer: Of the unit's swarm.
-        work: This host's part in it.
+        stirred: Set when anything changed.
+        waiting: Samples of each microbatch, and its answer.
+        is_over_elsewhere: Whether another stage is through with the round in progress.
     """
 
-    synchronizer: Synchronizer
-    work: StageWork
+    def __init__(self) -> None:
+        self.stirred = asyncio.Event()
+        self.waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
+        self.is_over_elsewhere = False
 
-    @property
-    def round(self) -> int:
-        """The round in progress."""
-        return self.synchronizer.head.round
+    async def admit(self, samples: int) -> bool:
+        """See `RoundGate.admit`."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.waiting.append((samples, answer))
+        self.stirred.set()
+        return await answer
+
+    def changed(self) -> None:
+        """See `RoundGate.changed`."""
+        self.stirred.set()
+
+    def is_over(self) -> None:
+        """See `RoundGate.is_over`."""
+        self.is_over_elsewhere = True
+        self.stirred.set()
 
 
 class StageRounds:
@@ -64,46 +90,48 @@ class StageRounds:
 
     Args:
         host: Takes on its microbatches.
+        queue: What the host asks and tells.
         units: What is averaged; what is the stage's own first.
         grace_seconds: How long what is under way may take when a round is closed.
+        on_round: Called with the result of each synchronisation of the stage's own unit.
+        on_begun: Called when a round begins, and all units are at it.
 
     Attributes:
         last_round: Stop when this round begins; 0 for never.
-        on_round: Called with the result of each synchronisation of the stage's own unit.
-        on_begun: Called when a round begins, and all units are at it.
     """
 
-    def __init__(self, host: StageHost, units: Sequence[HostedUnit], grace_seconds: float) -> None:
+    def __init__(
+        self,
+        host: StageHost,
+        queue: AdmissionQueue,
+        units: Sequence[HostedUnit],
+        grace_seconds: float,
+        on_round: Callable[[RoundResult], None],
+        on_begun: Callable[[int], None],
+    ) -> None:
+        self.last_round = 0
         self._host = host
+        self._queue = queue
         self._units = units
         self._grace_seconds = grace_seconds
-        self.last_round = 0
+        self._on_round = on_round
+        self._on_begun = on_begun
         self._standby = units[0].synchronizer.averager.matchmaker.standby
-        self._stirred = asyncio.Event()
-        self._wanted: deque[tuple[int, asyncio.Future[bool]]] = deque()
         self._held = 0
-        self._is_over_elsewhere = False
         self._is_stopping = False
         self._uncounted: list[MicrobatchId] = []
-        self.on_round: Callable[[RoundResult], None] = lambda result: None
-        self.on_begun: Callable[[int], None] = lambda round: None
-        host.on_change = self._stir
-        host.on_over = self._over_elsewhere
-        if host.stage == 0:
-            host.admit = self._admit
         for unit in units:
-            unit.synchronizer.averager.matchmaker.standby.on_closing(self._stir)
+            unit.synchronizer.averager.matchmaker.standby.on_closing(queue.changed)
 
     @property
     def is_done(self) -> bool:
-        """Whether the last round is over."""
+        """True if the last round is over."""
         return 0 < self.last_round <= self._host.ledger.round
 
     def stop(self) -> None:
-        """Let `run` end with the round in progress averaged as it is; nothing more is taken on."""
+        """End `run` with the round in progress averaged as it is; take on nothing more."""
         self._is_stopping = True
         self._host.leave()
-        self._stir()
 
     async def run(self) -> None:
         """Go from round to round until `stop`, or the last one."""
@@ -116,51 +144,38 @@ class StageRounds:
 
     # Filling a round
 
-    def _stir(self) -> None:
-        self._stirred.set()
-
-    def _over_elsewhere(self) -> None:
-        self._is_over_elsewhere = True
-        self._stir()
-
-    async def _admit(self, samples: int) -> bool:
-        """Whether so many samples more belong to the round in progress."""
-        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._wanted.append((samples, answer))
-        self._stir()
-        return await answer
-
     async def _fill(self) -> None:
         """Report what is settled, and ask for what is wanted, until the round is to be closed."""
         own = self._units[0].synchronizer
-        self._held, self._is_over_elsewhere = 0, False
-        while not (self._is_stopping or self._is_over_elsewhere):
-            self._stirred.clear()
+        queue, self._held = self._queue, 0
+        queue.is_over_elsewhere = False
+        while not (self._is_stopping or queue.is_over_elsewhere):
+            queue.stirred.clear()
             await self._tell()
             if own.is_closing() or any(unit.synchronizer.is_behind() for unit in self._units):
                 break
             try:
                 async with asyncio.timeout(TELL_SECONDS):
-                    await self._stirred.wait()
+                    await queue.stirred.wait()
             except TimeoutError:
                 continue
-        for _, answer in self._wanted:
+        for _, answer in queue.waiting:
             if not answer.done():
                 answer.set_result(False)
-        self._wanted.clear()
+        queue.waiting.clear()
 
     async def _tell(self) -> None:
-        ledger = self._host.ledger
-        while self._wanted and self._wanted[0][1].done():
-            self._wanted.popleft()  # Given up.
-        asked = list(self._wanted)
+        ledger, waiting = self._host.ledger, self._queue.waiting
+        while waiting and waiting[0][1].done():
+            waiting.popleft()  # Given up.
+        asked = list(waiting)
         wanted = sum(samples for samples, _ in asked)
         since = asyncio.get_running_loop().time() - UNSETTLED_SECONDS
-        self._held = max(0, ledger.samples(since) - wanted) if self._host.stage == 0 else 0
+        self._held = max(0, ledger.samples(since) - wanted) if self._host.worker.number == 0 else 0
         granted = await self._standby.take_on(ledger.settled_samples, self._held, wanted)
         for samples, answer in asked:
-            if self._wanted and self._wanted[0][1] is answer:
-                self._wanted.popleft()
+            if waiting and waiting[0][1] is answer:
+                waiting.popleft()
             if not answer.done():
                 answer.set_result(granted > 0)
                 granted -= samples
@@ -179,7 +194,7 @@ class StageRounds:
         if self._units[0].round == before and not self._is_stopping:
             self._standby.reopen()
         elif len({unit.round for unit in self._units}) == 1:
-            self.on_begun(self._units[0].round)
+            self._on_begun(self._units[0].round)
 
     async def _level(self) -> None:
         """Bring all units to one round."""
@@ -206,7 +221,7 @@ class StageRounds:
 
     async def _synchronize(self, unit: HostedUnit) -> None:
         round = unit.round
-        if self._is_over_elsewhere:
+        if self._queue.is_over_elsewhere:
             await unit.synchronizer.averager.matchmaker.standby.hurry()
         result = await unit.synchronizer.synchronize(unit.work)
         if unit is self._units[0]:
@@ -214,7 +229,7 @@ class StageRounds:
                 if result.committed and result.contributed:
                     self._host.remember_done(round, self._uncounted)
                 self._uncounted = []
-            self.on_round(result)
+            self._on_round(result)
         if not result.committed:
             await asyncio.sleep(PAUSE_SECONDS)
 
@@ -233,7 +248,7 @@ class StageRounds:
         patience = 2 * self._grace_seconds + SIT_OUT_SECONDS
         if asyncio.get_running_loop().time() - since <= patience:
             return False
-        if self._is_over_elsewhere or any(other.round > unit.round for other in self._units):
+        if self._queue.is_over_elsewhere or any(other.round > unit.round for other in self._units):
             logger.warning("round %d: nothing is left of it here: it ends with a gradient of zero", unit.round)
             unit.work.add(1, 1)
             return False

@@ -2,7 +2,7 @@
 
 It is written beside the checkpoint's own files and renamed, so it is whole or not there; it has a checksum of itself.
 What it says of the other stages is what their hosts said when it was written
-(`p2ptrain.pipeline.checkpoints.agreement`).
+(`p2ptrain.pipeline.checkpoints.saving`).
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import IO, Any
 
-import torch
-
 from p2ptrain.cli.main import main
-from p2ptrain.pipeline.messages import Hop, Reply
+from p2ptrain.pipeline.messages import Hop, MicrobatchId, Payload
+from p2ptrain.pipeline.stage.device import Timed
+from p2ptrain.pipeline.stage.gradients import Backward, StageGradients
 from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import MicrobatchId, State
+from p2ptrain.pipeline.stage.ledger import State
 
 
 class Watch:
@@ -40,26 +40,26 @@ class Watch:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _patch(self) -> None:
-        listen, last, remember = StageHost.listen, StageHost._last, StageHost.remember_done
+        begin, add, remember = StageHost.__init__, StageGradients.add, StageHost.remember_done
 
-        def listening(host: StageHost, *arguments: Any) -> None:
+        def beginning(host: StageHost, *arguments: Any) -> None:
             self._host, self._loop = host, asyncio.get_running_loop()
-            listen(host, *arguments)
+            begin(host, *arguments)
 
-        async def held(host: StageHost, hop: Hop, inputs: torch.Tensor) -> Reply:
+        async def held(gradients: StageGradients, hop: Hop, back: Payload) -> Timed[Backward]:
             if hop.id.trainer == self._held_trainer:
                 self._held_trainer = ""
                 self._say("held", id=list(hop.id))
                 await asyncio.Event().wait()  # Until it is given up.
-            return await last(host, hop, inputs)
+            return await add(gradients, hop, back)
 
         def remembering(host: StageHost, round: int, ids: Iterable[MicrobatchId]) -> None:
             done = list(ids)
             self._say("done", round=round, ids=[list(id) for id in done])
             remember(host, round, done)
 
-        StageHost.listen = listening  # type: ignore[method-assign, assignment]
-        StageHost._last = held  # type: ignore[method-assign, assignment]
+        StageHost.__init__ = beginning  # type: ignore[method-assign, assignment]
+        StageGradients.add = held  # type: ignore[method-assign, assignment]
         StageHost.remember_done = remembering  # type: ignore[method-assign, assignment]
 
     def _listen(self) -> None:

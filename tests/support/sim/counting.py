@@ -6,7 +6,6 @@ All of the protocol is real; only the arithmetic of a stage is replaced.
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,14 +16,15 @@ import torch
 from torch import nn
 
 from p2ptrain.manifest import Manifest
+from p2ptrain.models.stage import WHOLE, StageContext
 from p2ptrain.network.simulated import SimulatedPeer
 from p2ptrain.pipeline.client.sender import Accepted, Opened
 from p2ptrain.pipeline.messages import Payload, pack
-from p2ptrain.pipeline.migration import Mover
+from p2ptrain.pipeline.migration import StageMigrator
 from p2ptrain.pipeline.placement import Move, StageNeed
 from p2ptrain.pipeline.plan import PipelinePlan, Unit
-from p2ptrain.pipeline.stage.compute import LossPass, StageCompute
-from p2ptrain.pipeline.stage.device import Device, Pass
+from p2ptrain.pipeline.stage.compute import Gradients, StageCompute
+from p2ptrain.pipeline.stage.device import Device, Pass, Timed
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
 from p2ptrain.runtime import Runtime
 from tests.support.sim.pipelines import HOP_LIMITS, Pipeline, PipelinePeer, SlowDevice, no_harm
@@ -79,26 +79,23 @@ class CountingStage(nn.Module):
 
 
 class CountingCompute(StageCompute):
-    """Passes on which microbatch it was, and counts it when it goes back."""
+    """Passes on which microbatch it was, whose gradient is a one in its place."""
 
     def __init__(self, stage: CountingStage, is_first: bool) -> None:
         self.stage = stage  # type: ignore[assignment]
-        self.lock = threading.Lock()
-        self.sum = torch.zeros(PLACES)
+        self.parameters = (stage.places,)
         self._is_first = is_first
 
-    def places(self) -> dict[int, slice]:
-        return {id(self.stage.places): slice(0, PLACES)}
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor, context: StageContext = WHOLE) -> torch.Tensor:
         return inputs.float()
 
-    def backward(self, inputs: torch.Tensor, gradient: torch.Tensor, weight: float) -> torch.Tensor | None:
-        self.sum[int(inputs.flatten()[0])] += weight
-        return None if self._is_first else torch.zeros(inputs.shape)
+    def backward(self, inputs: torch.Tensor, gradient: torch.Tensor) -> Gradients:
+        place = torch.zeros(PLACES)
+        place[int(inputs.flatten()[0])] = 1.0
+        return Gradients((place,), None if self._is_first else torch.zeros(inputs.shape))
 
-    def loss(self, inputs: torch.Tensor, targets: torch.Tensor, weight: float) -> LossPass:
-        return LossPass(0.0, self.backward(inputs, inputs, weight))
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> Gradients:
+        return self.backward(inputs, inputs)
 
 
 def payloads(number: int) -> tuple[Payload, Payload]:
@@ -176,29 +173,22 @@ class WatchedDevice(SlowDevice):
     def __init__(self, runtime: Runtime, seconds: float, told: Callable[[str], None]) -> None:
         super().__init__(runtime, seconds)
         self._told = told
-        self._kind = Pass.FORWARD
 
-    async def run(self, kind: Pass, work: Callable[[], T], on_begin: Callable[[], None] = lambda: None) -> T:
+    async def run(self, kind: Pass, work: Callable[[], T]) -> Timed[T]:
         """See `Device.run`."""
-
-        def begin() -> None:
-            self._kind = kind
-            on_begin()
-
         self._told(f"before {kind.name.lower()}")
-        result = await super().run(kind, work, begin)
+        result = await super().run(kind, work)
         self._told(f"after {kind.name.lower()}")
         return result
 
-    async def _compute(self, work: Callable[[], Any]) -> Any:
-        kind = self._kind
+    async def _compute(self, kind: Pass, work: Callable[[], Any]) -> Any:
         await asyncio.sleep(self._seconds / 2)
         self._told(f"in {kind.name.lower()}")
         await asyncio.sleep(self._seconds / 2)
-        return await self._runtime.compute(work)
+        return await self.runtime.compute(work)
 
 
-class DirectedMover(Mover):
+class DirectedMover(StageMigrator):
     """Moves when it is told to, not when that helps; all else is as ever."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -217,7 +207,7 @@ class DirectedMover(Mover):
         self._told.set()
 
     async def run(self) -> None:
-        """See `Mover.run`."""
+        """See `StageMigrator.run`."""
         hosting = asyncio.create_task(self.hosted.run(), name="hosting")
         told = asyncio.create_task(self._told.wait(), name="told")
         try:
@@ -254,10 +244,10 @@ class CountingPeer(PipelinePeer):
     def _make_device(self) -> Device:
         return WatchedDevice(self.peer.runtime, self.pass_seconds, self._comes_to)
 
-    def _make_mover(self, hosted: HostedStage) -> Mover:
+    def _make_mover(self, hosted: HostedStage) -> StageMigrator:
         if self.may_move:
             return super()._make_mover(hosted)
-        return DirectedMover(self.view, self.presence, self.rpc, self.peer.runtime, hosted, self)
+        return DirectedMover(self.view, self.presence, self.rpc, hosted, self, 0)
 
     @property
     def is_leaving(self) -> bool:
@@ -269,8 +259,8 @@ class CountingPeer(PipelinePeer):
         assert isinstance(self.mover, DirectedMover)
         self.mover.go(target)
 
-    def _moved(self, after: HostedStage) -> None:
-        super()._moved(after)
+    def moved(self, hosted: HostedStage) -> None:
+        super().moved(hosted)
         self._comes_to("moved")
 
     async def take_on(self, number: int) -> HostedStage:
@@ -286,7 +276,7 @@ class CountingPeer(PipelinePeer):
         """See `PipelinePeer.send_own`: the loss takes a moment here, and its gradient is nothing."""
         assert self.feeder is not None
         inputs, _ = self._payloads(number)
-        opened = await self.feeder.open(inputs, 1, TOKENS, (1, TOKENS), learns=True)
+        opened = await self.feeder.open(inputs, 1, TOKENS, (1, TOKENS), requires_grad=True)
         self._comes_to("at home")
         await asyncio.sleep(self.pass_seconds)
         await harm(opened)
@@ -294,10 +284,7 @@ class CountingPeer(PipelinePeer):
 
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
         module = CountingStage()
-        hosted = HostedStage(
-            self.view, stage, module, device, self.rpc, self.peer.runtime, self.peer.signer,  # type: ignore[arg-type]
-            compute=CountingCompute(module, stage == 0), hop_limits=HOP_LIMITS,
-        )  # fmt: skip
+        hosted = self._put_together(stage, CountingCompute(module, stage == 0), device, HOP_LIMITS)
         self.plan.accounts.watch(hosted)
         hosted.units[0].synchronizer.averager.on_phase = lambda phase, round: self._comes_to(phase)
         return hosted

@@ -22,15 +22,16 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.node.presence import Presence
 from p2ptrain.node.roles.training import find_the_others, step_in
-from p2ptrain.pipeline.client.outputs import Outputs
-from p2ptrain.pipeline.client.sender import Accepted, Feeder, LostError, Opened
-from p2ptrain.pipeline.messages import Payload, pack
-from p2ptrain.pipeline.migration import Mover
+from p2ptrain.pipeline.client.sender import Accepted, LostError, MicrobatchSender, Opened
+from p2ptrain.pipeline.messages import MicrobatchId, Payload, pack
+from p2ptrain.pipeline.migration import StageMigrator
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import Caller, HopLimits
-from p2ptrain.pipeline.stage.device import Device
+from p2ptrain.pipeline.routing.hop import HopLimits
+from p2ptrain.pipeline.stage.compute import StageCompute
+from p2ptrain.pipeline.stage.device import Device, Pass
 from p2ptrain.pipeline.stage.hosted_stage import HostedStage
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.stage.units import HostingOptions
+from p2ptrain.pipeline.stage.worker import StageWorker
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.sync.synchronizer import RoundResult
 
@@ -120,17 +121,16 @@ class PipelinePeer:
             peer.directory, peer.runtime, manifest.digest, peer.signer, self.membership, self.describe
         )
         self.presence.listeners.append(self.view.update)
-        self.mover: Mover | None = None
+        self.mover: StageMigrator | None = None
         self.may_move = False
         self.moves: list[tuple[int, int]] = []
         self._hosted: list[HostedStage] = []
         self.results: list[RoundResult] = []
-        self.feeder: Feeder | None = None
+        self.feeder: MicrobatchSender | None = None
         self.done: list[MicrobatchId] = []
         self.makes_loss = False
         if stage is not None:
             self._hosted = [self._make_stage(stage, self._make_device())]
-            self._hosted[0].rounds.on_round = self._after_round
 
     @property
     def is_moving(self) -> bool:
@@ -150,23 +150,29 @@ class PipelinePeer:
     def _make_device(self) -> Device:
         return SlowDevice(self.peer.runtime, self.pass_seconds)
 
-    def _make_mover(self, hosted: HostedStage) -> Mover:
-        runtime = self.peer.runtime
-        return Mover(self.view, self.presence, self.rpc, runtime, hosted, self, may_move=self.may_move)
+    def _make_mover(self, hosted: HostedStage) -> StageMigrator:
+        return StageMigrator(self.view, self.presence, self.rpc, hosted, self, (1 << 62) if self.may_move else 0)
 
     def _make_stage(self, stage: int, device: Device) -> HostedStage:
-        return HostedStage(
-            self.view, stage, self.plan.build(stage), device, self.rpc,
-            self.peer.runtime, self.peer.signer, hop_limits=HOP_LIMITS,
-        )  # fmt: skip
+        return self._put_together(stage, StageCompute(self.plan.build(stage)), device, HOP_LIMITS)
+
+    def _put_together(
+        self, stage: int, compute: StageCompute, device: Device, limits: HopLimits | None = None
+    ) -> HostedStage:
+        worker = StageWorker(self.plan, stage, compute, device)
+        return HostedStage(self.view, worker, self.rpc, self.peer.signer, self, HostingOptions(hop_limits=limits))
 
     def _payloads(self, number: int) -> tuple[Payload, Payload]:
         tokens, codec = sample(self.manifest, number), self.manifest.pipeline.codec
         return pack(tokens[:, :-1], codec), pack(tokens[:, 1:], codec)
 
-    def _after_round(self, result: RoundResult) -> None:
+    def round_ended(self, hosted: HostedStage, result: RoundResult) -> None:
+        """See `StageObserver`."""
         self.results.append(result)
         self.presence.changed()
+
+    def round_began(self, hosted: HostedStage, round: int) -> None:
+        """See `StageObserver`."""
 
     def describe(self) -> PeerRecord:
         return PeerRecord(
@@ -189,18 +195,16 @@ class PipelinePeer:
         await self._sync(hosted)
         self.status = "training"
         self.mover = self._make_mover(hosted)
-        self.mover.on_moved, self.view.on_update = self._moved, self.mover.look
         await self.step_in(hosted)
         await self.mover.run()
 
     async def _sync(self, hosted: HostedStage) -> None:
-        for unit, membership in zip(hosted.units, hosted.memberships, strict=True):
-            await find_the_others(self.presence, membership, unit.synchronizer, unit.work)
+        for unit in hosted.units:
+            await find_the_others(self.presence, unit.membership, unit.synchronizer, unit.work)
 
     async def take_on(self, number: int) -> HostedStage:
         """See `p2ptrain.pipeline.migration.Stages`."""
         made = self._make_stage(number, self._make_device())
-        made.rounds.on_round = self._after_round
         self._hosted.append(made)
         try:
             await self._sync(made)
@@ -219,20 +223,18 @@ class PipelinePeer:
         self._hosted = [other for other in self._hosted if other is not hosted]
         await hosted.close()
 
-    def _moved(self, after: HostedStage) -> None:
+    def moved(self, hosted: HostedStage) -> None:
+        """See `p2ptrain.pipeline.migration.Stages`."""
         assert self.stage is not None
-        self.moves.append((self.stage, after.number))
-        self._hosted, self.stage = [after], after.number
+        self.moves.append((self.stage, hosted.number))
+        self._hosted, self.stage = [hosted], hosted.number
         self.presence.changed()
 
-    async def start_feeding(self) -> Feeder:
+    async def start_feeding(self) -> MicrobatchSender:
         """Be a trainer, too."""
-        router = self.view.new_router()
-        caller = Caller(self.rpc, router, self.peer.runtime.random, self.view.local, HOP_LIMITS)
+        caller = self.view.new_caller(self.rpc, HOP_LIMITS)
         first = self.peer.incarnation << 32
-        self.view.outputs = Outputs(self.rpc)
-        self.feeder = Feeder(self.rpc, router, caller, self.peer.runtime.random, first, self.view.outputs)
-        self.feeder.on_done = lambda accepted: self.done.append(accepted.id)
+        self.feeder = MicrobatchSender(caller, first, lambda accepted: self.done.append(accepted.id))
         await self.feeder.start()
         return self.feeder
 
@@ -249,7 +251,7 @@ class PipelinePeer:
         inputs, targets = self._payloads(number)
         shape = (*targets.shape, self.manifest.model.vocabulary)
         count = targets.shape[0] * targets.shape[1]
-        opened = await self.feeder.open(inputs, targets.shape[0], count, shape, learns=True)
+        opened = await self.feeder.open(inputs, targets.shape[0], count, shape, requires_grad=True)
         await harm(opened)
         output = opened.waiting.output.result().requires_grad_()
         loss = functional.cross_entropy(output.flatten(0, 1), tokens[:, 1:].flatten())
@@ -273,9 +275,9 @@ class SlowDevice(Device):
         super().__init__(runtime)
         self._seconds = seconds
 
-    async def _compute(self, work: Callable[[], Any]) -> Any:
+    async def _compute(self, kind: Pass, work: Callable[[], Any]) -> Any:
         await asyncio.sleep(self._seconds)
-        return await super()._compute(work)
+        return await super()._compute(kind, work)
 
 
 @dataclass

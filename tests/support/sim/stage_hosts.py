@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,14 +15,26 @@ from p2ptrain.models import build_stage
 from p2ptrain.models.stage import Stage
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
-from p2ptrain.pipeline.messages import Hop, Reply, pack, payload_bytes
+from p2ptrain.pipeline.messages import (
+    Answers,
+    Hop,
+    HopRequest,
+    MicrobatchId,
+    Reply,
+    SettleRequest,
+    pack,
+)
 from p2ptrain.pipeline.plan import PipelinePlan
 from p2ptrain.pipeline.routing.hop import Caller, HopLimits, service
 from p2ptrain.pipeline.routing.router import HostState, Router
 from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.pipeline.stage.host import StageHost
-from p2ptrain.pipeline.stage.ledger import Limits, MicrobatchId
+from p2ptrain.pipeline.stage.gradients import GradientSum, StageGradients
+from p2ptrain.pipeline.stage.host import RoundGate, StageHost
+from p2ptrain.pipeline.stage.ledger import Limits
+from p2ptrain.pipeline.stage.service import HostService
+from p2ptrain.pipeline.stage.worker import StageWorker
 from tests.support.sim.peers import SWARM, Member
 from tests.support.sim.pipelines import SAMPLES, SlowDevice, make_manifest, sample
 
@@ -35,22 +47,20 @@ async def no_news(stage: int, host: str) -> None:
     """Nobody wants to know."""
 
 
-class ExactCompute(StageCompute):
-    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace."""
+class ExactSum(GradientSum):
+    """Adds multiples of 1/1024, so that no addition rounds, and what is taken out leaves no trace.
 
-    def __init__(self, stage: Stage) -> None:
-        super().__init__(stage)
-        self.passes = 0
+    Attributes:
+        passes: How many gradients were added.
+    """
 
-    def _backward(self, *arguments: Any) -> torch.Tensor | None:
-        total, self.sum = self.sum, torch.zeros_like(self.sum)
-        try:
-            back = super()._backward(*arguments)
-            total.add_((self.sum * GRID).round() / GRID)
-            self.passes += 1
-        finally:
-            self.sum = total
-        return back
+    passes = 0
+
+    def add(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
+        total, self.values = self.values, torch.zeros_like(self.values)
+        super().add(gradients, weight)
+        self.values = total.add_((self.values * GRID).round() / GRID)
+        self.passes += 1
 
 
 @cache
@@ -76,7 +86,7 @@ class HostPeer:
     peer: SimulatedPeer
     rpc: Rpc
     host: StageHost
-    compute: ExactCompute
+    sum: ExactSum
     router: Router
 
     @property
@@ -85,7 +95,11 @@ class HostPeer:
 
     @property
     def service(self) -> str:
-        return service(self.host.stage)
+        return service(self.stage)
+
+    @property
+    def stage(self) -> int:
+        return self.host.worker.number
 
 
 @dataclass
@@ -97,6 +111,7 @@ class Hosts:
     limits: Limits
     hosts: list[HostPeer]
     trainers: list[Member]
+    gate: RoundGate
 
     @property
     def codec(self) -> str:
@@ -107,15 +122,13 @@ class Hosts:
         plan, peer = self.plan, self.network.add_peer(name)
         rpc = Rpc(peer.transport, peer.runtime, SWARM)
         router = Router(plan.num_stages, peer.runtime.random)
-        compute = ExactCompute(stage_of(plan, stage))
-        caller = Caller(rpc, router, peer.runtime.random, {}, HOP_LIMITS)
-        host = StageHost(
-            rpc.peer_id, stage, plan.num_stages, compute, SlowDevice(peer.runtime, PASS_SECONDS), caller, self.codec,
-            self.limits, 0, lambda *arguments: plan.check(stage, *arguments), plan.num_ids, plan.num_classes,
-        )  # fmt: skip
-        host.listen(rpc)
+        compute, device = StageCompute(stage_of(plan, stage)), SlowDevice(peer.runtime, PASS_SECONDS)
+        worker, total = StageWorker(plan, stage, compute, device, self.limits), ExactSum(compute.parameters)
+        gradients, caller = StageGradients(worker, total), Caller(rpc, router, limits=HOP_LIMITS)
+        host = StageHost(worker, gradients, caller, 0, self.gate)
+        HostService(host, rpc)
         await rpc.start()
-        made = HostPeer(peer, rpc, host, compute, router)
+        made = HostPeer(peer, rpc, host, total, router)
         self.hosts.append(made)
         self.introduce()
         return made
@@ -132,7 +145,7 @@ class Hosts:
         """Let all hosts know who hosts what; of peers that only say so, too."""
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
-            states[each.host.stage][each.id] = HostState(1.0, sequence)
+            states[each.stage][each.id] = HostState(1.0, sequence)
         for name, stage in liars.items():
             states[stage][self.network.peers[name].peer_id] = HostState(1.0, sequence)
         for each in self.hosts:
@@ -143,7 +156,7 @@ class Hosts:
         router = Router(self.plan.num_stages, member.peer.runtime.random)
         states: list[dict[str, HostState]] = [{} for _ in range(self.plan.num_stages)]
         for each in self.hosts:
-            states[each.host.stage][each.id] = HostState(1.0, 1)
+            states[each.stage][each.id] = HostState(1.0, 1)
         router.update(states)
         return router
 
@@ -163,44 +176,46 @@ class Hosts:
 
     async def send(self, trainer: Member, hop: Hop, planned: HostPeer) -> Reply:
         """Send it as a trainer does."""
-        caller = Caller(trainer.rpc, self.router(trainer), trainer.peer.runtime.random, {}, HOP_LIMITS)
+        caller = Caller(trainer.rpc, self.router(trainer), limits=HOP_LIMITS)
         return await trainer.peer.spawn(caller.through(hop, planned.id, no_news))
 
     async def settle(
         self, trainer: Member, host: HostPeer, *numbers: int, abandoned: tuple[int, ...] = ()
     ) -> list[bool]:
         """Tell a host what is settled and what is given up; whether it counted the former."""
-        request = {"settled": [[0, number] for number in numbers], "abandoned": [[0, number] for number in abandoned]}
-        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, dict, 5.0)
-        counted: list[bool] = reply["counted"]
-        return counted
+        request = SettleRequest(tuple((0, each) for each in numbers), tuple((0, each) for each in abandoned))
+        reply = await trainer.rpc.call(host.id, f"{host.service}.settle", request, Answers, 5.0)
+        return list(reply.answers)
 
 
 def expected_sums(plan: PipelinePlan, numbers: list[int]) -> list[torch.Tensor]:
     """Stage by stage: what hosts that counted these microbatches alone must have in their sums, bit by bit."""
-    computes = [ExactCompute(stage_of(plan, stage)) for stage in range(plan.num_stages)]
+    computes = [StageCompute(stage_of(plan, stage)) for stage in range(plan.num_stages)]
+    sums = [ExactSum(compute.parameters) for compute in computes]
     for number in numbers:
         tokens = sample(plan.manifest, number)
         weight, inputs = float(tokens[:, 1:].numel()), [tokens[:, :-1]]
         for compute in computes[:-1]:
             inputs.append(compute.forward(inputs[-1]))
-        gradient = computes[-1].loss(inputs[-1], tokens[:, 1:], weight).gradient
-        for compute, entry in zip(computes[-2::-1], inputs[-2::-1], strict=True):
-            assert gradient is not None
-            gradient = compute.backward(entry, gradient, weight)
-    return [compute.sum for compute in computes]
+        found = computes[-1].loss(inputs[-1], tokens[:, 1:])
+        sums[-1].add(found.parameters, weight)
+        for compute, entry, total in zip(computes[-2::-1], inputs[-2::-1], sums[-2::-1], strict=True):
+            assert found.inputs is not None
+            found = compute.backward(entry, found.inputs)
+            total.add(found.parameters, weight)
+    return [total.values for total in sums]
 
 
 def bits(each: HostPeer) -> bytes:
     """Of a host's sum."""
-    return each.compute.sum.numpy().tobytes()
+    return each.sum.values.numpy().tobytes()
 
 
 def check_sums(swarm: Hosts, numbers: list[int]) -> None:
     """Each host's sum is, bit by bit, that of these microbatches and no others."""
     expected = expected_sums(swarm.plan, numbers)
     for each in swarm.hosts:
-        assert torch.equal(each.compute.sum, expected[each.host.stage]), f"stage {each.host.stage}"
+        assert torch.equal(each.sum.values, expected[each.stage]), f"stage {each.stage}"
 
 
 def check_untouched(swarm: Hosts, *numbers: int) -> None:
@@ -221,15 +236,19 @@ async def send_and_settle(swarm: Hosts, trainer: Member, number: int, route: lis
 
 def heads(hop: Hop) -> tuple[dict[str, Any], list[Any]]:
     """A hop as it goes over the wire."""
-    return hop.to_wire(), [hop.inputs.data, hop.targets.data]
+    return to_wire(hop.request), [hop.inputs.data, hop.targets.data]
 
 
 @asynccontextmanager
 async def hosts(
-    network: SimulatedNetwork, stages: tuple[int, ...] = (0, 1), limits: Limits | None = None, num_trainers: int = 1
+    network: SimulatedNetwork,
+    stages: tuple[int, ...] = (0, 1),
+    limits: Limits | None = None,
+    num_trainers: int = 1,
+    gate: RoundGate | None = None,
 ) -> AsyncIterator[Hosts]:
     """One host for each of ``stages``, all of one pipeline, and trainers."""
-    made = Hosts(network, plan_of(max(stages) + 1), limits or Limits(), [], [])
+    made = Hosts(network, plan_of(max(stages) + 1), limits or Limits(), [], [], gate or RoundGate())
     for number, stage in enumerate(stages):
         await made.add_host(f"host{number}", stage)
     for number in range(num_trainers):
@@ -252,25 +271,40 @@ async def hosts(
 async def send_raw(
     rpc: Rpc, host: HostPeer, request: dict[str, Any], *data: bytes | bytearray | memoryview, seconds: float = 30.0
 ) -> dict[str, Any]:
-    """Send a hop as nobody should; the first message that is not a heartbeat nor news."""
+    """Send a hop as nobody should; the first message that is not a heartbeat nor news.
+
+    Raises:
+        RefusedError: The host refuses it.
+        PeerRefusedError: The host takes it for no hop at all.
+    """
     async with rpc.open(host.id, host.service, request, 5.0) as channel:
         for each in data:
             await channel.send_bytes(each)
         while True:
             message = await channel.receive(dict, seconds)
-            if "loss" in message:
+            if message["type"] == "refused":
+                raise RefusedError(message["kind"], message["reason"])
+            if message["type"] == "reply":
                 return message
 
 
-def lie(member: Member, stage: int, answer: Callable[[Channel, dict[str, Any]], Awaitable[None]]) -> None:
+class RefusedError(Exception):
+    """A host refused what was sent, by a message."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"{kind}: {reason}")
+        self.reason = reason
+
+
+def lie(member: Member, stage: int, answer: Callable[[Channel, HopRequest], Awaitable[None]]) -> None:
     """Have a peer take hops of a stage and answer as it likes; both payloads are received before."""
 
-    async def serve(channel: Channel, request: dict[str, Any]) -> None:
-        for codec, shape in (request["inputs"], request["targets"]):
-            await channel.receive_bytes(payload_bytes(codec, shape), 10.0)
+    async def serve(channel: Channel, request: HopRequest) -> None:
+        for head in (request.inputs, request.targets):
+            await channel.receive_bytes(head.num_bytes, 10.0)
         await answer(channel, request)
 
-    member.rpc.serve_channel(service(stage), dict, serve)
+    member.rpc.serve_channel(service(stage), HopRequest, serve)
 
 
 async def stay(seconds: float = 3600.0) -> None:

@@ -12,7 +12,7 @@ from p2ptrain.models import Span, estimate_memory_bytes, model_blocks, num_param
 from p2ptrain.models.family import stage_shapes
 from p2ptrain.models.registry import PROCESS_BYTES
 from p2ptrain.pipeline.messages import IDS, Payload
-from p2ptrain.pipeline.plan import MAX_SAMPLES, PipelinePlan
+from p2ptrain.pipeline.plan import PipelinePlan
 from tests.support.models import SPECS, each
 
 
@@ -181,8 +181,6 @@ def test_a_stage_takes_what_the_stage_before_it_gives(
 BAD: dict[str, tuple[ModelSpec, int, Payload, Payload, int, int]] = {
     "no samples' worth": (LLAMA, 0, payload(IDS, 2, 16), payload(IDS, 3, 16), 3, 48),
     "fewer samples than told": (LLAMA, 0, payload(IDS, 2, 16), payload(IDS, 2, 16), 3, 32),
-    "too many samples": (LLAMA, 0, payload(IDS, MAX_SAMPLES + 1, 2), payload(IDS, MAX_SAMPLES + 1, 2),
-                         MAX_SAMPLES + 1, 2 * MAX_SAMPLES + 2),
     "longer than the context": (LLAMA, 0, payload(IDS, 2, 17), payload(IDS, 2, 17), 2, 34),
     "inputs longer than targets": (LLAMA, 0, payload(IDS, 2, 16), payload(IDS, 2, 15), 2, 30),
     "flat targets": (LLAMA, 0, payload(IDS, 2, 16), payload(IDS, 32), 2, 32),

@@ -8,7 +8,7 @@ from random import Random
 from p2ptrain.network.records.record import PeerRecord, StageReport
 from p2ptrain.pipeline.messages import Hop, Reply
 from p2ptrain.pipeline.plan import PipelinePlan
-from p2ptrain.pipeline.routing.hop import News
+from p2ptrain.pipeline.routing.hop import Tell
 from p2ptrain.pipeline.routing.router import Router
 from p2ptrain.pipeline.view import LEAST_PAUSE_SECONDS, SILENT_SECONDS, PipelineView
 from p2ptrain.runtime import Runtime
@@ -19,7 +19,7 @@ LATER = 1e12
 """When records expire."""
 
 
-async def take(hop: Hop, news: News) -> Reply:
+async def take(hop: Hop, tell: Tell) -> Reply:
     raise AssertionError("nobody calls it here")
 
 
@@ -122,7 +122,7 @@ def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     view = make_view()
     router = view.new_router()
     told(view, record("a", 0))
-    view.local[0], view.local[2] = take, take
+    view.here.hosts[0], view.here.hosts[2] = take, take
     view.refresh_routes()
     assert routes(router) == [{"a", OWN}, set(), {OWN}]
     assert routes(view.new_router()) == [{"a", OWN}, set(), {OWN}], "also in routers made later"
@@ -131,7 +131,7 @@ def test_own_hosts_are_in_the_routes_as_long_as_they_take_part() -> None:
     router.failed(OWN, "was full")
     view.refresh_routes()
     assert routes(router)[0] == {"a", OWN}, "it knows best itself whether it is there"
-    del view.local[0]
+    del view.here.hosts[0]
     view.refresh_routes()
     assert routes(router) == [{"a"}, {"b"}, {OWN}]
 

@@ -15,6 +15,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.config import PeerConfig
 from p2ptrain.node.roles.stage_saving import save_and_tell
 from p2ptrain.pipeline.checkpoints.saving import StageSaves
+from p2ptrain.pipeline.plan import Unit
 from p2ptrain.training.checkpoints import files as checkpoint
 from p2ptrain.training.state.digest import merkle_tree
 from tests.unit.pipeline.test_view import OWN, make_view
@@ -35,9 +36,10 @@ def test_a_last_save_waits_for_the_periodic_one_that_is_under_way(
     tensors = [("weight", torch.ones(4))]
     head = Head(round=3, lineage=b"l" * 32, tokens=9, samples=9, digest=merkle_tree(tensors).root)
     state = SimpleNamespace(head=head, tensors=lambda: tensors)
+    view = make_view(2)
     hosted: Any = SimpleNamespace(
-        number=0, units=[SimpleNamespace(synchronizer=SimpleNamespace(state=state))], unit_numbers=[0],
-        unit_swarms=[b"s" * 32], saves=StageSaves(make_view(2), OWN),
+        number=0, saves=StageSaves(view.plan, view.saves, OWN),
+        units=[SimpleNamespace(synchronizer=SimpleNamespace(state=state), unit=Unit(0, (0,), ()), swarm=b"s" * 32)],
     )  # fmt: skip
     runtime = SimpleNamespace(compute=asyncio.to_thread, offload=asyncio.to_thread)
     peer: Any = SimpleNamespace(runtime=runtime, presence=SimpleNamespace(changed=lambda: None))

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from p2ptrain.pipeline.checkpoints.saving import Save, StageSaves
+from p2ptrain.network.records.record import StageReport
+from p2ptrain.pipeline.checkpoints.saving import MAX_ROUNDS, Save, Saves, StageSaves
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.training.checkpoints.stage_list import StageList, read_stage_list
 from tests.unit.pipeline.test_view import LATER, OWN, make_view, record
@@ -33,7 +34,7 @@ def save(folder: Path, unit: int, round: int, digest: bytes) -> Save:
 
 def test_a_checkpoint_gets_its_list_when_the_last_stage_was_heard_of(tmp_path: Path) -> None:
     view = make_view(3, tied=True)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     own, tied = save(tmp_path, 0, 10, A), save(tmp_path, 3, 10, T)
     saves.note(own)
     saves.note(tied)
@@ -50,7 +51,7 @@ def test_a_checkpoint_gets_its_list_when_the_last_stage_was_heard_of(tmp_path: P
 
 def test_an_earlier_checkpoint_is_completed_late(tmp_path: Path) -> None:
     view = make_view(2)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     first, second = save(tmp_path, 0, 10, A), save(tmp_path, 0, 20, A)
     saves.note(first)
     saves.note(second)
@@ -63,7 +64,7 @@ def test_an_earlier_checkpoint_is_completed_late(tmp_path: Path) -> None:
 
 def test_a_host_that_the_majority_contradicts_has_no_complete_checkpoint(tmp_path: Path) -> None:
     view = make_view(2)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     tell(view, "x", 1, (1, 10, B))
@@ -77,7 +78,7 @@ def test_a_host_that_the_majority_contradicts_has_no_complete_checkpoint(tmp_pat
 def test_a_host_that_died_is_not_waited_for_once_its_record_is_gone(tmp_path: Path) -> None:
     clock = [1000.0]
     view = make_view(2, clock=clock)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     tell(view, "dead", 1, (1, 5, C), until=1030.0)
@@ -92,7 +93,7 @@ def test_a_host_that_died_is_not_waited_for_once_its_record_is_gone(tmp_path: Pa
 
 def test_what_could_not_be_saved_is_said_to_nobody_and_keeps_others_from_nothing(tmp_path: Path) -> None:
     view = make_view(2)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     saves.note(save(tmp_path, 0, 10, A))
     saves.failed(0)
     assert saves.newest(0) is None
@@ -103,10 +104,79 @@ def test_what_could_not_be_saved_is_said_to_nobody_and_keeps_others_from_nothing
 
 def test_a_checkpoint_that_was_deleted_meanwhile_is_passed_over(tmp_path: Path) -> None:
     view = make_view(2)
-    saves = StageSaves(view, OWN)
+    saves = StageSaves(view.plan, view.saves, OWN)
     own = save(tmp_path, 0, 10, A)
     saves.note(own)
     own.path.rmdir()
     tell(view, "x", 1, (1, 10, B))
     asyncio.run(saves.complete())
     assert saves.missing() == ""
+
+
+# Which belong together
+
+UNITS = (0, 1)
+
+
+def report(unit: int, round: int, digest: bytes) -> StageReport:
+    return StageReport(unit, round + 1, bytes(32), bytes(32), 0, saved_round=round, saved_digest=digest)
+
+
+def told(**said: tuple[int, int, bytes]) -> Saves:
+    made = Saves()
+    for peer, each in said.items():
+        made.tell(peer, [report(*each)])
+    return made
+
+
+def test_a_round_that_all_stages_saved_is_complete() -> None:
+    found = told(x=(0, 10, A), y=(1, 10, B), z=(1, 10, B)).agreement(UNITS, 10)
+    assert found.is_complete
+    assert found.digests == {0: A, 1: B}
+
+
+def test_a_stage_of_which_nobody_told_is_missing_by_number() -> None:
+    found = told(x=(0, 10, A)).agreement(UNITS, 10)
+    assert not found.is_complete
+    assert found.missing == {1: "no host has saved any"}
+
+
+def test_rounds_that_differ_are_not_put_together() -> None:
+    found = told(x=(0, 10, A), y=(1, 15, B)).agreement(UNITS, 10)
+    assert found.missing == {1: "0 of 1 hosts that save agree"}
+
+
+def test_where_hosts_disagree_the_majority_counts_and_a_tie_is_none() -> None:
+    made = told(w=(0, 10, A), x=(1, 10, B), y=(1, 10, C))
+    assert made.agreement(UNITS, 10).missing == {1: "1 of 2 hosts that save agree"}
+    made.tell("z", [report(1, 10, B)])
+    assert made.agreement(UNITS, 10).digests == {0: A, 1: B}
+
+
+def test_what_a_host_saved_before_still_counts() -> None:
+    made = told(x=(0, 20, A), y=(1, 20, B))
+    made.tell("x", [report(0, 30, C)])
+    assert made.agreement(UNITS, 20).is_complete
+    for round in range(40, 40 + 10 * MAX_ROUNDS, 10):
+        made.tell("x", [report(0, round, C)])
+    assert not made.agreement(UNITS, 20).is_complete
+
+
+def test_hosts_that_save_nothing_are_not_waited_for() -> None:
+    made = told(x=(0, 10, A), y=(1, 10, B), z=(1, 0, bytes(32)))
+    assert made.agreement(UNITS, 10).is_complete
+
+
+def test_who_is_gone_or_has_moved_decides_nothing() -> None:
+    made = told(x=(0, 10, A), y=(1, 10, B), z=(1, 5, C))
+    assert not made.agreement(UNITS, 10).is_complete
+    made.keep_only(["x", "y"])
+    assert made.agreement(UNITS, 10).is_complete
+    made.tell("y", [report(0, 10, A)])
+    assert made.agreement(UNITS, 10).missing == {1: "no host has saved any"}
+
+
+def test_a_round_that_was_saved_again_after_a_split_counts_as_it_is_now() -> None:
+    made = told(x=(0, 10, A), y=(1, 10, B))
+    made.tell("y", [report(1, 10, C)])
+    assert made.agreement(UNITS, 10).digests == {0: A, 1: C}

@@ -11,69 +11,72 @@ import torch
 
 from p2ptrain.errors import TemporaryError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.client import sender as feeder_module
-from p2ptrain.pipeline.client.outputs import Outputs
-from p2ptrain.pipeline.client.sender import Feeder
+from p2ptrain.pipeline.client import sender as sender_module
+from p2ptrain.pipeline.client.sender import MicrobatchSender
 from p2ptrain.pipeline.routing.hop import Caller
+from p2ptrain.pipeline.stage.host import RoundGate
 from tests.support.sim.stage_hosts import HOP_LIMITS, Hosts, hosts
 
 AVERAGING_SECONDS = 120.0
 
 
 @asynccontextmanager
-async def _feeder(swarm: Hosts) -> AsyncIterator[Feeder]:
+async def _sender(swarm: Hosts) -> AsyncIterator[MicrobatchSender]:
     trainer = swarm.trainers[0]
     router = swarm.router(trainer)
-    caller = Caller(trainer.rpc, router, trainer.peer.runtime.random, {}, HOP_LIMITS)
-    feeder = Feeder(trainer.rpc, router, caller, trainer.peer.runtime.random, 0, Outputs(trainer.rpc))
-    await feeder.start()
+    caller = Caller(trainer.rpc, router, limits=HOP_LIMITS)
+    sender = MicrobatchSender(caller)
+    await sender.start()
     try:
-        yield feeder
+        yield sender
     finally:
-        await feeder.close()
+        await sender.close()
 
 
-async def _send(swarm: Hosts, feeder: Feeder, is_own_loss: bool) -> int:
+async def _send(swarm: Hosts, sender: MicrobatchSender, is_own_loss: bool) -> int:
     """The round in which one microbatch was accepted."""
     hop = swarm.hop(swarm.trainers[0], 1)
     if not is_own_loss:
-        return (await feeder.send(hop.inputs, hop.targets, hop.samples, hop.tokens)).id.round
+        return (await sender.send(hop.inputs, hop.targets, hop.samples, hop.tokens)).id.round
     shape = (*hop.targets.shape, swarm.plan.num_classes)
-    opened = await feeder.open(hop.inputs, hop.samples, hop.tokens, shape, learns=True)
+    opened = await sender.open(hop.inputs, hop.samples, hop.tokens, shape, requires_grad=True)
     return (await opened.backward(torch.ones(shape))).id.round
 
 
-async def _refuse(samples: int) -> bool:
-    return False
+class _Closed(RoundGate):
+    """A round that takes no samples, as while it is averaged."""
+
+    is_closed = True
+
+    async def admit(self, samples: int) -> bool:
+        return not self.is_closed
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
 def test_a_microbatch_waits_while_the_stages_average(is_own_loss: bool) -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm, _feeder(swarm) as feeder:
-            first = swarm.hosts[0].host
-            first.admit = _refuse  # As while its round is averaged.
-            sending = asyncio.create_task(_send(swarm, feeder, is_own_loss))
+        gate = _Closed()
+        async with hosts(network, gate=gate) as swarm, _sender(swarm) as sender:
+            sending = asyncio.create_task(_send(swarm, sender, is_own_loss))
             await asyncio.sleep(AVERAGING_SECONDS)
             assert not sending.done()
-            first.admit = None
+            gate.is_closed = False
             for each in swarm.hosts:
                 await each.host.close_round(0.0)
                 each.host.begin_round(1)
             assert await sending == 1
-            assert feeder.tally.resent == 0
+            assert sender.tally.resent == 0
 
     simulate(main, seed=1)
 
 
 @pytest.mark.parametrize("is_own_loss", [False, True])
 def test_a_round_that_never_ends_is_an_error_that_names_it(is_own_loss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder_module, "STUCK_SECONDS", 30.0)
+    monkeypatch.setattr(sender_module, "STUCK_SECONDS", 30.0)
 
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm, _feeder(swarm) as feeder:
-            swarm.hosts[0].host.admit = _refuse
+        async with hosts(network, gate=_Closed()) as swarm, _sender(swarm) as sender:
             with pytest.raises(TemporaryError, match="round 0 takes no more samples, and has not ended for 30 s"):
-                await _send(swarm, feeder, is_own_loss)
+                await _send(swarm, sender, is_own_loss)
 
     simulate(main, seed=1)

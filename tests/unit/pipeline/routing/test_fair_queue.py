@@ -1,4 +1,4 @@
-"""Turns on a link: order, room, and that no peer holds up what is for others."""
+"""SendWindow on a link: order, room, and that no peer holds up what is for others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.routing.fair_queue import Turns
+from p2ptrain.pipeline.routing.fair_queue import SendWindow
 from tests.support.sim.peers import until
 
 
@@ -15,7 +15,7 @@ class Sends:
     """What is being sent, by a name of its own; each goes on until it is told to end."""
 
     def __init__(self, window_bytes: int) -> None:
-        self.turns = Turns(window_bytes)
+        self.window = SendWindow(window_bytes)
         self.under_way: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._ends: dict[str, asyncio.Event] = {}
@@ -36,7 +36,7 @@ class Sends:
         await asyncio.sleep(0)
 
     async def _send(self, name: str, peer: str, num_bytes: int) -> None:
-        async with self.turns.to(peer, num_bytes):
+        async with self.window.to(peer, num_bytes):
             self.under_way.append(name)
             try:
                 await self._ends[name].wait()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.messages import IDS
-from p2ptrain.pipeline.routing.hop import HopFailedError
+from p2ptrain.pipeline.messages import Beat, HopFailedError, HopRequest, News
 from tests.support.sim.stage_hosts import (
     check_untouched,
     hosts,
@@ -26,39 +26,40 @@ from tests.support.sim.stage_hosts import (
 
 # Hosts that lie
 
-GOOD_LEG = [1, "", 0.1, 0.1]
-Answer = Callable[[Channel, dict[str, Any]], Awaitable[None]]
+Answer = Callable[[Channel, HopRequest], Awaitable[None]]
+LIAR = "the liar's id"
 
 
-def answer(change: Callable[[dict[str, Any]], None], gradient: torch.Tensor | None = None) -> Answer:
-    """A reply that is right but for what ``change`` does to it."""
+def reply_of(request: HopRequest, **changes: object) -> dict[str, Any]:
+    """A reply that is right but for some fields."""
+    leg = [1, LIAR, 0.1, 0.1]
+    return {"type": "reply", "loss": 1.0, "legs": [leg], "gradient": to_wire(request.inputs), **changes}
 
-    async def send(channel: Channel, request: dict[str, Any]) -> None:
-        shape = request["inputs"][1]
-        values = torch.zeros(shape) if gradient is None else torch.broadcast_to(gradient, shape)
-        reply = {"loss": 1.0, "legs": [[1, LIAR, 0.1, 0.1]], "gradient": ["fp32", list(values.shape)]}
-        change(reply)
-        await channel.send(reply)
-        await channel.send_bytes(values.contiguous().numpy().tobytes())
+
+def answer(values: torch.Tensor | None = None, **changes: object) -> Answer:
+    """A reply that is right but for some fields, and a gradient of zeros, or these values."""
+
+    async def send(channel: Channel, request: HopRequest) -> None:
+        gradient = torch.broadcast_to(torch.zeros(()) if values is None else values, request.inputs.shape)
+        await channel.send(reply_of(request, **changes))
+        await channel.send_bytes(gradient.contiguous().numpy().tobytes())
 
     return send
 
 
-LIAR = "the liar's id"
-
-
-def field(name: str, value: object) -> Answer:
-    return answer(lambda reply: reply.update({name: value}))
-
-
 def trail(*legs: list[Any]) -> Answer:
-    return field("legs", list(legs))
+    return answer(legs=list(legs))
 
 
-def say(*messages: dict[str, Any]) -> Answer:
+def head(codec: str, *shape: int) -> Answer:
+    """A reply with a gradient of another kind."""
+    return answer(gradient={"codec": codec, "shape": list(shape)})
+
+
+def say(*messages: object) -> Answer:
     """Messages, and then nothing more."""
 
-    async def send(channel: Channel, request: dict[str, Any]) -> None:
+    async def send(channel: Channel, request: HopRequest) -> None:
         for message in messages:
             await channel.send(message)
         await stay()
@@ -66,68 +67,55 @@ def say(*messages: dict[str, Any]) -> Answer:
     return send
 
 
-async def nothing(channel: Channel, request: dict[str, Any]) -> None:
+async def nothing(channel: Channel, request: HopRequest) -> None:
     await stay()
 
 
-async def end(channel: Channel, request: dict[str, Any]) -> None:
+async def end(channel: Channel, request: HopRequest) -> None:
     return
 
 
-async def no_gradient(channel: Channel, request: dict[str, Any]) -> None:
-    await channel.send({"loss": 1.0, "legs": [[1, LIAR, 0.1, 0.1]], "gradient": request["inputs"]})
+async def no_gradient(channel: Channel, request: HopRequest) -> None:
+    await channel.send(reply_of(request))
     await stay()
 
 
-async def beats_for_ever(channel: Channel, request: dict[str, Any]) -> None:
+async def beats_for_ever(channel: Channel, request: HopRequest) -> None:
     while True:
-        await channel.send({"beat": True})
+        await channel.send(Beat())
         await asyncio.sleep(1.0)
 
 
-async def late(channel: Channel, request: dict[str, Any]) -> None:
+async def late(channel: Channel, request: HopRequest) -> None:
     await asyncio.sleep(6.0)
-    await answer(lambda reply: None)(channel, request)
+    await answer()(channel, request)
 
 
-async def short_gradient(channel: Channel, request: dict[str, Any]) -> None:
-    await channel.send({"loss": 1.0, "legs": [[1, LIAR, 0.1, 0.1]], "gradient": request["inputs"]})
+async def short_gradient(channel: Channel, request: HopRequest) -> None:
+    await channel.send(reply_of(request))
     await channel.send_bytes(b"abc")
 
 
-async def bytes_first(channel: Channel, request: dict[str, Any]) -> None:
+async def bytes_first(channel: Channel, request: HopRequest) -> None:
     await channel.send_bytes(struct.pack("<f", 1.0) * 100)
 
 
 LIES = {
     "garbage": (bytes_first, True),
-    "no reply": (say({"hello": 1}), True),
-    "news of words": (say({"stage": "one", "host": "x"}), True),
-    "news of a stage before it": (say({"stage": 0, "host": "x"}), True),
-    "news of no stage": (say({"stage": 2, "host": "x"}), True),
-    "news of an endless host": (say({"stage": 1, "host": "x" * 5000}), True),
-    "endless news": (say(*[{"stage": 1, "host": "x"}] * 5000), True),
-    "a loss of words": (field("loss", "low"), True),
-    "a loss that is no number": (field("loss", math.nan), True),
-    "an infinite loss": (field("loss", math.inf), True),
-    "no trail": (field("legs", None), True),
+    "an unknown message": (say({"type": "hello"}), True),
+    "news of a stage before it": (say(News(0, "x")), True),
+    "news of no stage": (say(News(2, "x")), True),
+    "endless news": (say(*[News(1, "x")] * 5000), True),
     "an empty trail": (trail(), True),
     "a trail of another host": (trail([1, "another", 0.1, 0.1]), True),
     "a trail of another stage": (trail([0, LIAR, 0.1, 0.1]), True),
     "a trail through more stages than there are": (trail([1, LIAR, 0.1, 0.1], [2, LIAR, 0.1, 0.1]), True),
-    "a trail of nested lists": (trail([[1], [LIAR], [0.1], [0.1]]), True),
-    "a trail of negative times": (trail([1, LIAR, -0.1, 0.1]), True),
-    "a trail of endless times": (trail([1, LIAR, 0.1, math.inf]), True),
-    "a trail of times that are no numbers": (trail([1, LIAR, math.nan, 0.1]), True),
-    "no gradient's head": (field("gradient", None), True),
-    "a gradient of another shape": (field("gradient", ["fp32", [2, 16, 8]]), True),
-    "a gradient of another size": (field("gradient", ["fp32", [2, 8, 17]]), True),
-    "an endless gradient": (field("gradient", ["fp32", [1 << 20, 1 << 10]]), True),
-    "a gradient in an unknown codec": (field("gradient", ["zip9", [2, 8, 16]]), True),
-    "a gradient in another codec": (field("gradient", ["topk", [2, 8, 16]]), True),
-    "a gradient of whole numbers": (field("gradient", [IDS, [2, 8, 16]]), True),
-    "a gradient that is no number": (answer(lambda reply: None, torch.tensor(math.nan)), True),
-    "an infinite gradient": (answer(lambda reply: None, torch.tensor(-math.inf)), True),
+    "no gradient's head": (answer(gradient=None), True),
+    "a gradient of another shape": (head("fp32", 2, 16, 8), True),
+    "a gradient of another size": (head("fp32", 2, 8, 17), True),
+    "a gradient in another codec": (head("topk", 2, 8, 16), True),
+    "a gradient that is no number": (answer(torch.tensor(math.nan)), True),
+    "an infinite gradient": (answer(torch.tensor(-math.inf)), True),
     "a gradient that is cut off": (short_gradient, True),
     "a gradient that never comes": (no_gradient, False),
     "a reply that is late": (late, False),
@@ -146,7 +134,7 @@ def test_a_host_that_answers_wrongly_leaves_the_routes_and_another_does_the_work
             trainer, (first, last) = swarm.trainers[0], swarm.hosts
             liar = await swarm.add_trainer("liar")
 
-            async def tell(channel: Channel, request: dict[str, Any]) -> None:
+            async def tell(channel: Channel, request: HopRequest) -> None:
                 await lie_(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
             lie(liar, 1, tell)
@@ -174,10 +162,9 @@ class Named:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    async def send(self, message: dict[str, Any]) -> None:
-        legs = message.get("legs")
-        if isinstance(legs, list):
-            legs = [[self._peer if value == LIAR else value for value in leg] for leg in legs]
+    async def send(self, message: Any) -> None:
+        if isinstance(message, dict) and message.get("legs"):
+            legs = [[self._peer if value == LIAR else value for value in leg] for leg in message["legs"]]
             message = {**message, "legs": legs}
         await self._channel.send(message)
 
@@ -192,14 +179,14 @@ def test_a_gradient_so_large_that_it_would_drown_all_others_is_not_added(value: 
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             liar = await swarm.add_trainer("liar")
 
-            async def tell(channel: Channel, request: dict[str, Any]) -> None:
-                huge = answer(lambda reply: None, torch.tensor(value))
+            async def tell(channel: Channel, request: HopRequest) -> None:
+                huge = answer(torch.tensor(value))
                 await huge(Named(channel, liar.rpc.peer_id), request)  # type: ignore[arg-type]
 
             lie(liar, 1, tell)
             with pytest.raises(HopFailedError, match=r"too large|not finite"):
                 await swarm.send(trainer, replace(swarm.hop(trainer, 1), route=(liar.rpc.peer_id,)), first)
             check_untouched(swarm, 0)
-            assert last.compute.passes == 1
+            assert last.sum.passes == 1
 
     simulate(main, seed=25)

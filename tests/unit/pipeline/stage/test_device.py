@@ -17,12 +17,12 @@ class _SlowDevice(Device):
         super().__init__(Runtime(random.Random(1)))
         self.running = self.most_running = 0
 
-    async def _compute(self, work):  # type: ignore[no-untyped-def]
+    async def _compute(self, kind, work):  # type: ignore[no-untyped-def]
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0.001)
         self.running -= 1
-        return await super()._compute(work)
+        return await super()._compute(kind, work)
 
 
 async def _order(*kinds: tuple[Pass, str]) -> tuple[list[str], int]:

@@ -8,15 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from p2ptrain.errors import PeerError, PeerRefusedError
+from p2ptrain.errors import PeerError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.pipeline.messages import Payload, pack
-from p2ptrain.pipeline.routing.hop import HopFailedError, OtherRoundError
-from p2ptrain.pipeline.stage.host import FORGET_SECONDS
+from p2ptrain.pipeline.messages import (
+    Answers,
+    DoneRequest,
+    HopFailedError,
+    OtherRoundError,
+    Payload,
+    RoundReply,
+    RoundRequest,
+    pack,
+)
+from p2ptrain.pipeline.stage.host import FORGET_SECONDS, RoundGate
 from p2ptrain.pipeline.stage.inflight import ORPHAN_SECONDS
 from tests.support.sim.peers import until
 from tests.support.sim.stage_hosts import (
     PASS_SECONDS,
+    RefusedError,
     check_sums,
     check_untouched,
     expected_sums,
@@ -44,12 +53,12 @@ def test_an_evaluation_gives_the_same_loss_and_counts_nowhere() -> None:
         async with hosts(network, (0, 1, 2)) as swarm:
             trainer, (first, *after) = swarm.trainers[0], swarm.hosts
             hop = swarm.hop(trainer, 0, *after)
-            reply = await swarm.send(trainer, replace(hop, learns=False), first)
+            reply = await swarm.send(trainer, replace(hop, requires_grad=False), first)
             assert reply.gradient is None
             assert [leg.host for leg in reply.legs] == [each.id for each in swarm.hosts]
             check_untouched(swarm)
             assert all(len(each.host.ledger) == 0 for each in swarm.hosts)
-            many = [replace(swarm.hop(trainer, number, *after), learns=False) for number in range(40)]
+            many = [replace(swarm.hop(trainer, number, *after), requires_grad=False) for number in range(40)]
             replies = await asyncio.gather(*(swarm.send(trainer, each, first) for each in many))
             assert replies[0].loss == reply.loss, "who is told that a host is full comes again"
             learned = await swarm.send(trainer, hop, first)
@@ -79,21 +88,24 @@ def test_only_hosts_of_a_stage_answer_for_it() -> None:
 # Rounds
 
 
+class Counting(RoundGate):
+    """Counts how often a host hears that its round is over elsewhere."""
+
+    times_over = 0
+
+    def is_over(self) -> None:
+        self.times_over += 1
+
+
 def test_what_comes_late_is_told_so_and_what_comes_early_waits_for_its_round() -> None:
     async def main(network: SimulatedNetwork) -> None:
-        async with hosts(network) as swarm:
+        gate = Counting()
+        async with hosts(network, gate=gate) as swarm:
             trainer, (first, last) = swarm.trainers[0], swarm.hosts
-            over = 0
-
-            def note() -> None:
-                nonlocal over
-                over += 1
-
-            first.host.on_over = note
             early = trainer.peer.spawn(swarm.send(trainer, swarm.hop(trainer, 1, last, round=2), first))
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             assert not early.done()
-            assert over == 1
+            assert gate.times_over == 1
             for each in swarm.hosts:
                 assert len(await each.host.close_round(1.0)) == 1
                 each.host.begin_round(1)
@@ -116,7 +128,7 @@ def test_a_round_that_never_begins_is_waited_for_no_longer_than_there_is_time() 
         async with hosts(network) as swarm:
             trainer, (first, last) = swarm.trainers[0], swarm.hosts
             request, data = heads(swarm.hop(trainer, 0, last, round=1 << 61))
-            with pytest.raises(PeerRefusedError, match=r"early: .* came too early"):
+            with pytest.raises(RefusedError, match=r"early: .* came too early"):
                 await send_raw(trainer.rpc, first, request, *data, seconds=600.0)
             check_untouched(swarm)
 
@@ -165,22 +177,22 @@ def test_trainers_learn_of_the_next_round_and_of_what_is_in_the_last_ones() -> N
             trainer, host = swarm.trainers[0], swarm.hosts[0]
             await send_and_settle(swarm, trainer, 0, swarm.hosts)
             name = f"{host.service}.round"
-            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, {"after": 0, "seconds": 30.0}, dict, 40.0))
-            assert await trainer.rpc.call(host.id, name, {"after": 0, "seconds": 1.0}, dict, 5.0) == {"round": 0}
+            asked = trainer.peer.spawn(trainer.rpc.call(host.id, name, RoundRequest(0, 30.0), RoundReply, 40.0))
+            assert (await trainer.rpc.call(host.id, name, RoundRequest(0, 1.0), RoundReply, 5.0)).round == 0
             ids = await host.host.close_round(1.0)
             host.host.begin_round(1)
-            assert await asked == {"round": 1}
-            name = f"{host.service}.done"
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
-                "done": [False, False]
-            }
+            assert (await asked).round == 1
+
+            async def done(*numbers: int) -> tuple[bool, ...]:
+                request = DoneRequest(tuple((0, number) for number in numbers))
+                return (await trainer.rpc.call(host.id, f"{host.service}.done", request, Answers, 5.0)).answers
+
+            assert await done(0, 1) == (False, False)
             host.host.remember_done(0, ids)
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0], [0, 1]]}, dict, 5.0) == {
-                "done": [True, False]
-            }
+            assert await done(0, 1) == (True, False)
             for round in range(1, 10):
                 host.host.remember_done(round, [])
-            assert await trainer.rpc.call(host.id, name, {"ids": [[0, 0]]}, dict, 5.0) == {"done": [False]}
+            assert await done(0) == (False,)
 
     simulate(main, seed=10)
 
@@ -199,7 +211,7 @@ def test_a_hop_that_is_repeated_while_it_runs_joins_it_and_counts_once() -> None
                 await asyncio.sleep(PASS_SECONDS / 2)
             replies = await asyncio.gather(*sending)
             assert len({reply.loss for reply in replies}) == 1
-            assert [each.compute.passes for each in swarm.hosts] == [1, 1]
+            assert [each.sum.passes for each in swarm.hosts] == [1, 1]
             assert await swarm.settle(trainer, first, 0) == await swarm.settle(trainer, last, 0) == [True]
             check_untouched(swarm, 0)
 
@@ -214,13 +226,13 @@ def test_a_hop_that_is_repeated_after_it_counted_gets_the_same_reply_and_counts_
             replies = [await swarm.send(trainer, hop, last) for _ in range(2)]
             assert replies[0] == replies[1]
             assert replies[0].gradient is not None
-            assert last.compute.passes == 1
-            assert first.compute.passes == 0
+            assert last.sum.passes == 1
+            assert first.sum.passes == 0
             await swarm.settle(trainer, last, 0)
             with pytest.raises(HopFailedError, match="settled already"):
                 await swarm.send(trainer, hop, last)
-            assert last.compute.passes == 1
-            assert torch.equal(last.compute.sum, expected_sums(swarm.plan, [0])[1])
+            assert last.sum.passes == 1
+            assert torch.equal(last.sum.values, expected_sums(swarm.plan, [0])[1])
 
     simulate(main, seed=15)
 
@@ -270,21 +282,21 @@ def test_a_substitute_goes_to_the_host_that_its_predecessor_went_to_which_counts
             await until(lambda: any(each.host.ledger.num_running for each in seconds))
             called = next(each for each in seconds if each.host.ledger.num_running)
             await asyncio.sleep(0.7 * PASS_SECONDS)
-            assert called.compute.passes == 0, "it is in its first pass"
+            assert called.sum.passes == 0, "it is in its first pass"
             if is_stalled:
                 network.stall(first.peer, 60.0)
             else:
                 network.crash(first.peer)
             reply = await sending
             assert [leg.host for leg in reply.legs] == [each.id for each in (substitute, called, *after)]
-            assert sum(each.compute.passes for each in seconds) == 1
+            assert sum(each.sum.passes for each in seconds) == 1
             for each in (substitute, called, *after):
                 assert await swarm.settle(trainer, each, 0) == [True]
-                assert torch.equal(each.compute.sum, expected_sums(swarm.plan, [0])[each.host.stage])
+                assert torch.equal(each.sum.values, expected_sums(swarm.plan, [0])[each.stage])
             network.resume(first.peer)
             if is_stalled:  # What it did meanwhile counts for nobody.
                 await first.host.close_round(1.0)
-                assert not first.compute.sum.any()
+                assert not first.sum.values.any()
 
     simulate(main, seed)
 
@@ -313,7 +325,7 @@ def test_who_repeats_a_hop_is_told_how_far_it_is_and_is_not_held_up_by_who_is_go
 
             await asyncio.gather(gone, return_exceptions=True)
             await first.peer.spawn(first.host.take(hop, hear_later))
-            assert first.compute.passes == 1
+            assert first.sum.passes == 1
 
     simulate(main, seed=17)
 
@@ -429,9 +441,9 @@ def test_a_host_that_is_closed_leaves_nothing_to_come() -> None:
             await asyncio.sleep(2.5 * PASS_SECONDS)
             for each in swarm.hosts:
                 await each.host.close()
-            passes = [each.compute.passes for each in swarm.hosts]
+            passes = [each.sum.passes for each in swarm.hosts]
             await asyncio.sleep(FORGET_SECONDS + 1.0)
-            assert [each.compute.passes for each in swarm.hosts] == passes
+            assert [each.sum.passes for each in swarm.hosts] == passes
             await asyncio.gather(sending, return_exceptions=True)
 
     simulate(main, seed=23)

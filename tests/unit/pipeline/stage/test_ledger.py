@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from p2ptrain.errors import P2PTrainError
-from p2ptrain.pipeline.stage.ledger import FullError, Ledger, Limits, MicrobatchId, State, WrongRoundError
+from p2ptrain.pipeline.messages import FullError, MicrobatchId, OtherRoundError
+from p2ptrain.pipeline.stage.ledger import Ledger, Limits, ReceiveBuffer, State
 
 LIMITS = Limits(max_bytes=100, max_running=4, max_share=0.5)
 TRAINERS, NUMBERS = st.sampled_from("abc"), st.integers(0, 5)
@@ -38,7 +40,7 @@ class Accounts(RuleBasedStateMachine):
         refusal: P2PTrainError | None = None
         try:
             self.ledger.admit(id, samples, TOKENS * samples, size)
-        except (WrongRoundError, FullError) as error:
+        except (OtherRoundError, FullError) as error:
             refusal = error
         if refusal is None:
             assert not off
@@ -46,7 +48,7 @@ class Accounts(RuleBasedStateMachine):
             self.sizes[id] = samples, size
             return
         assert (len(self.ledger), self.ledger.num_bytes, self.ledger.num_running) == before
-        if isinstance(refusal, WrongRoundError):
+        if isinstance(refusal, OtherRoundError):
             assert off or self.ledger.is_closed
             assert refusal.is_late == (off <= 0)
         else:
@@ -158,7 +160,7 @@ def test_the_first_microbatch_of_a_trainer_fits_where_there_is_room_at_all() -> 
 def test_what_comes_for_another_round_is_told_which_way() -> None:
     ledger: Ledger[None] = Ledger(LIMITS, 3)
     for round, way in ((2, "late"), (4, "early")):
-        with pytest.raises(WrongRoundError, match=f"came too {way}: this host is in round 3") as caught:
+        with pytest.raises(OtherRoundError, match=f"came too {way}: this host is in round 3") as caught:
             ledger.admit(MicrobatchId("a", round, 0), 1, 1, 1)
         assert caught.value.is_late == (way == "late")
 
@@ -168,7 +170,7 @@ def test_a_round_that_closes_lets_nothing_in_and_what_runs_finish() -> None:
     first, second = MicrobatchId("a", 3, 0), MicrobatchId("a", 3, 1)
     ledger.admit(first, 2, 8, 5)
     ledger.is_closed = True
-    with pytest.raises(WrongRoundError) as caught:
+    with pytest.raises(OtherRoundError) as caught:
         ledger.admit(second, 2, 8, 5)
     assert caught.value.is_late
     ledger.counted(first, "kept", 1.0)
@@ -201,3 +203,41 @@ def test_what_runs_is_not_settled_whatever_its_trainer_says() -> None:
     assert not ledger.settle(id)
     ledger.counted(id, "kept", 1.0)
     assert ledger.settle(id)
+
+
+# What is being received
+
+ROOM = Limits(max_bytes=100, max_share=0.5)
+
+
+def test_nothing_is_received_that_there_is_no_room_for() -> None:
+    buffer = ReceiveBuffer(ROOM)
+    with contextlib.ExitStack() as held:
+        held.enter_context(buffer.hold("a", 30))
+        held.enter_context(buffer.hold("a", 20))
+        with pytest.raises(FullError, match="this peer's"), buffer.hold("a", 1):
+            pass
+        held.enter_context(buffer.hold("b", 50))
+        with pytest.raises(FullError, match="too much is being sent here"), buffer.hold("c", 1):
+            pass
+        assert buffer.num_bytes == 100
+    assert buffer.num_bytes == 0
+
+
+def test_the_first_of_a_sender_fits_where_there_is_room_at_all() -> None:
+    buffer = ReceiveBuffer(ROOM)
+    with buffer.hold("a", 100):
+        assert buffer.num_bytes == 100
+    with pytest.raises(FullError), buffer.hold("a", 101):
+        pass
+
+
+def test_room_is_given_back_once_also_after_an_error() -> None:
+    buffer = ReceiveBuffer(ROOM)
+    with buffer.hold("a", 40), buffer.hold("b", 40) as release:
+        release()
+        release()
+        assert buffer.num_bytes == 40
+    with pytest.raises(RuntimeError), buffer.hold("a", 40):
+        raise RuntimeError
+    assert buffer.num_bytes == 0

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from p2ptrain.manifest import Manifest, ModelSpec, TrainingSpec
-from p2ptrain.pipeline.client.sender import Accepted, Feeder
-from p2ptrain.pipeline.client.trainer import PipelineTrainer
-from p2ptrain.pipeline.messages import Payload, unpack
-from p2ptrain.pipeline.stage.ledger import MicrobatchId
+from p2ptrain.pipeline.client.sender import Accepted, MicrobatchSender
+from p2ptrain.pipeline.client.trainer import PipelineTrainer, SendingOptions
+from p2ptrain.pipeline.messages import MicrobatchId, Payload, unpack
 from p2ptrain.training.data.corpus import Corpus
 from p2ptrain.training.data.windows import ReadingPosition
 from p2ptrain.training.metrics import MetricsWriter
@@ -56,6 +55,7 @@ class _Feeder:
     def __init__(self, limit: int) -> None:
         self.windows: list[int] = []
         self.round = 0
+        self.peer_id = "peer"
         self._limit = limit
 
     async def send(self, inputs: Payload, targets: Payload, samples: int, tokens: int) -> Accepted:
@@ -63,6 +63,9 @@ class _Feeder:
         self.windows += [int(row[0]) // CONTEXT for row in unpack(inputs)]
         self.round = int(len(self.windows) >= self._limit)
         return Accepted(MicrobatchId("peer", 0, len(self.windows)), 1.0, (), 1)
+
+    async def round_after(self, round: int) -> int:
+        return await asyncio.Future[int]()
 
 
 def _run(tmp_path: Path, microbatches: int) -> list[int]:
@@ -78,8 +81,8 @@ def _run(tmp_path: Path, microbatches: int) -> list[int]:
     async def main() -> list[int]:
         feeder = _Feeder(2 * microbatches)
         trainer = PipelineTrainer(
-            cast(Feeder, feeder), manifest, corpus, "peer", 1, MetricsWriter(Path(os.devnull)), tmp_path,
-            last_round=lambda now: 1, evaluate=False,
+            cast(MicrobatchSender, feeder), manifest, corpus, MetricsWriter(Path(os.devnull)),
+            SendingOptions(1, tmp_path, last_round=lambda now: 1, evaluate=False), lambda progress: None,
         )  # fmt: skip
         await trainer.run()
         return feeder.windows

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from p2ptrain.pipeline.stage.compute import StageCompute
-from p2ptrain.pipeline.stage.gradients import Part, StageWork, unit_state
+from p2ptrain.pipeline.stage.contribution import Part, StageWork, unit_state
+from p2ptrain.pipeline.stage.gradients import GradientSum
 from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
@@ -45,11 +46,11 @@ def _pseudo_gradient() -> tuple[Work, SharedState]:
 def _stage() -> tuple[Work, SharedState]:
     plan = plan_of(2)
     stage, unit = stage_of(plan, 1), plan.units(1)[0]
-    compute = StageCompute(stage)
+    total = GradientSum([parameter for parameter in stage.parameters() if parameter.requires_grad])
     part = Part(stage, plan.local_names(1, unit))
     state = unit_state(part, plan.manifest.training, bytes(32))
-    work = StageWork(part, state, compute, unit.scale)
-    compute.sum.copy_(torch.arange(float(len(compute.sum))))
+    work = StageWork(part, state, total, threading.Lock(), unit.scale)
+    total.values.copy_(torch.arange(float(len(total.values))))
     work.add(4, TOKENS)
     return work, state
 

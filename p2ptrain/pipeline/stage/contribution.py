@@ -1,0 +1,127 @@
+"""A stage host's contribution to a round of averaging; see `p2ptrain.training.sync.contribution.Work`.
+
+A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
+(`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the
+sum of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+from torch import nn
+
+from p2ptrain.averaging.protocol.head import genesis
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.pipeline.stage.gradients import GradientSum
+from p2ptrain.training.state.adamw import AdamWStep
+from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.state.layout import Layout
+from p2ptrain.training.state.shared_state import SharedState
+
+
+class Part(nn.Module):
+    """Some of a stage's parameters, under names of their own; a zero where there are none, so that it has rounds."""
+
+    def __init__(self, stage: nn.Module, names: Mapping[str, str]) -> None:
+        """
+        Args:
+            stage: Has the parameters.
+            names: Names here, to names there.
+        """
+        super().__init__()
+        parameters = dict(stage.named_parameters())
+        for name, local in names.items():
+            self.register_parameter(name.replace(".", "/"), parameters[local])  # Torch allows no dots.
+        if not names:
+            self.register_parameter("nothing", nn.Parameter(torch.zeros(1)))
+
+
+def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["fp32", "8bit"] = "fp32") -> SharedState:
+    """The beginning of what the hosts of a unit share.
+
+    Args:
+        part: Its parameters, as they are in the beginning.
+        spec: AdamW's settings. Gradients are clipped by their norm in this unit alone.
+        swarm: The unit's, 32 bytes.
+        moments: How AdamW's are held.
+    """
+    layout = Layout.from_module(part)
+    state = SharedState.from_module(part, layout, AdamWStep(layout, spec, moments))
+    state.head = genesis(swarm, state.tree().root)
+    return state
+
+
+class StageWork:
+    """Implements `p2ptrain.training.sync.contribution.Work` for one unit of a stage.
+
+    Attributes:
+        tokens: That wait to be contributed.
+        samples: The same.
+    """
+
+    def __init__(
+        self, part: Part, state: SharedState, total: GradientSum, lock: AbstractContextManager[object], scale: float
+    ) -> None:
+        """
+        Args:
+            part: The unit's parameters in the stage.
+            state: What the unit's hosts share.
+            total: The stage's sum of gradients.
+            lock: Held while parameters or the sum change.
+            scale: What the unit's mean gradient is multiplied with; see `p2ptrain.pipeline.plan.Unit`.
+        """
+        self.tokens = 0
+        self.samples = 0
+        self._part = part
+        self._state = state
+        self._lock = lock
+        self._scale = scale
+        names = dict(part.named_parameters())
+        found = [(entry.offset, total.places.get(id(names[entry.name]))) for entry in state.layout.parameter_entries]
+        self._sums = [(offset, total.values[place]) for offset, place in found if place is not None]
+
+    def add(self, samples: int, tokens: int) -> None:
+        """Note that gradients of so many samples were added to the sum, to be contributed."""
+        self.samples += samples
+        self.tokens += tokens
+
+    def tokens_of(self, fragment: Fragment) -> int:
+        """See `Work.tokens_of`."""
+        return self.tokens
+
+    def at_rest(self) -> AbstractAsyncContextManager[None]:
+        """See `Work.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
+        return nullcontext()
+
+    def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
+        """The mean gradient of what waits."""
+        out.zero_()
+        with self._lock:
+            for offset, part in self._sums:
+                torch.mul(part, self._scale / max(self.tokens, 1), out=out[offset : offset + len(part)])
+
+    def adopt(
+        self,
+        contributed: bool,
+        carry: torch.Tensor | None,
+        fragment: Fragment | None = None,
+        counted: tuple[int, int] = (0, 0),
+    ) -> None:
+        """See `Work.adopt`."""
+        with self._lock:
+            self._state.layout.write(self._state.vector, self._part)
+            if contributed or carry is None:
+                self.tokens = self.samples = 0
+                for _, part in self._sums:
+                    part.zero_()
+            else:
+                for offset, part in self._sums:
+                    torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
+
+    def begin_anew(self) -> None:
+        """See `Work.begin_anew`."""
+        self.adopt(False, None)
