@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.sync.messages import HeldHead
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 
@@ -45,10 +46,10 @@ async def _trainers(network: SimulatedNetwork, names: str) -> AsyncIterator[list
 def _offer(source: SimulatedTrainer, head: Head) -> None:
     """Let a trainer offer its state under another head."""
 
-    async def info(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"head": head.to_dict(), "layout": source.state.layout.fingerprint}
+    async def info(peer: str, request: Nothing) -> HeldHead:
+        return HeldHead(head)
 
-    source.rpc.serve("state.info", dict, info)
+    source.rpc.serve("state.head", Nothing, info)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ import pytest
 
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IntegrityError, ResourceError
+from p2ptrain.network.chunks.fetch import FetchOptions
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.training.state import digest
@@ -22,9 +24,8 @@ from p2ptrain.training.state.shared_state import SharedState, Stamp
 from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import rounds_since, state_server
 from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100
@@ -49,9 +50,9 @@ class Swarm(SimulatedSwarm):
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "ServeLimits", partial(ServeLimits, bytes_per_second=upload))
-        times = TransferTimes(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, times=times))
+        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=upload))
+        options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
+        patch.setattr(downloading, "download_state", partial(download_state, options=options))
         put, kept, disk_ = PartialDownload.put, self.kept, disk
 
         def counted(download: PartialDownload, *chunk: Any) -> bool:

@@ -57,7 +57,7 @@ FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 
 
 class StateDownload:
-    """What one peer downloads of the swarm's state, and the rounds since; implements `transfer.Admission`.
+    """What one peer downloads of the swarm's state, and the rounds since; implements `Admission`.
 
     Args:
         rpc: To reach other peers.
@@ -139,7 +139,7 @@ class StateDownload:
                 told = _Teller(advance)
                 while not (partial.is_complete and self._fits_together(partial)):
                     layout = self._state.layout.fingerprint
-                    await download_state(self._rpc, self._runtime, self._sources, layout, partial, self, advance=told)
+                    await download_state(self._rpc, self._sources, layout, partial, self, advance=told)
             yield self._rounds
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
@@ -181,13 +181,13 @@ class StateDownload:
     # Which chunks to take
 
     def check_size(self, num_bytes: int) -> None:
-        """See `transfer.Admission`: a full disk ends this peer, and no liar may bring that about."""
+        """See `Admission`: a full disk ends this peer, and no liar may bring that about."""
         most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
         if num_bytes > most:
             raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
-        """See `transfer.Admission`: the round's result has to be here, and most have to hold the same digest."""
+        """See `Admission`: the round's result has to be here, and most have to hold the same digest."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
                 while self._rounds.position(stamp.lineage) is None:
@@ -203,7 +203,7 @@ class StateDownload:
             raise IntegrityError(f"peer {source[-8:]} has another digest for its round than most")
 
     async def wait_for_turn(self) -> None:
-        """See `transfer.Admission`: results first."""
+        """See `Admission`: results first."""
         async with self._is_collecting:
             pass
 

@@ -18,15 +18,17 @@ import msgpack
 from p2ptrain.buffers import new_buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES
+from p2ptrain.network.chunks.fetch import BadContentError
+from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.training.state.digest import (
     Cut,
+    Description,
     TensorSpec,
     cut_of,
     description_hash,
     is_finite,
     leaf_of,
     proves,
-    specs_from_wire,
 )
 from p2ptrain.training.state.shared_state import Stamp
 
@@ -37,7 +39,7 @@ INDEX_FILE = "index"
 _NOTE = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
 
 
-class NotFiniteError(IntegrityError):
+class NotFiniteError(BadContentError):
     """A chunk that its digest vouches for holds NaN or infinity: the state is bad, not the peer that sent it."""
 
 
@@ -109,7 +111,7 @@ class PartialDownload:
         try:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / DESCRIPTION_FILE).write_bytes(msgpack.packb([spec.to_list() for spec in specs]))
+                (self._folder / DESCRIPTION_FILE).write_bytes(msgpack.packb(to_wire(Description(specs))))
             self._map(specs)
         except MemoryError as error:
             raise ResourceError(f"no memory for a state of {needed >> 20} MiB: close other programs") from error
@@ -140,7 +142,7 @@ class PartialDownload:
         self.bytes_done = 0
 
     def _restore(self, folder: Path) -> None:
-        self._map(specs_from_wire(msgpack.unpackb((folder / DESCRIPTION_FILE).read_bytes())))
+        self._map(from_wire(Description, msgpack.unpackb((folder / DESCRIPTION_FILE).read_bytes())).tensors)
         notes = (folder / INDEX_FILE).read_bytes()
         whole = len(notes) // _NOTE.size * _NOTE.size
         os.ftruncate(self._notes, whole)

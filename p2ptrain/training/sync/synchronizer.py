@@ -130,7 +130,7 @@ class Synchronizer:
         )  # fmt: skip
         self.averager.matchmaker.pacing.is_behind = self._follower.is_behind
         serve_agreement(rpc, state.layout)
-        self.averager.history.is_followed = StateServer(rpc, state, runtime).is_serving
+        self.averager.history.is_followed = StateServer(rpc, state).chunks.is_serving
         self.rounds_committed = 0
         self.rounds_aborted = 0
         self.trained_tokens = 0

@@ -1,0 +1,52 @@
+"""Messages of a chunk transfer. One channel a source; chunks travel as bulk buffers, in the order asked for::
+
+receiver                                          source
+  | Open{key, describe}                             |
+  | Ask{chunks}, Ask{chunks} (asked ahead) ->       |
+  |                <- what it describes, if it does |
+  |                <- chunk, chunk, …               |
+  | Enough ->                                       |  ends the channel once all is sent
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2ptrain.network.schema import Message
+
+MAX_ASKED = 16
+"""Chunks that one `Ask` may name."""
+MAX_CHUNKS = 1 << 32
+
+
+class Open(Message, frozen=True):
+    """Open a transfer.
+
+    Attributes:
+        key: Which of the things that are served under this name.
+        describe: Ask for a full description of it.
+    """
+
+    key: Annotated[bytes, Meta(max_length=64)] = b""
+    describe: bool = False
+
+
+class FromReceiver(Message, frozen=True, tag=True):
+    """What follows `Open`."""
+
+
+class Ask(FromReceiver, frozen=True, tag="ask"):
+    """Ask for chunks by their numbers."""
+
+    chunks: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]], Meta(min_length=1, max_length=MAX_ASKED)]
+
+
+class Enough(FromReceiver, frozen=True, tag="enough"):
+    """Nothing more will be asked for."""
+
+
+def service(name: str) -> str:
+    """Return the name of the channels that chunks of this name come by."""
+    return f"chunks.{name}"
