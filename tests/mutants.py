@@ -413,9 +413,9 @@ MUTANTS = (
     ),
     Mutant(
         "means have the hashes of their certificate",
-        "averaging/commit/round_log.py",
-        "if mean_root(codec, mean, size, chunk) != body.hashes[index]:",
-        "if False:",
+        "averaging/commit/result_chunks.py",
+        "or not await self._runtime.offload(self._are_right, hashes):",
+        "and not await self._runtime.offload(self._are_right, hashes):",
         "unit/averaging/commit/test_round_log.py -k other_means",
     ),
     Mutant(

@@ -57,6 +57,7 @@ class Target(Protocol):
 
     Attributes:
         done: By chunk: 1 once it is there; empty until it is known which chunks there are.
+        is_complete: Whether all is there.
         most_bytes: Of a chunk on the wire.
         expected_bytes: About what will come in all; what a transport is told.
         lacks_description: Whether a source is asked for a full description.
@@ -65,6 +66,9 @@ class Target(Protocol):
 
     @property
     def done(self) -> bytes | bytearray: ...
+
+    @property
+    def is_complete(self) -> bool: ...
 
     @property
     def most_bytes(self) -> int: ...
@@ -81,8 +85,13 @@ class Target(Protocol):
     def wire_bytes(self, index: int) -> int:
         """Return the size of a chunk on the wire."""
 
-    async def agree(self, channel: Channel, options: FetchOptions) -> int:
-        """Receive a source's description, and check it; return how many bytes of chunks came with it.
+    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
+        """Hear what a source has, and check it; return how many bytes of chunks came with it.
+
+        Args:
+            channel: To the source.
+            options: Of the fetch.
+            is_described: Whether it was asked for a full description.
 
         Raises:
             IntegrityError, ProtocolError, IncompatibleError: The source is of no use.
@@ -116,6 +125,8 @@ class FetchOptions:
     """Failures in a row after which a source is given up."""
     first_span: int = 1
     """Chunks that a source is asked for at first."""
+    waits: bool = False
+    """Whether sources may wait until they know of what is asked for."""
     plan: Mapping[PeerId, Sequence[int]] = field(default_factory=dict)
     """Which source is asked for which chunks; empty where any may send any."""
 
@@ -192,6 +203,7 @@ class _Fetch:
         self._tasks: dict[PeerId, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._rested: set[PeerId] = set()
+        self._receiving: set[PeerId] = set()
         self._replace_at = asyncio.get_running_loop().time() + REPLACE_SECONDS
         self._before: Counter[PeerId] = Counter()
         self._bytes_from: Counter[PeerId] = Counter()
@@ -202,19 +214,17 @@ class _Fetch:
         faults = {source: fault for source, fault in self._faults.items() if fault is not None}
         return FetchReport(dict(self._bytes_from), faults)
 
-    def _is_complete(self) -> bool:
-        return bool(self._target.done) and all(self._target.done)
-
     async def run(self) -> None:
         """Return when all is there; see `fetch` for what is raised."""
         async with Tasks() as tasks:
-            while not self._is_complete() and self._start_sources(tasks):
+            while not self._target.is_complete and self._start_sources(tasks):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
                         await self._changed.wait()
-            if self._is_complete():
-                await tasks.close(CLOSE_SECONDS)
-        if not self._is_complete():
+            for source in self._receiving:
+                self._tasks[source].cancel()
+            await tasks.close(CLOSE_SECONDS)
+        if not self._target.is_complete:
             raise self._verdict()
 
     def _start_sources(self, tasks: Tasks) -> bool:
@@ -270,12 +280,13 @@ class _Fetch:
         """Take chunks from one source until all is there or it is given up; then its fault says why."""
         attempts = 0
         try:
-            while not self._is_complete():
+            while not self._target.is_complete:
                 run = self._pool.take(source)
                 if not run and self._pool.is_filled:
                     await self._changed.wait()
                     continue
                 before = self._bytes_from[source]
+                self._receiving.add(source)
                 try:
                     await self._converse(source, run)
                     continue
@@ -304,12 +315,12 @@ class _Fetch:
 
     async def _converse(self, source: PeerId, run: list[int]) -> None:
         target, asked = self._target, deque[list[int]]()
-        request = Open(self._key, target.lacks_description)
+        request = Open(self._key, target.lacks_description, self._options.waits)
         async with self._rpc.open(
             source, service(self._name), request, self._options.open_seconds, expected_bytes=target.expected_bytes
         ) as channel:
             asking = not target.asks_at_once or await self._ask(channel, asked, run)
-            self._bytes_from[source] += await target.agree(channel, self._options)
+            self._bytes_from[source] += await target.agree(channel, self._options, is_described=request.describe)
             self._faults[source] = None
             if not self._pool.is_filled:
                 self._pool.fill(target.done)
@@ -317,6 +328,7 @@ class _Fetch:
             if not target.asks_at_once:
                 asking = await self._ask(channel, asked, run)
             await self._pull(channel, asked, asking)
+            self._receiving.discard(source)
 
     async def _ask(self, channel: Channel, asked: deque[list[int]], run: list[int] | None = None) -> bool:
         """Ask ahead; False once the source was told that nothing more will be asked.
@@ -360,5 +372,5 @@ class _Fetch:
     async def _check(self, source: PeerId, index: int, received: memoryview) -> None:
         self._bytes_from[source] += await self._target.put(source, index, received)
         self._pool.settle(source, index)
-        if self._is_complete():
+        if self._target.is_complete:
             self._notify()

@@ -27,10 +27,12 @@ class Open(Message, frozen=True):
     Attributes:
         key: Which of the things that are served under this name.
         describe: Ask for a full description of it.
+        waits: Whether the source may wait until it knows of it.
     """
 
     key: Annotated[bytes, Meta(max_length=64)] = b""
     describe: bool = False
+    waits: bool = False
 
 
 class FromReceiver(Message, frozen=True, tag=True):

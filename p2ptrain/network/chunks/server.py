@@ -52,12 +52,12 @@ class ChunkServer:
     Args:
         rpc: Receivers come by it.
         name: Of what is served, such as ``state``.
-        find: Returns the supply of a key; raises a `P2PTrainError` to refuse.
+        find: Returns the supply that is asked for; raises a `P2PTrainError` to refuse.
         ration: What this may cost.
     """
 
     def __init__(
-        self, rpc: Rpc, name: str, find: Callable[[bytes], Awaitable[Supply]], ration: Ration | None = None
+        self, rpc: Rpc, name: str, find: Callable[[Open], Awaitable[Supply]], ration: Ration | None = None
     ) -> None:
         self._find = find
         self._ration = ration or Ration()
@@ -75,7 +75,7 @@ class ChunkServer:
             raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
         self._active[peer] += 1
         try:
-            await self._converse(channel, await self._find(request.key), request.describe)
+            await self._converse(channel, await self._find(request), request.describe)
         finally:
             self._active[peer] -= 1
             if not self._active[peer]:

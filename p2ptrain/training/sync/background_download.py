@@ -21,7 +21,8 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
-from p2ptrain.averaging.commit.round_log import History, Means, Result
+from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.round_log import History, Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.averaging.protocol.head import Head
@@ -249,8 +250,9 @@ class StateDownload:
                 chain = await self._history.certificates_after(peer, self._rounds.tip)
                 for some in self._batches(peer, chain):
                     async with self._is_collecting:
+                        sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
-                        fetching = (self._history.fetch_means(peer, b, self._num_values_of(b)) for b in bodies)
+                        fetching = (self._history.fetch_means(sources, b, self._num_values_of(b)) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
                             await self._runtime.offload(self._rounds.append, Result(certificate, means))
                     self._tell_news()

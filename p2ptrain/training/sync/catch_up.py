@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
-from p2ptrain.averaging.commit.round_log import Means, Result
+from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate
 from p2ptrain.averaging.protocol.head import Head, genesis
@@ -31,6 +32,7 @@ from p2ptrain.errors import (
     ResourceError,
     TemporaryError,
 )
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.progress import Advance, Jobs
 from p2ptrain.runtime import Runtime
@@ -187,10 +189,9 @@ class Follower:
 
     def _best_source(self) -> str | None:
         best, source = self._state.head, None
-        for record in self._membership.records():
+        for record in self._active_records():
             announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            usable = record.state in ACTIVE_STATES and self._is_trusted(record.peer)
-            if usable and announced.lineage != best.lineage and announced.outranks(best):
+            if self._is_trusted(record.peer) and announced.lineage != best.lineage and announced.outranks(best):
                 if self._membership.is_doubted(record.peer):
                     self._ask_soon(record.peer)
                 else:
@@ -252,6 +253,8 @@ class Follower:
     async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None, advance: Advance) -> None:
         if work is not None and work.tokens > 0:
             self._averager.matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
+        goal = chain[-1].body.next_lineage
+        others = [peer for peer in self._peers_at(goal) if peer != holder]
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
             body = certificate.body
@@ -260,8 +263,11 @@ class Follower:
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
             if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
-            means = await self._averager.history.fetch_means(holder, body, self._num_values(body))
-            await self._apply_missed(Result(certificate, means), work)
+            chunks = self._averager.history.chunks_of(holder, body, self._num_values(body))
+            report = await self._averager.history.fetch(chunks, [holder, *others])
+            for liar in report.liars:
+                self._membership.mistrust(liar)
+            await self._apply_missed(Result(certificate, chunks.means), work)
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
 
     async def _apply_missed(self, result: Result, work: Work | None) -> None:
@@ -280,11 +286,10 @@ class Follower:
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
         """Who else has the rounds that lead to where ``source`` is, and their certificates; none if nobody has."""
-        records = {record.peer: record for record in self._membership.records() if record.state in ACTIVE_STATES}
-        if source not in records:
+        goal = next((record.lineage for record in self._active_records() if record.peer == source), None)
+        if goal is None:
             return source, []
-        goal, start = records.pop(source).lineage, self._state.head.lineage
-        others = [peer for peer, record in records.items() if record.lineage == goal and self._is_trusted(peer)]
+        start, others = self._state.head.lineage, [peer for peer in self._peers_at(goal) if peer != source]
 
         async def ask(peer: str) -> list[Certificate]:
             try:
@@ -297,6 +302,14 @@ class Follower:
         asked = self._runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
         chains = await together("ask", map(ask, asked))
         return next(((peer, chain) for peer, chain in zip(asked, chains, strict=True) if chain), (source, []))
+
+    def _active_records(self) -> list[PeerRecord]:
+        return [record for record in self._membership.records() if record.state in ACTIVE_STATES]
+
+    def _peers_at(self, lineage: bytes) -> list[str]:
+        """Peers that are relied on, and announce this lineage."""
+        records = self._active_records()
+        return [each.peer for each in records if each.lineage == lineage and self._is_trusted(each.peer)]
 
     def _is_trusted(self, peer: str) -> bool:
         return not self._membership.is_suspect(peer) and not self._membership.is_mistrusted(peer)

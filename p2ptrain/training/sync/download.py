@@ -106,6 +106,10 @@ class _Target:
         return self._partial.done
 
     @property
+    def is_complete(self) -> bool:
+        return self._partial.is_complete
+
+    @property
     def lacks_description(self) -> bool:
         return not self._partial.specs
 
@@ -118,7 +122,7 @@ class _Target:
         cut = self._partial.cut
         return stamped_bytes(cut.chunk_bytes(index), cut.depth)
 
-    async def agree(self, channel: Channel, options: FetchOptions) -> int:
+    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
         """See `Target`. A description is proved by any chunk's proof; no memory is given to the state before that."""
         source, num_bytes = channel.remote, 0
         held = await channel.receive(HeldState, options.open_seconds, MAX_DESCRIPTION_BYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from p2ptrain.errors import TemporaryError
+from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.schema import Nothing
@@ -42,7 +43,7 @@ class StateServer:
         head, _ = await self.describe()
         return HeldHead(head)
 
-    async def _open(self, key: bytes) -> _Supply:
+    async def _open(self, request: Open) -> _Supply:
         _, specs = await self.describe()
         return _Supply(self, self._state.layout.fingerprint, specs)
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.commit.encodings import decode_means
-from p2ptrain.averaging.commit.round_log import Means, Result
+from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Body
