@@ -28,7 +28,8 @@ from p2ptrain.network.transport import Stream
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state, fetch_head
+from p2ptrain.training.sync.download import download_state
+from p2ptrain.training.sync.heads import fetch_head
 from p2ptrain.training.sync.partial_download import PartialDownload
 from p2ptrain.training.sync.state_server import StateServer
 

@@ -75,14 +75,14 @@ MUTANTS = (
     ),
     Mutant(
         "a head follows from its certificate",
-        "training/sync/catch_up.py",
+        "training/sync/heads.py",
         "if body.next_head(head.digest, head.certificate) != head:",
         "if False:",
         "sim/test_false_states.py -k certificate",
     ),
     Mutant(
         "a downloaded state has the digest that most announce",
-        "training/sync/catch_up.py",
+        "training/sync/heads.py",
         "if votes and votes[head.digest] < max(votes.values()):",
         "if False:",
         "sim/test_false_states.py -k most_others",
@@ -96,14 +96,14 @@ MUTANTS = (
     ),
     Mutant(
         "a replayed round that holds the residual drops it",
-        "training/sync/catch_up.py",
+        "training/sync/replica.py",
         "if contributed:  # What its last",
         "if False:  # What its last",
         "sim/test_catching_up.py -k 'residual_whose_round_is_over and replay'",
     ),
     Mutant(
         "a downloaded state that holds the residual drops it",
-        "training/sync/catch_up.py",
+        "training/sync/replica.py",
         "if part is None or not follows:",
         "if False:",
         "sim/test_catching_up.py -k 'residual_whose_round_is_over and download'",

@@ -22,7 +22,7 @@ from p2ptrain.errors import PeerRefusedError, TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.messages import HeldHead
+from p2ptrain.training.sync.heads import HeldHead
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never
@@ -362,7 +362,7 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, corrupt)
         await go_on(swarm, honest, rounds=15)
-        assert all(trainer.sync.resyncs == 0 for trainer in honest)
+        assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
         await swarm.end()
 
     simulate(main, seed)
@@ -398,7 +398,7 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
                 SECONDS,
                 "all take part",
             )
-        assert all(trainer.sync.resyncs for trainer in late)
+        assert all(trainer.sync.catch_up.resyncs for trainer in late)
         assert sum(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late)
         await go_on(swarm, [*honest, *late])
         await swarm.end()
@@ -424,7 +424,7 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
         late = swarm.start("late")
         await swarm.until(lambda: any(r.contributed for r in late.results), SECONDS, "the newcomer takes part")
-        assert late.sync.resyncs == 1
+        assert late.sync.catch_up.resyncs == 1
         await go_on(swarm, [*honest, late])
         assert b"w" * 32 not in {trainer.sync.head.digest for trainer in [*honest, late]}
         await swarm.end()

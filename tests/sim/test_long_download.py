@@ -82,7 +82,7 @@ class Swarm(SimulatedSwarm):
         await self.until(lambda: self.in_agreement(last + 2), 120, "the newcomers take part")
         heads = {trainer.sync.head.lineage: trainer.sync.head.digest for trainer in self.alive}
         assert all(heads[trainer.sync.head.lineage] == trainer.sync.head.digest for trainer in self.alive)
-        assert all(each.sync.resyncs == 1 for each in newcomers)
+        assert all(each.sync.catch_up.resyncs == 1 for each in newcomers)
         assert not list(self._disk.glob("*/*/*")), "what was downloaded is of no use any more"
 
 
@@ -166,7 +166,7 @@ def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_i
         await asyncio.sleep(30.0 * HISTORY_ROUNDS)
         network.mend(late.peer)
         began = network.loop.time()
-        await swarm.until(lambda: late.sync.resyncs == 1, 900, "the download")
+        await swarm.until(lambda: late.sync.catch_up.resyncs == 1, 900, "the download")
         assert network.loop.time() - began > 150
         times = [at for at, name, _ in swarm.ledger.commits if name == "a" and at > began]
         gaps = sorted(later - earlier for earlier, later in pairwise(times))
@@ -240,7 +240,7 @@ def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
                 async with asyncio.timeout(60):
                     await swarm.tasks.pop("n")
         with pytest.raises(IntegrityError, match="more than a model of this size"):
-            newcomer.sync._follower._downloaded.check_size(100 * STATE_BYTES)
+            newcomer.sync.catch_up._downloaded.check_size(100 * STATE_BYTES)
         for name in "ab":
             peer = swarm.trainers[name].peer.peer_id
             assert not newcomer.membership.is_suspect(peer)

@@ -238,7 +238,7 @@ def test_work_in_a_round_that_its_peer_did_not_see_end_counts_once(role: str) ->
         await swarm.until(lambda: min(t.sync.head.round for t in others) >= front + 4, 120, "the others go on")
         network.mend(away.peer)
         await come_back(swarm, [])
-        assert away.sync.resyncs
+        assert away.sync.catch_up.resyncs
         await swarm.end()
 
     simulate(main, seed=30)

@@ -294,7 +294,7 @@ def _write_summary(
         heldout_loss_before=progress.held_out_loss_before if progress is not None else None,
         heldout_loss_after=progress.held_out_loss_after if progress is not None else None,
         tokens=tokens,
-        stage_tokens=sync.trained_tokens if sync is not None else 0,
+        stage_tokens=sync.replica.trained_tokens if sync is not None else 0,
         tokens_per_second=tokens / seconds,
         seconds=seconds,
         bytes_sent=peer.rpc.bytes_sent,

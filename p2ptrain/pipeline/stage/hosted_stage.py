@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.models.stage import Stage
 from p2ptrain.network.records.record import StageReport
@@ -19,7 +20,6 @@ from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
-from p2ptrain.training.state.vector_codec import vector_codec
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 NOT_YET = -1
@@ -97,14 +97,17 @@ class HostedStage:
     ) -> tuple[Unit, HostedUnit, Membership]:
         plan, membership = self._view.plan, self._view.membership(unit.number)
         averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
-        manifest = plan.manifest.model_copy(update={"averaging": averaging})
         swarm = plan.swarm_of(unit.number)
         part = Part(stage, plan.local_names(self.number, unit))
-        state = unit_state(part, manifest.training, swarm, manifest.pipeline.moments)
+        state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
         synchronizer = Synchronizer(
-            rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, manifest, state,
-            vector_codec(averaging, state.layout), membership, bandwidth, jobs,
-        )  # fmt: skip
+            PeerContext(rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, averaging),
+            plan.manifest.training,
+            state,
+            membership,
+            bandwidth,
+            jobs,
+        )
         work = StageWork(part, state, self._compute, unit.scale)
         return unit, HostedUnit(synchronizer, work), membership
 

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.errors import DeadlineError, IncompatibleError, PeerError
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.schema import Nothing
+from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.tasks import together
 from p2ptrain.training.optimizer_checks import differences
 from p2ptrain.training.state.layout import Layout
-from p2ptrain.training.sync.messages import LAYOUT, Trained
 
 logger = logging.getLogger(__name__)
 
+LAYOUT = "layout.compare"
 CALL_SECONDS = 5.0
 MAX_ASKED = 4
 MAX_REPLY_BYTES = 2 << 20
+
+
+class Trained(Message, frozen=True):
+    """What a peer trains: the fingerprint of its layout, and the rule by which it steps."""
+
+    fingerprint: Hash
+    rule: Annotated[str, Meta(max_length=1 << 20)]
 
 
 def serve_agreement(rpc: Rpc, layout: Layout) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from p2ptrain.training.state.fragments import Fragment
 
 
-class Work(Protocol):
+class Contribution(Protocol):
     """What a peer did since it last contributed; the live model's side of a synchronisation.
 
     All methods run off the event loop, one at a time, while `at_rest` is held. Where rounds synchronise one

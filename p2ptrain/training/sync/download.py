@@ -13,34 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
 from p2ptrain.network.chunks.fetch import FetchOptions, FetchReport, fetch
 from p2ptrain.network.chunks.messages import Ask
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.rpc.pace import LeastRate, receive_steadily
-from p2ptrain.network.schema import Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
-from p2ptrain.training.sync.messages import STATE, STATE_HEAD, HeldHead, HeldState
 from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import STATE, HeldState
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 EXPECTED_BYTES = 64 << 20
 """What a transport is told to expect: how much a state is turns out on the stream, but it is never little."""
-
-
-async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) -> Head:
-    """Ask a peer for the head of its state; the caller checks the certificate.
-
-    Raises:
-        PeerError: The peer cannot be reached, refuses, or answers nonsense.
-        DeadlineError: No answer in time.
-    """
-    return (await rpc.call(source, STATE_HEAD, Nothing(), HeldHead, timeout_seconds, max_reply_bytes=4 << 20)).head
 
 
 class Admission(Protocol):

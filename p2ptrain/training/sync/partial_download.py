@@ -13,13 +13,11 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgpack
-
 from p2ptrain.buffers import new_buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.network.chunks.fetch import BadContentError
-from p2ptrain.network.schema import from_wire, to_wire
+from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.training.state.digest import (
     Cut,
     Description,
@@ -76,7 +74,7 @@ class PartialDownload:
         if folder is not None and (folder / DESCRIPTION_FILE).is_file():
             try:
                 partial._restore(folder)
-            except (OSError, ValueError, IntegrityError, msgpack.UnpackException):
+            except (OSError, ValueError, IntegrityError):
                 partial.discard()
         return partial
 
@@ -111,7 +109,7 @@ class PartialDownload:
         try:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / DESCRIPTION_FILE).write_bytes(msgpack.packb(to_wire(Description(specs))))
+                (self._folder / DESCRIPTION_FILE).write_bytes(to_bytes(Description(specs)))
             self._map(specs)
         except MemoryError as error:
             raise ResourceError(f"no memory for a state of {needed >> 20} MiB: close other programs") from error
@@ -142,7 +140,7 @@ class PartialDownload:
         self.bytes_done = 0
 
     def _restore(self, folder: Path) -> None:
-        self._map(from_wire(Description, msgpack.unpackb((folder / DESCRIPTION_FILE).read_bytes())).tensors)
+        self._map(from_bytes(Description, (folder / DESCRIPTION_FILE).read_bytes()).tensors)
         notes = (folder / INDEX_FILE).read_bytes()
         whole = len(notes) // _NOTE.size * _NOTE.size
         os.ftruncate(self._notes, whole)

@@ -13,17 +13,33 @@ from p2ptrain.errors import TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.schema import Nothing
+from p2ptrain.network.schema import Count, Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of
 from p2ptrain.training.state.shared_state import Head, SharedState, stamped_bytes
-from p2ptrain.training.sync.messages import STATE, STATE_HEAD, HeldHead, HeldState
+from p2ptrain.training.sync.heads import STATE_HEAD, HeldHead
 
+STATE = "state"
+"""Under which chunks of the state are served."""
 MAX_WAITS_FOR_A_ROUND = 1200
 WAIT_SECONDS = 0.05
 """Between two looks at a state that a round is just changing."""
 
 BUSY = "busy with a round: ask again in a moment"
+
+
+class HeldState(Message, frozen=True):
+    """What a source of state holds, before its chunks.
+
+    Attributes:
+        layout: Fingerprint of its model.
+        num_chunks: Of its state.
+        description: Of its state, if it was asked for one.
+    """
+
+    layout: Hash
+    num_chunks: Count
+    description: Description | None = None
 
 
 class StateServer:

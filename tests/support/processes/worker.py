@@ -306,7 +306,7 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
         "lineage": head.lineage.hex(),
         "digest": head.digest.hex(),
         "intact": synchronizer.state.tree().root == head.digest,
-        "resyncs": synchronizer.resyncs,
+        "resyncs": synchronizer.catch_up.resyncs,
         "tokens": head.tokens,
     }
 

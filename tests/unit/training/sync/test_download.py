@@ -33,9 +33,8 @@ from p2ptrain.training.state.digest import (
 )
 from p2ptrain.training.state.shared_state import Stamp
 from p2ptrain.training.sync.download import download_state
-from p2ptrain.training.sync.messages import HeldState
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import StateServer
+from p2ptrain.training.sync.state_server import HeldState, StateServer
 from tests.support.sim.downloads import (
     CHUNK_VALUES,
     FAST,

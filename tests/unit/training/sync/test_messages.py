@@ -5,7 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2ptrain.training.sync.messages import HeldHead, HeldState, Trained
+from p2ptrain.training.sync.agreement import Trained
+from p2ptrain.training.sync.heads import HeldHead
+from p2ptrain.training.sync.state_server import HeldState
 from tests.support import fuzz
 
 
