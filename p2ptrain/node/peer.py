@@ -335,17 +335,13 @@ class Peer:
         Raises:
             ManifestError: The manifest names a codec that this version does not have.
         """
+        from p2ptrain.training.sync.replica import Replica
         from p2ptrain.training.sync.synchronizer import Synchronizer
 
         self._warm_up_codecs()
-        self.synchronizer = Synchronizer(
-            PeerContext(self.rpc, self.runtime, self.identity, self.swarm, self.manifest.averaging),
-            self.manifest.training,
-            state,
-            self.membership,
-            self.options.upload_bandwidth,
-            self.jobs,
-        )
+        context = PeerContext(self.rpc, self.runtime, self.identity, self.swarm, self.manifest.averaging)
+        replica = Replica(context, self.manifest.training, state, self.membership)
+        self.synchronizer = Synchronizer(replica, self.options.upload_bandwidth, self.jobs)
         self._stack.push_async_callback(self.synchronizer.close)
         self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
         self.synchronizer.replica.on_change = self.presence.changed

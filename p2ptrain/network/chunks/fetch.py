@@ -1,8 +1,7 @@
-"""Fetches chunks from several sources at once; the target verifies each one, so that a lie is found within a chunk.
+"""Fetches chunks from several sources at once; the target verifies each one.
 
-There is no deadline: a fetch goes on while its sources send at a least rate. Which source is asked for which chunks,
-`p2ptrain.network.chunks.pool` decides. Chunks go through buffers of their own, so that only verified bytes touch the
-target. A target keeps what has arrived; a later fetch into it goes on from there.
+There is no deadline: a fetch goes on while its sources send at a least rate. `p2ptrain.network.chunks.pool` decides
+which source is asked for which chunks. Chunks go through buffers of their own, so that only verified bytes touch the target.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class FetchOptions:
-    """How a fetch goes about it."""
+    """Deadlines and bounds of a fetch."""
 
     open_seconds: float = 10.0
     """Dialling a source; and hearing its description."""
@@ -162,7 +161,7 @@ async def fetch(
     Args:
         rpc: To reach sources; lies are counted in its ``refusals``.
         name: Under which `p2ptrain.network.chunks.server.ChunkServer` serves them.
-        key: Which of the things that are served under it.
+        key: Of what is fetched.
         target: Filled as chunks arrive, also when this raises.
         find_sources: The peers to be asked, in order of preference; called again and again, since peers come and go.
         options: Deadlines and bounds.
@@ -228,7 +227,7 @@ class _Fetch:
             raise self._verdict()
 
     def _start_sources(self, tasks: Tasks) -> bool:
-        """Ask further peers where there is room for them; whether any is being asked."""
+        """Ask further peers where there is room for them; return whether any is being asked."""
         found = [source for source in self._find_sources() if source != self._rpc.peer_id]
         fresh = [source for source in found if source not in self._tasks]
         running = [source for source, task in self._tasks.items() if not task.done()]

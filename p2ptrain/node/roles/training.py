@@ -9,6 +9,7 @@ from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
+from p2ptrain.training.sync.agreement import check_agreement
 from p2ptrain.training.sync.contribution import Contribution
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
@@ -35,7 +36,7 @@ async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
     assert synchronizer is not None
     peer.set_state("syncing")
     await peer.presence.refresh()
-    await synchronizer.check_agreement()
+    await check_agreement(peer.rpc, synchronizer.state.layout, peer.membership.alive_trainers())
     await find_the_others(peer.presence, peer.membership, synchronizer, work)
     if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")

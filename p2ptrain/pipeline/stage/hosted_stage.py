@@ -20,6 +20,7 @@ from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
+from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 NOT_YET = -1
@@ -100,14 +101,9 @@ class HostedStage:
         swarm = plan.swarm_of(unit.number)
         part = Part(stage, plan.local_names(self.number, unit))
         state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
-        synchronizer = Synchronizer(
-            PeerContext(rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, averaging),
-            plan.manifest.training,
-            state,
-            membership,
-            bandwidth,
-            jobs,
-        )
+        context = PeerContext(rpc.scoped(f"unit{unit.number}"), runtime, signer, swarm, averaging)
+        replica = Replica(context, plan.manifest.training, state, membership)
+        synchronizer = Synchronizer(replica, bandwidth, jobs)
         work = StageWork(part, state, self._compute, unit.scale)
         return unit, HostedUnit(synchronizer, work), membership
 

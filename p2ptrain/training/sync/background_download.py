@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
@@ -60,16 +60,15 @@ class StateDownload:
 
     Args:
         replica: The shared state that is to be brought to where the swarm is.
-        membership: Who is there, and announces what.
         jobs: Told how far the download is.
     """
 
-    def __init__(self, replica: Replica, membership: Membership, jobs: Jobs) -> None:
+    def __init__(self, replica: Replica, jobs: Jobs) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state
         self._history = replica.averager.history
-        self._membership = membership
+        self._membership = replica.membership
         self._jobs = jobs
         scratch, swarm = self._context.runtime.scratch, self._context.swarm
         self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch is not None else None

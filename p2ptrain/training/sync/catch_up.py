@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.commit.round_log import Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import (
@@ -57,26 +57,24 @@ A `ResourceError` is this machine's: its disk or memory is full."""
 class CatchUp:
     """Brings one peer's shared state to where the swarm is.
 
+    Args:
+        replica: The shared state.
+        jobs: Told how far a catch-up is.
+
     Attributes:
         resyncs: Full downloads of state.
         incompatible: By peer: why its state does not fit this model.
     """
 
-    def __init__(self, replica: Replica, membership: Membership, jobs: Jobs) -> None:
-        """
-        Args:
-            replica: The shared state.
-            membership: Who is there, and announces what.
-            jobs: Told how far a catch-up is.
-        """
+    def __init__(self, replica: Replica, jobs: Jobs) -> None:
         self._replica = replica
         self._context = replica.context
         self._state = replica.state
         self._history = replica.averager.history
         self._matchmaker = replica.averager.matchmaker
-        self._membership = membership
+        self._membership = replica.membership
         self._jobs = jobs
-        self._downloaded = StateDownload(replica, membership, jobs)
+        self._downloaded = StateDownload(replica, jobs)
         self._failed_repairs = 0
         self._tasks = Tasks()
         self._asked: dict[str, asyncio.Task[None]] = {}

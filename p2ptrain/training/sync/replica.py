@@ -43,6 +43,7 @@ class Replica:
 
     Attributes:
         context: Of the peer.
+        membership: Who is there.
         state: The shared state.
         drops_stale: Whether work is dropped, not carried, when the state is replaced by one that no known certificates
             lead to.
@@ -64,6 +65,7 @@ class Replica:
             membership: Who is there.
         """
         self.context = context
+        self.membership = membership
         self.state = state
         spec, layout, fragments = context.spec, state.layout, state.fragments
         goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)

@@ -17,6 +17,7 @@ from p2ptrain.network.schema import Count, Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of
 from p2ptrain.training.state.shared_state import Head, SharedState, stamped_bytes
+from p2ptrain.training.sync.agreement import serve_agreement
 from p2ptrain.training.sync.heads import STATE_HEAD, HeldHead
 
 STATE = "state"
@@ -43,7 +44,7 @@ class HeldState(Message, frozen=True):
 
 
 class StateServer:
-    """Serves this peer's shared state: its head, and its chunks.
+    """Serves this peer's shared state: its layout, its head, and its chunks.
 
     Attributes:
         chunks: The server of the chunks.
@@ -52,6 +53,7 @@ class StateServer:
     def __init__(self, rpc: Rpc, state: SharedState, ration: Ration | None = None) -> None:
         self._runtime = rpc.runtime
         self._state = state
+        serve_agreement(rpc, state.layout)
         rpc.serve(STATE_HEAD, Nothing, self._on_head, max_request_bytes=1024)
         self.chunks = ChunkServer(rpc, STATE, self._open, ration or Ration())
 

@@ -14,17 +14,12 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.averager import RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
-from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
-from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import TemporaryError
-from p2ptrain.manifest import TrainingSpec
 from p2ptrain.network.records.record import RoundReport
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.training.data.windows import Place, place_among
-from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.agreement import check_agreement, serve_agreement
 from p2ptrain.training.sync.catch_up import CatchUp
 from p2ptrain.training.sync.contribution import Contribution, RoundResult
 from p2ptrain.training.sync.replica import Replica
@@ -59,36 +54,24 @@ class Synchronizer:
         is_paused: Whether the last synchronisation found the swarm below its minimum of peers.
     """
 
-    def __init__(
-        self,
-        context: PeerContext,
-        training: TrainingSpec,
-        state: SharedState,
-        membership: Membership,
-        bandwidth: int = 0,
-        jobs: Jobs = untold,
-    ) -> None:
+    def __init__(self, replica: Replica, bandwidth: int = 0, jobs: Jobs = untold) -> None:
         """
         Args:
-            context: Of this peer.
-            training: When a round is due.
-            state: Parameters, buffers and shared optimizer state with their head.
-            membership: Who is there.
+            replica: The shared state, and what this peer contributes to it.
             bandwidth: What this peer is willing to send in bytes per second; 0 for no limit.
             jobs: Told how far a catch-up is.
         """
-        self._context = context
-        self._membership = membership
+        self._spec = replica.context.spec
+        self._membership = replica.membership
         self._bandwidth = bandwidth
-        self.replica = Replica(context, training, state, membership)
-        self.state = state
-        self.averager = self.replica.averager
-        self.feedback = self.replica.feedback
+        self.replica = replica
+        self.state = replica.state
+        self.averager = replica.averager
+        self.feedback = replica.feedback
         self.jobs = jobs
-        self.catch_up = CatchUp(self.replica, membership, jobs)
+        self.catch_up = CatchUp(replica, jobs)
         self.averager.matchmaker.pacing.is_behind = self.catch_up.is_behind
-        serve_agreement(context.rpc, state.layout)
-        self.averager.history.is_followed = StateServer(context.rpc, state).chunks.is_serving
+        self.averager.history.is_followed = StateServer(replica.context.rpc, self.state).chunks.is_serving
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -107,7 +90,7 @@ class Synchronizer:
         """This peer's place among the peers of the last round, by which it reads samples; None if it was not there."""
         if self._place is not None and self._place[0] == self.head.lineage:
             return self._place[1]
-        return place_among(self.head.members, self._context.peer_id)
+        return place_among(self.head.members, self.replica.context.peer_id)
 
     def sees_others(self) -> bool:
         """Whether other trainers are there, as far as this peer knows."""
@@ -147,14 +130,6 @@ class Synchronizer:
         """End everything this synchronizer started."""
         await self.catch_up.close()
         await self.averager.close()
-
-    async def check_agreement(self) -> None:
-        """Compare model and rule with some of the peers that train; before this peer follows them.
-
-        Raises:
-            IncompatibleError: They differ.
-        """
-        await check_agreement(self._context.rpc, self.state.layout, self._membership.alive_trainers())
 
     # --- the main path --------------------------------------------------------------------------------------------
 
@@ -196,8 +171,8 @@ class Synchronizer:
 
     def _below_minimum(self, error: TemporaryError) -> bool:
         present = len(self._membership.alive_trainers()) + 1
-        pauses = self._context.spec.below_min == "pause"
-        return pauses and isinstance(error, NoGroupError) and present < self._context.spec.min_peers
+        pauses = self._spec.below_min == "pause"
+        return pauses and isinstance(error, NoGroupError) and present < self._spec.min_peers
 
     async def _synchronize(self, work: Contribution) -> RoundResult:
         before, pacing = self.head, self.averager.matchmaker.pacing

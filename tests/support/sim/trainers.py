@@ -24,6 +24,7 @@ from p2ptrain.node.roles.training import find_the_others, step_in
 from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.state.initial_state import initial_state
+from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.settings import training_over
 
@@ -132,12 +133,8 @@ class SimulatedTrainer:
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
         self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
-        self.sync = Synchronizer(
-            PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging),
-            manifest.training,
-            self.state,
-            self.membership,
-        )
+        context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging)
+        self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
         self.sync.replica.on_change = self._changed
         spec = manifest.training
         self.work = LocalWork(
