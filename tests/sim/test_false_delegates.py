@@ -149,7 +149,8 @@ def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on() -
     run(24, scenario, seed=2, spec=CHECKED)
 
 
-def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them() -> None:
+@pytest.mark.parametrize("what", ["chunks", "hashes"])
+def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them(what: str) -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
         evil = started[3]
@@ -160,7 +161,18 @@ def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_
                 for index in asked.chunks:
                     await channel.send_bytes(bytes(chunks.wire_bytes(index)))
 
-        evil.rpc.serve_channel("chunks.result", Open, send_other_bytes)
+        right = evil.averager.history.chunks_of
+
+        def with_other_hashes(*arguments: Any) -> Any:
+            chunks = right(*arguments)
+            if chunks.is_complete:
+                chunks.hashes = (bytes(32),) * chunks.num_chunks
+            return chunks
+
+        if what == "chunks":
+            evil.rpc.serve_channel("chunks.result", Open, send_other_bytes)
+        else:
+            evil.averager.history.chunks_of = with_other_hashes  # type: ignore[method-assign, assignment]
         honest = [each for each in started if each is not evil]
         committed, rounds, refused = 0, 0, set[str]()
         while rounds < 6 or not refused:  # Who is asked for pieces is a matter of the round.

@@ -21,7 +21,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.averaging.commit.result_chunks import Means, ResultChunks
+from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
 from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, History
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
@@ -47,7 +47,7 @@ QUIET_GRACES = 0.5
 """By so much of the grace period a delegate's sign of life may be late, and so may the next one's, before the groups of
 the level above, whose grace period is longer, go on without their cell."""
 TRIES_ABOVE = 4
-"""How often those that made a result are asked for it, within a grace period."""
+"""Rounds of asking those that made a result for it, within a grace period."""
 MAX_REPLY_BYTES = 8 << 20
 MAX_CELLS_KEPT = 8
 
@@ -64,7 +64,7 @@ class AskOutcome(Message, frozen=True):
 
 
 class Outcome(Message, frozen=True):
-    """How a cell's result ended: the certificates above it, and the hashes of the last one's chunks."""
+    """The certificates above a cell's result, and the hashes of the last one's chunks."""
 
     path: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=MAX_LEVELS - 1)]
     hashes: tuple[Hash, ...]
@@ -76,7 +76,7 @@ class DecidedError(TemporaryError):
 
 @dataclass(frozen=True)
 class TreePath:
-    """How a cell's result ended.
+    """The way of a cell's result into the round's.
 
     Attributes:
         path: How it got there.
@@ -87,7 +87,7 @@ class TreePath:
     means: Means
 
     def counts(self, body: Body) -> bool:
-        """Whether a cell's result is in the round's, by the way that `path` shows."""
+        """True if a cell's result is in the round's, by the way that `path` shows."""
         for certificate in self.path:
             above = certificate.body
             brought = {above.children[index] for index, *_ in above.contributors}
@@ -221,7 +221,12 @@ class ResultBroadcast:
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         chunks = self._history.chunks_of(delegate, path[-1].body, cell.bounds[-1])
-        await chunks.trust(delegate, outcome.hashes)
+        try:
+            await chunks.trust(delegate, outcome.hashes)
+        except ProtocolError:  # The round has ended all the same.
+            self._rpc.count_refusal(delegate, f"bad {RESULT}")
+            await self._fetch_from_makers(chunks, delegate, seconds)
+            return TreePath(path, chunks.means)
         self._history.share(chunks)
         on_path(path)
         try:
@@ -248,6 +253,14 @@ class ResultBroadcast:
                 return
         except (TimeoutError, *FAILURES) as error:
             logger.debug("round %d: not all of the result came from its cell: %s", chunks.body.round, error)
+        await self._fetch_from_makers(chunks, delegate, seconds)
+
+    async def _fetch_from_makers(self, chunks: ResultChunks, delegate: str, seconds: float) -> None:
+        """Fetch what is missing from the delegate, or from those that made the result.
+
+        Raises:
+            DecidedError: It did not come.
+        """
         makers = [peer for peer in chunks.body.members if peer not in (delegate, self._rpc.peer_id)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

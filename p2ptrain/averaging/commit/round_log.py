@@ -35,14 +35,14 @@ from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
 MAX_CERTIFICATES = 256
-"""How many certificates are kept; those of results that are gone are proof still, for who only looks on."""
+"""Most certificates that are kept; those of results that are gone still prove the lineage to onlookers."""
 FOLLOWED_BYTES = 64 << 20
 """Results that are kept while a newcomer collects them, where those of ``max_rounds`` are fewer bytes."""
 RESULT_RATE = LeastRate(65536.0, 30.0)
-"""What a peer has to send of a result that nobody waits for."""
+"""The least rate of a peer that sends a result for which no round waits."""
 RESULT_RATION = Ration(transfers=128, transfers_per_peer=16, idle_seconds=30.0)
 KNOWN_WAIT_SECONDS = 5.0
-"""How long a receiver may wait for a result to come to be known here."""
+"""Timeout of a receiver that waits for a result to be known here."""
 MAX_SHARED = 2
 MAX_SOURCES = 4
 BYTES_PER_SOURCE = 4 << 20
@@ -71,8 +71,6 @@ class History:
     Attributes:
         find_attempt: Finds a complete but uncertified attempt by body hash; set by the averager.
         codec_of: How the vectors of a round are encoded.
-        is_followed: Whether a newcomer collects results now: then more are kept, up to `FOLLOWED_BYTES`, because rounds
-            may be shorter than its way here and back.
         max_rounds: How many results are kept; ``spec.history_rounds``, or more where each is of a part of the model.
     """
 
@@ -96,15 +94,20 @@ class History:
         self._certificates: OrderedDict[bytes, Certificate] = OrderedDict()
         self.find_attempt: Callable[[bytes], Attempt | None] = lambda body_hash: None
         self.codec_of: Callable[[int], Codec] = lambda round_: codec
-        self.is_followed: Callable[[], bool] = lambda: False
         self.max_rounds = spec.history_rounds
         self._shared: OrderedDict[bytes, ResultChunks] = OrderedDict()
         self._changed = asyncio.Event()
         rpc.serve(CHAIN, AskChain, self._serve_chain)
         ChunkServer(rpc, RESULT, self._find, RESULT_RATION)
 
-    def add(self, result: Result) -> None:
-        """Keep a result that this peer applied; the attempt that gave it need not keep the means any more."""
+    def add(self, result: Result, is_followed: bool = False) -> None:
+        """Keep a result that this peer applied; the attempt that gave it need not keep the means any more.
+
+        Args:
+            result: The newest.
+            is_followed: Whether a newcomer collects results now: then more are kept, up to `FOLLOWED_BYTES`, because
+                rounds may be shorter than its way here and back.
+        """
         body = result.certificate.body
         self._results[body.lineage] = result
         self._certificates[body.lineage] = result.certificate
@@ -113,7 +116,7 @@ class History:
             self._certificates.popitem(last=False)
         if (attempt := self.find_attempt(body.body_hash)) is not None:
             attempt.means = []
-        max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if self.is_followed() else 0
+        max_bytes = min(FOLLOWED_BYTES, self._max_bytes) if is_followed else 0
         while len(self._results) > 1 and (
             self._num_bytes() > self._max_bytes
             or (len(self._results) > self.max_rounds and self._num_bytes() > max_bytes)
@@ -263,7 +266,7 @@ class History:
         return Certificate.from_bytes(certificate, self._swarm, self._signer)
 
     def codecs_of(self, peer: str, body: Body, num_values: int) -> list[Decoder]:
-        """How the shares of a result are encoded that a peer offers.
+        """Return how the shares of a result are encoded that a peer offers.
 
         Raises:
             ProtocolError: The body does not fit this model.

@@ -1,7 +1,7 @@
 """Fetches chunks from several sources at once; the target verifies each one.
 
 There is no deadline: a fetch goes on while its sources send at a least rate. `p2ptrain.network.chunks.pool` decides
-which source is asked for which chunks. Chunks go through buffers of their own, so that only verified bytes touch the target.
+which source is asked for which chunks. Chunks go through buffers of their own: only verified bytes touch the target.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BadContentError(IntegrityError):
 
 
 class Target(Protocol):
-    """What chunks are fetched into. It says which bytes are right, and outlives a fetch that fails.
+    """The receiver of chunks. It verifies and keeps them, and outlives a fetch that fails.
 
     Attributes:
         done: By chunk: 1 once it is there; empty until it is known which chunks there are.
@@ -117,7 +117,7 @@ class FetchOptions:
     open_seconds: float = 10.0
     """Dialling a source; and hearing its description."""
     least: LeastRate = LEAST_RATE
-    """What a source has to send; slower ones count as stalled."""
+    """The least rate of a source; slower ones count as stalled."""
     max_sources: int = 4
     """Asked at the same time."""
     attempts: int = 3
@@ -132,7 +132,7 @@ class FetchOptions:
 
 @dataclass(frozen=True)
 class FetchReport:
-    """How a fetch went.
+    """The outcome of a fetch.
 
     Attributes:
         bytes_from: Verified bytes by source.
@@ -243,7 +243,7 @@ class _Fetch:
         return bool(running)
 
     def _rest_slowest(self, running: list[PeerId]) -> None:
-        """Have the source that sent least of late give its place to one that was not asked yet, now and then."""
+        """Now and then, replace the source that sent least of late by one that was not asked yet."""
         now = asyncio.get_running_loop().time()
         if now < self._replace_at:
             return

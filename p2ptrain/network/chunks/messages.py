@@ -36,7 +36,7 @@ class Open(Message, frozen=True):
 
 
 class FromReceiver(Message, frozen=True, tag=True):
-    """What follows `Open`."""
+    """A message that follows `Open`."""
 
 
 class Ask(FromReceiver, frozen=True, tag="ask"):

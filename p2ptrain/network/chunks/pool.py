@@ -20,9 +20,9 @@ from p2ptrain.network.chunks.messages import MAX_ASKED
 from p2ptrain.network.transport import PeerId
 
 STOLEN_CHUNKS = 2
-"""What is stolen at once at the most."""
+"""Most chunks stolen at once."""
 MAX_HOLDERS = 2
-"""How many sources may owe the same chunk."""
+"""Most sources that may owe the same chunk."""
 QUICK_RUN_SECONDS = 1.0
 """A source that delivers a run faster gets a longer one next."""
 SLOW_RUN_SECONDS = 3.0

@@ -17,7 +17,7 @@ from p2ptrain.network.transport import PeerId
 
 
 class Supply(Protocol):
-    """What one transfer takes chunks from.
+    """The chunks of one transfer.
 
     Attributes:
         num_chunks: How many there are.
@@ -34,14 +34,14 @@ class Supply(Protocol):
 
 @dataclass(frozen=True)
 class Ration:
-    """What transfers may cost the peer that serves them."""
+    """Bounds on what transfers cost the peer that serves them."""
 
     transfers: int = 8
     """Served at once; more are refused."""
     transfers_per_peer: int = 2
     """Of which for one peer."""
     idle_seconds: float = 120.0
-    """How long a receiver may ask for nothing."""
+    """Timeout of a receiver that asks for nothing."""
     bytes_per_second: float = 0.0
     """Upload of all transfers together; 0 for no limit."""
 

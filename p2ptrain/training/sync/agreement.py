@@ -1,4 +1,4 @@
-"""Whether the other peers train the same model by the same rule; asked once, before a peer takes on their state."""
+"""Compares model and rule with the other peers, once, before a peer takes on their state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_REPLY_BYTES = 2 << 20
 
 
 class Trained(Message, frozen=True):
-    """What a peer trains: the fingerprint of its layout, and the rule by which it steps."""
+    """The fingerprint of a peer's layout, and the rule by which it steps."""
 
     fingerprint: Hash
     rule: Annotated[str, Meta(max_length=1 << 20)]

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 """Between two looks for results of new rounds; a peer keeps those of some rounds."""
 ADMISSION_SECONDS = 60.0
-"""How long a chunk of an unknown round may wait for that round's result."""
+"""Timeout of a chunk of an unknown round that waits for that round's result."""
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
 """So many results are fetched at once, if they are not more bytes."""
@@ -56,7 +56,7 @@ FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 
 
 class StateDownload:
-    """What one peer downloads of the swarm's state, and the rounds since; implements `Admission`.
+    """One peer's download of the swarm's state, and the rounds since; implements `Admission`.
 
     Args:
         replica: The shared state that is to be brought to where the swarm is.
@@ -284,7 +284,7 @@ class StateDownload:
     # Putting it together
 
     def newest(self) -> tuple[int, bytes]:
-        """How many of the rounds since the newest chunks have in them, and their lineage."""
+        """Return how many of the rounds since are in the newest chunks, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
         return max((self._rounds.position(lineage) or 0, lineage) for lineage in stamps)

@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 MAX_OTHERS_ASKED = 3
 """For rounds that the peer to be followed does not have."""
 STALL_SECONDS = 4.0
-"""Who takes longer to be found without what it announced is doubted; others may only have moved on too fast."""
+"""A peer is doubted that takes longer to fail to send what it announced; others may only have moved on too fast."""
 MAX_DOUBTED_ASKED = 4
 """Peers that broke their word and are asked at a time whether they keep it now."""
 MAX_REPAIRS = 10
 """Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
 
 FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError)
-"""What another peer, broken or hostile, can make a catch-up raise; none of it may end training.
+"""Errors that a broken or hostile peer can cause in a catch-up; none of them may end training.
 
 A `ResourceError` is this machine's: its disk or memory is full."""
 
@@ -132,7 +132,7 @@ class CatchUp:
         return self._state.head.round == 0 and self._downloaded.has_begun
 
     def is_behind(self) -> bool:
-        """Whether a peer that is relied on announces a head that outranks this one's."""
+        """True if a peer that is relied on announces a head that outranks this one's."""
         return self._best_source() is not None
 
     def _best_source(self) -> str | None:
@@ -222,7 +222,7 @@ class CatchUp:
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
 
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
-        """Who else has the rounds that lead to where ``source`` is, and their certificates; none if nobody has."""
+        """Return another peer with the rounds up to the head of ``source``, and their certificates, if there is one."""
         goal = next((record.lineage for record in self._active_records() if record.peer == source), None)
         if goal is None:
             return source, []
@@ -258,7 +258,7 @@ class CatchUp:
         return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
-        """Whether peers announce another digest than this one has, at the same lineage."""
+        """True if peers announce another digest than this one has, at the same lineage."""
         head = self._state.head
         return any(r.lineage == head.lineage and r.digest != head.digest for r in self._membership.records())
 

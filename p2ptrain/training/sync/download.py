@@ -28,7 +28,7 @@ from p2ptrain.training.sync.state_server import STATE, HeldState
 
 MAX_DESCRIPTION_BYTES = 16 << 20
 EXPECTED_BYTES = 64 << 20
-"""What a transport is told to expect: how much a state is turns out on the stream, but it is never little."""
+"""Size that a transport is told to expect: the state's turns out on the stream, but is never little."""
 
 
 class Admission(Protocol):
@@ -73,7 +73,7 @@ async def download_state(
 
 
 class _Target:
-    """What a state is downloaded into; implements `p2ptrain.network.chunks.fetch.Target`."""
+    """Verifies chunks and keeps them in a `PartialDownload`; implements `p2ptrain.network.chunks.fetch.Target`."""
 
     asks_at_once = False
     expected_bytes = EXPECTED_BYTES
@@ -163,6 +163,6 @@ class _Target:
 
 
 def _parts(received: memoryview, chunk_bytes: int) -> tuple[memoryview, Stamp, memoryview]:
-    """What arrives for one chunk: its bytes, stamp and proof."""
+    """Return a chunk's bytes, stamp and proof."""
     end = chunk_bytes + Stamp.NUM_BYTES
     return received[:chunk_bytes], Stamp.from_bytes(received[chunk_bytes:end]), received[end:]

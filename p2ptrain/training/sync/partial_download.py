@@ -42,7 +42,7 @@ class NotFiniteError(BadContentError):
 
 
 class PartialDownload:
-    """What a download has so far.
+    """The chunks that a download has so far.
 
     Args:
         folder: Where it is kept; None for memory.
@@ -69,7 +69,7 @@ class PartialDownload:
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialDownload:
-        """What an earlier process left in a folder, every chunk verified; begun anew where that is of no use."""
+        """Return the download that an earlier process left in a folder, every chunk verified; else an empty one."""
         partial = cls(folder)
         if folder is not None and (folder / DESCRIPTION_FILE).is_file():
             try:
@@ -80,7 +80,7 @@ class PartialDownload:
 
     @property
     def cut(self) -> Cut:
-        """How the state is cut into chunks."""
+        """The cut of the state into chunks."""
         return cut_of(self.specs)
 
     @property
@@ -95,7 +95,7 @@ class PartialDownload:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks are there, of whatever round each is."""
+        """True if all chunks are there, of whatever round each is."""
         return bool(self.specs) and all(self.done)
 
     def begin(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -155,11 +155,11 @@ class PartialDownload:
         return self._data[start : start + self.cut.chunk_bytes(index)]
 
     def chunks(self) -> Iterator[tuple[int, Stamp]]:
-        """Those that are there, with what they are of."""
+        """Return the numbers and stamps of the chunks that are there."""
         return ((index, stamp) for index, stamp in enumerate(self.stamps) if stamp is not None)
 
     def verifies(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
-        """Whether the proof leads from a chunk to the stamp's digest."""
+        """True if the proof leads from a chunk to the stamp's digest."""
         return proves(self._description, leaf_of(data), index, self.cut.num_chunks, proof, stamp.digest)
 
     def put(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:

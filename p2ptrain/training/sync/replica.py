@@ -25,6 +25,7 @@ from p2ptrain.manifest import TrainingSpec
 from p2ptrain.tasks import to_its_end
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.state_server import StateServer
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +83,7 @@ class Replica:
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None
         self._drops_in_a_row = 0
+        self._server = StateServer(context.rpc, state)
         self.trained_tokens = 0
         self.trained_rounds = 0
         self.on_change: Callable[[], None] = lambda: None
@@ -200,7 +202,7 @@ class Replica:
             self.trained_rounds += 1
             self.averager.own_work.consumed([self.fragment_of(body).index])
         self._move(body.next_head(tree_root, result.certificate.to_bytes()))
-        self.averager.history.add(result)
+        self.averager.history.add(result, self._server.chunks.is_serving())
 
     def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
         carry, fragment = None, self.fragment_of(body)

@@ -46,7 +46,7 @@ class RoundsSince:
 
     @classmethod
     def open(cls, folder: Path | None, swarm: bytes, verifier: Signer) -> RoundsSince:
-        """What an earlier process left in a folder, as far as it is whole."""
+        """Return the chain that an earlier process left in a folder, as far as it is whole."""
         rounds = cls(folder)
         if folder is None or not (folder / BASE_FILE).is_file():
             return rounds
@@ -71,7 +71,7 @@ class RoundsSince:
         return self.base.lineage if self.base is not None else b""
 
     def position(self, lineage: bytes) -> int | None:
-        """How many results lead from the base to a lineage; None when it is not on the way."""
+        """Return how many results lead from the base to a lineage; None when it is not on the way."""
         return self._positions.get(lineage)
 
     def start(self, base: Head) -> None:

@@ -30,7 +30,7 @@ BUSY = "busy with a round: ask again in a moment"
 
 
 class HeldState(Message, frozen=True):
-    """What a source of state holds, before its chunks.
+    """Description of a source's state, sent before its chunks.
 
     Attributes:
         layout: Fingerprint of its model.

@@ -23,7 +23,6 @@ from p2ptrain.training.data.windows import Place, place_among
 from p2ptrain.training.sync.catch_up import CatchUp
 from p2ptrain.training.sync.contribution import Contribution, RoundResult
 from p2ptrain.training.sync.replica import Replica
-from p2ptrain.training.sync.state_server import StateServer
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +70,6 @@ class Synchronizer:
         self.jobs = jobs
         self.catch_up = CatchUp(replica, jobs)
         self.averager.matchmaker.pacing.is_behind = self.catch_up.is_behind
-        self.averager.history.is_followed = StateServer(replica.context.rpc, self.state).chunks.is_serving
         self._place: tuple[bytes, Place] | None = None
         self.rounds_committed = 0
         self.rounds_aborted = 0
@@ -93,11 +91,11 @@ class Synchronizer:
         return place_among(self.head.members, self.replica.context.peer_id)
 
     def sees_others(self) -> bool:
-        """Whether other trainers are there, as far as this peer knows."""
+        """True if other trainers are there, as far as this peer knows."""
         return bool(self._membership.alive_trainers())
 
     def is_closing(self) -> bool:
-        """Whether the swarm wants to close the round with what this peer has; readable from any thread."""
+        """True if the swarm wants to close the round with what this peer has; readable from any thread."""
         return self.averager.matchmaker.is_closing()
 
     async def report(self, samples: int, batch_samples: int, batch_seconds: float) -> bool:
