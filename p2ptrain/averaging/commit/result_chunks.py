@@ -123,9 +123,9 @@ class ResultChunks:
     def _hash_all(self) -> tuple[bytes, ...]:
         return tuple(_hash_of(span, self._view(index)) for index, span in enumerate(self._spans))
 
-    async def describe(self, *, fully: bool) -> ChunkHashes | None:
+    async def describe(self) -> ChunkHashes:
         """See `Supply`."""
-        return ChunkHashes(await self.find_hashes()) if fully else None
+        return ChunkHashes(await self.find_hashes())
 
     async def read(self, index: int) -> memoryview:
         """See `Supply`.
@@ -141,11 +141,6 @@ class ResultChunks:
 
     # --- fetching -------------------------------------------------------------------------------------------------
 
-    @property
-    def lacks_description(self) -> bool:
-        """See `Target`."""
-        return not self.hashes
-
     def wire_bytes(self, index: int) -> int:
         """See `Target`."""
         span = self._spans[index]
@@ -154,11 +149,10 @@ class ResultChunks:
     async def wait_for_turn(self) -> None:
         """See `Target`."""
 
-    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
+    async def agree(self, channel: Channel, options: FetchOptions) -> int:
         """See `Target`."""
-        if is_described:
-            told = await channel.receive(ChunkHashes, options.open_seconds, MAX_HASH_BYTES)
-            await self.trust(channel.remote, told.hashes)
+        told = await channel.receive(ChunkHashes, options.open_seconds, MAX_HASH_BYTES)
+        await self.trust(channel.remote, told.hashes)
         return 0
 
     async def trust(self, peer: PeerId, hashes: tuple[bytes, ...]) -> None:

@@ -59,7 +59,6 @@ class Target(Protocol):
         is_complete: Whether all is there.
         most_bytes: Of a chunk on the wire.
         expected_bytes: About what will come in all; what a transport is told.
-        lacks_description: Whether a source is asked for a full description.
         asks_at_once: Whether chunks are asked for before a source has described what it has.
     """
 
@@ -76,21 +75,13 @@ class Target(Protocol):
     def expected_bytes(self) -> int: ...
 
     @property
-    def lacks_description(self) -> bool: ...
-
-    @property
     def asks_at_once(self) -> bool: ...
 
     def wire_bytes(self, index: int) -> int:
         """Return the size of a chunk on the wire."""
 
-    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
-        """Hear what a source has, and check it; return how many bytes of chunks came with it.
-
-        Args:
-            channel: To the source.
-            options: Of the fetch.
-            is_described: Whether it was asked for a full description.
+    async def agree(self, channel: Channel, options: FetchOptions) -> int:
+        """Receive a source's description, and check it; return how many bytes of chunks came with it.
 
         Raises:
             IntegrityError, ProtocolError, IncompatibleError: The source is of no use.
@@ -314,12 +305,12 @@ class _Fetch:
 
     async def _converse(self, source: PeerId, run: list[int]) -> None:
         target, asked = self._target, deque[list[int]]()
-        request = Open(self._key, target.lacks_description, self._options.waits)
+        request = Open(self._key, self._options.waits)
         async with self._rpc.open(
             source, service(self._name), request, self._options.open_seconds, expected_bytes=target.expected_bytes
         ) as channel:
             asking = not target.asks_at_once or await self._ask(channel, asked, run)
-            self._bytes_from[source] += await target.agree(channel, self._options, is_described=request.describe)
+            self._bytes_from[source] += await target.agree(channel, self._options)
             self._faults[source] = None
             if not self._pool.is_filled:
                 self._pool.fill(target.done)

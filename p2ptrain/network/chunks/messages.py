@@ -1,11 +1,13 @@
-"""Messages of a chunk transfer. One channel a source; chunks travel as bulk buffers, in the order asked for::
+"""Messages of a chunk transfer, which has one channel a source::
 
-receiver                                          source
-  | Open{key, describe}                             |
-  | Ask{chunks}, Ask{chunks} (asked ahead) ->       |
-  |                <- what it describes, if it does |
-  |                <- chunk, chunk, …               |
-  | Enough ->                                       |  ends the channel once all is sent
+    receiver                                     source
+      | Open{key}                                  |
+      | Ask{chunks}, Ask{chunks} (asked ahead) ->  |
+      |        <- a description, if there is one   |
+      |        <- chunk, chunk, …                  |
+      | Enough ->                                  |  ends the channel once all is sent
+
+Chunks travel as bulk buffers, in the order asked for.
 """
 
 from __future__ import annotations
@@ -26,12 +28,10 @@ class Open(Message, frozen=True):
 
     Attributes:
         key: Which of the things that are served under this name.
-        describe: Ask for a full description of it.
         waits: Whether the source may wait until it knows of it.
     """
 
     key: Annotated[bytes, Meta(max_length=64)] = b""
-    describe: bool = False
     waits: bool = False
 
 

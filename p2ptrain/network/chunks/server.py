@@ -25,7 +25,7 @@ class Supply(Protocol):
 
     num_chunks: int
 
-    async def describe(self, *, fully: bool) -> Message | None:
+    async def describe(self) -> Message | None:
         """Return what the receiver hears before any chunk; None for nothing."""
 
     async def read(self, index: int) -> bytes | bytearray | memoryview:
@@ -75,14 +75,14 @@ class ChunkServer:
             raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
         self._active[peer] += 1
         try:
-            await self._converse(channel, await self._find(request), request.describe)
+            await self._converse(channel, await self._find(request))
         finally:
             self._active[peer] -= 1
             if not self._active[peer]:
                 del self._active[peer]
 
-    async def _converse(self, channel: Channel, supply: Supply, fully: bool) -> None:
-        if (description := await supply.describe(fully=fully)) is not None:
+    async def _converse(self, channel: Channel, supply: Supply) -> None:
+        if (description := await supply.describe()) is not None:
             await channel.send(description)
         chunks_left = 4 * supply.num_chunks + MAX_ASKED  # More than any honest receiver needs.
         while True:

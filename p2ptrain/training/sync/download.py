@@ -21,7 +21,7 @@ from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.rpc.pace import LeastRate, receive_steadily
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance
-from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of, description_hash, leaf_of, proves
+from p2ptrain.training.state.digest import CHUNK_BYTES, Description, cut_of, description_hash, leaf_of, proves
 from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
 from p2ptrain.training.sync.partial_download import PartialDownload
 from p2ptrain.training.sync.state_server import STATE, HeldState
@@ -98,10 +98,6 @@ class _Target:
         return self._partial.is_complete
 
     @property
-    def lacks_description(self) -> bool:
-        return not self._partial.specs
-
-    @property
     def most_bytes(self) -> int:
         return stamped_bytes(CHUNK_BYTES, self._partial.cut.depth)
 
@@ -110,27 +106,24 @@ class _Target:
         cut = self._partial.cut
         return stamped_bytes(cut.chunk_bytes(index), cut.depth)
 
-    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
+    async def agree(self, channel: Channel, options: FetchOptions) -> int:
         """See `Target`. A description is proved by any chunk's proof; no memory is given to the state before that."""
         source, num_bytes = channel.remote, 0
         held = await channel.receive(HeldState, options.open_seconds, MAX_DESCRIPTION_BYTES)
         if held.layout != self._layout:
             raise IncompatibleError(f"peer {source[-8:]} trains a model of another shape")
         if not self._partial.specs:
-            num_bytes = await self._take_first(channel, held, options.least)
-        if held.num_chunks != self._partial.cut.num_chunks:
+            num_bytes = await self._take_first(channel, held.description, options.least)
+        if held.description.tensors != self._partial.specs:
             raise TemporaryError(f"peer {source[-8:]} holds a state of other tensors")
         return num_bytes
 
-    async def _take_first(self, channel: Channel, held: HeldState, least: LeastRate) -> int:
-        source = channel.remote
-        if held.description is None:
-            raise IntegrityError(f"peer {source[-8:]} did not describe its state")
-        self._admission.check_size(held.description.num_bytes)
-        specs = held.description.tensors
+    async def _take_first(self, channel: Channel, description: Description, least: LeastRate) -> int:
+        self._admission.check_size(description.num_bytes)
+        source, specs = channel.remote, description.tensors
         cut = cut_of(specs)
-        if not cut.num_chunks or cut.num_chunks != held.num_chunks:
-            raise IntegrityError(f"peer {source[-8:]} described a state that is not cut as it says")
+        if not cut.num_chunks:
+            raise IntegrityError(f"peer {source[-8:]} described a state of nothing")
         buffer = memoryview(bytearray(stamped_bytes(cut.chunk_bytes(0), cut.depth)))
         await channel.send(Ask([0]))
         await receive_steadily(channel, len(buffer), buffer, least)

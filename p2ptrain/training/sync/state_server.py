@@ -13,7 +13,7 @@ from p2ptrain.errors import TemporaryError
 from p2ptrain.network.chunks.messages import Open
 from p2ptrain.network.chunks.server import ChunkServer, Ration
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.schema import Count, Hash, Message, Nothing
+from p2ptrain.network.schema import Hash, Message, Nothing
 from p2ptrain.network.transport import PeerId
 from p2ptrain.training.state.digest import CHUNK_BYTES, Description, TensorSpec, cut_of
 from p2ptrain.training.state.shared_state import Head, SharedState, stamped_bytes
@@ -34,13 +34,11 @@ class HeldState(Message, frozen=True):
 
     Attributes:
         layout: Fingerprint of its model.
-        num_chunks: Of its state.
-        description: Of its state, if it was asked for one.
+        description: Of its state.
     """
 
     layout: Hash
-    num_chunks: Count
-    description: Description | None = None
+    description: Description
 
 
 class StateServer:
@@ -102,9 +100,9 @@ class _Supply:
         self.num_chunks = cut.num_chunks
         self._buffer = memoryview(bytearray(stamped_bytes(CHUNK_BYTES, cut.depth)))
 
-    async def describe(self, *, fully: bool) -> HeldState:
+    async def describe(self) -> HeldState:
         """See `Supply`."""
-        return HeldState(self._layout, self.num_chunks, Description(self._specs) if fully else None)
+        return HeldState(self._layout, Description(self._specs))
 
     async def read(self, index: int) -> memoryview:
         """See `Supply`."""

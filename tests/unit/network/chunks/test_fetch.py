@@ -27,7 +27,6 @@ class Wanted:
 
     most_bytes = CHUNK_BYTES
     expected_bytes = NUM_CHUNKS * CHUNK_BYTES
-    lacks_description = False
     asks_at_once = True
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class Wanted:
     def wire_bytes(self, index: int) -> int:
         return CHUNK_BYTES
 
-    async def agree(self, channel: Channel, options: FetchOptions, *, is_described: bool) -> int:
+    async def agree(self, channel: Channel, options: FetchOptions) -> int:
         return 0
 
     async def put(self, source: str, index: int, received: memoryview) -> int:
@@ -63,7 +62,7 @@ class Held:
     def __init__(self) -> None:
         self.chunks = list(CHUNKS)
 
-    async def describe(self, *, fully: bool) -> None:
+    async def describe(self) -> None:
         return None
 
     async def read(self, index: int) -> bytes:

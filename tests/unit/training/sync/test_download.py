@@ -159,7 +159,7 @@ def test_a_false_description_is_found_before_memory_is_given_to_it() -> None:
         async def lie(channel: Channel, request: Open) -> None:
             huge = (TensorSpec("vector", "float32", (1 << 30,)),)
             cut = cut_of(huge)
-            await channel.send(HeldState(swarm.layout, cut.num_chunks, Description(huge)))
+            await channel.send(HeldState(swarm.layout, Description(huge)))
             await channel.receive(FromReceiver, 10)
             stamp = Stamp.of(swarm.head).to_bytes()
             await channel.send_bytes(bytes(cut.chunk_bytes(0)) + stamp + bytes(HASH_BYTES * cut.depth))
@@ -198,7 +198,7 @@ def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for_it() 
 def test_a_source_that_describes_nonsense_is_given_up(hello: dict[str, Any]) -> None:
     async def check(swarm: Sources) -> None:
         async def lie(channel: Channel, request: Open) -> None:
-            await channel.send({"layout": swarm.layout, "num_chunks": 1, **hello})
+            await channel.send({"layout": swarm.layout, **hello})
             await channel.receive(FromReceiver, 10)
 
         swarm.sources[0].rpc.serve_channel("chunks.state", Open, lie)
@@ -265,8 +265,8 @@ def test_a_source_that_comes_back_is_resumed() -> None:
         async def cut_off(channel: Channel, request: Open) -> None:
             described = state.describe()
             assert described is not None
-            cut, specs = cut_of(described[1]), described[1]
-            await channel.send(HeldState(swarm.layout, cut.num_chunks, Description(specs)))
+            specs = described[1]
+            await channel.send(HeldState(swarm.layout, Description(specs)))
             buffer = memoryview(bytearray(2 * CHUNK_BYTES))
             for _ in range(2):
                 asked = await channel.receive(FromReceiver, 10)
