@@ -419,6 +419,20 @@ MUTANTS = (
         "unit/averaging/commit/test_round_log.py -k other_means",
     ),
     Mutant(
+        "a chunk of a result has its hash",
+        "averaging/commit/result_chunks.py",
+        "if await self._runtime.offload(_hash_of, self._spans[index], received) != self.hashes[index]:",
+        "if False:",
+        "unit/averaging/commit/test_result_chunks.py -k trusted",
+    ),
+    Mutant(
+        "a peer gets its ration of transfers",
+        "network/chunks/server.py",
+        "or self._active[peer] >= ration.transfers_per_peer:",
+        "or False:",
+        "unit/network/chunks/test_fetch.py -k ration",
+    ),
+    Mutant(
         "a delegate brings its group's result",
         "averaging/commit/provenance.py",
         "if codec_here.encode(self._values(first, last, pieces)) != memoryview(part)[begin:end]:",
