@@ -4,6 +4,7 @@ Both between the same two processes and daemons, in turn. The download includes 
 every chunk against the digest, and putting it in place; the raw stream only reads and drops.
 
     python -m benchmarks.bench_download --json results/download.json
+    python -m benchmarks.bench_download --quick
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from p2ptrain.network.transport import Stream
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import PartialDownload, StateServer, download_state, fetch_head
+from p2ptrain.training.sync.download import download_state
+from p2ptrain.training.sync.heads import fetch_head
+from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.state_server import StateServer
 
 START_SECONDS = 60.0
 TURN_SECONDS = 120.0
@@ -37,8 +41,8 @@ RAW = "/benchmark/raw"
 RAW_PIECE_BYTES = 256 * 1024
 
 
-def measure(num_values: int, turns: int, log: str | None) -> dict[str, Measured]:
-    """Seconds of ``turns`` downloads and raw streams in turn, after `WARM_UP_TURNS` of each.
+def measure(num_values: int, turns: int, warm_up: int, log: str | None) -> dict[str, Measured]:
+    """Seconds of ``turns`` downloads and raw streams in turn, after ``warm_up`` of each.
 
     Raises:
         RuntimeError: A process failed or took too long.
@@ -50,7 +54,7 @@ def measure(num_values: int, turns: int, log: str | None) -> dict[str, Measured]
         workers.tell_all(json.dumps(workers.hear_all(START_SECONDS)))
         workers.hear_all(START_SECONDS)
         newcomer = workers.all[1]
-        for turn in range(-WARM_UP_TURNS, turns):
+        for turn in range(-warm_up, turns):
             for kind, values in seconds.items():
                 newcomer.tell(kind)
                 value = newcomer.hear(TURN_SECONDS)["seconds"]
@@ -68,7 +72,7 @@ async def serve(role: str, num_values: int) -> None:
         if role == "source":
             state = SharedState.from_module(module, layout, AverageStep(layout, 0.7))
             state.head = genesis(SWARM, state.tree().root)
-            StateServer(peer.rpc, state, peer.runtime)
+            StateServer(peer.rpc, state)
             await peer.transport.serve(RAW, lambda stream: _send_raw(stream, 4 * num_values))
         await peer.rpc.start()
         source, _ = await peer.meet()
@@ -84,7 +88,7 @@ async def serve(role: str, num_values: int) -> None:
 async def _download(peer: LoopbackPeer, source: str, fingerprint: bytes) -> None:
     async with asyncio.timeout(TURN_SECONDS):
         admission = _Admission(await fetch_head(peer.rpc, source))
-        await download_state(peer.rpc, peer.runtime, lambda: [source], fingerprint, PartialDownload(), admission)
+        await download_state(peer.rpc, lambda: [source], fingerprint, PartialDownload(), admission)
 
 
 class _Admission:
@@ -125,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--values", type=int, default=10_000_000, help="fp32 values in the state")
     parser.add_argument("--turns", type=int, default=15, help="measurements of each")
+    parser.add_argument("--quick", action="store_true", help="3 measurements, and one before them")
     parser.add_argument("--log", metavar="FILE", help="where the processes' error output goes")
     parser.add_argument("--json", metavar="FILE", help="also write the results here")
     parser.add_argument("--worker", choices=("source", "newcomer"), help=argparse.SUPPRESS)
@@ -134,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         uvloop.run(serve(options.worker, options.values))
         return
     exit_on_signals()  # so that `measure` ends what it started
-    seconds = measure(options.values, options.turns, options.log)
+    turns, warm_up = (3, 1) if options.quick else (options.turns, WARM_UP_TURNS)
+    seconds = measure(options.values, turns, warm_up, options.log)
     ratio = Measured(
         tuple(raw / ours for raw, ours in zip(seconds["raw"].values, seconds["download"].values, strict=True))
     )

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.allreduce.runner import Attempts
 from p2ptrain.averaging.allreduce.session import Butterfly
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
-from p2ptrain.averaging.commit.broadcast import Ascent, DecidedError, Descent
+from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
 from p2ptrain.averaging.commit.contribution_log import OwnWork
 from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.commit.round_log import History, Means, Result
+from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.round_log import History, Result
 from p2ptrain.averaging.grouping.absentees import ANSWER_SECONDS
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
@@ -162,7 +163,7 @@ class Averager:
             rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, self.own_work, num_values
         )
         self._attempts.on_phase = self._enter
-        self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
+        self._broadcast = ResultBroadcast(rpc, runtime, self.history, spec.grace_seconds)
 
     @property
     def head(self) -> Head:
@@ -193,7 +194,7 @@ class Averager:
     async def close(self) -> None:
         """End everything that this averager started."""
         await self.matchmaker.close()
-        self._descent.close()
+        self._broadcast.close()
         await self._attempts.close()
 
     async def average(self, vector: torch.Tensor, tokens: int, samples: int, bandwidth: int = 0) -> RoundOutcome:
@@ -220,7 +221,7 @@ class Averager:
             ground = await self._average_level(head, vector, wish)
             risen = loop.time()
             if ground.certificate.body.is_last:
-                ascent = Ascent((), ground.means)
+                ascent = TreePath((), ground.means)
             else:
                 ascent, above = await self._rise(head, ground, wish)
         finally:
@@ -241,9 +242,9 @@ class Averager:
         for attempt_number in range(1, MAX_ATTEMPTS + 1):
             started = loop.time()
             self._enter("matchmaking")
-            self._descent.stands(joined=False)
+            self._broadcast.stands(joined=False)
             roster = await self.matchmaker.find_group(self._ticket(head, wish))
-            self._descent.stands(joined=wish.level > 0)
+            self._broadcast.stands(joined=wish.level > 0)
             matched = loop.time()
             matchmaking += matched - started
             butterfly = self._attempts.prepare(roster, head, vector, origin)
@@ -257,8 +258,13 @@ class Averager:
             butterfly.release()
         raise failure
 
-    async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _rise(
+        self, head: Head, stage: _Stage, wish: _Wish, on_path: Callable[[Path], None] = lambda path: None
+    ) -> tuple[TreePath, list[_Stage]]:
         """See a group's result through to the end of the round: stand for the group, or wait for who does.
+
+        Those that wait for this peer hear of the certificates above as soon as it does (``on_path``), and fetch chunks
+        of the last result while this peer does.
 
         Returns:
             What became of it, and this peer's stages further up, the lowest first.
@@ -269,39 +275,50 @@ class Averager:
         body = stage.certificate.body
         if body.level == 0:
             self.own_work.add_result(body)
-        self._descent.expect(body)
-        brought: tuple[Ascent, list[_Stage]] | None = None
+        self._broadcast.expect(body)
+
+        def tell(path: Path) -> None:
+            self._broadcast.tell(body, path)
+            on_path((stage.certificate, *path))
+
+        brought: tuple[TreePath, list[_Stage]] | None = None
         delegates = self._delegates(stage)[:MAX_DELEGATES]
         try:
             brought = await first_result(
-                [partial(self._bring, head, stage, wish, delegate) for delegate in delegates],
+                [partial(self._bring, head, stage, wish, delegate, tell) for delegate in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # Another delegate would end the round a second time.
             self.own_work.give_up_on(head)
             raise AttemptFailedError(str(error)) from error
         finally:
-            self._descent.conclude(body, brought[0] if brought else None)
+            self._broadcast.conclude(body, brought[0] if brought else None)
         if brought is None:
             self.own_work.give_up_on(head)
             raise AttemptFailedError("no delegate brought the group's result to the others")
         return brought
 
     async def _bring(
-        self, head: Head, stage: _Stage, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
-    ) -> tuple[Ascent, list[_Stage]]:
+        self,
+        head: Head,
+        stage: _Stage,
+        wish: _Wish,
+        delegate: str,
+        on_path: Callable[[Path], None],
+        on_quiet: Callable[[], None],
+    ) -> tuple[TreePath, list[_Stage]]:
         """What became of a group's result by way of one delegate, which may be this peer."""
         body, own = stage.certificate.body, delegate == self._rpc.peer_id
         try:
             if own:
-                return await self._represent(head, stage, wish)
+                return await self._represent(head, stage, wish, on_path)
             self._enter("gather")
             seconds = self._seconds_above(body)
-            return await self._descent.fetch(delegate, body, body.bounds[-1], seconds, on_quiet), []
+            return await self._broadcast.fetch(delegate, body, seconds, on_path, on_quiet), []
         except (TemporaryError, IntegrityError) as error:
             logger.info("round %d: delegate %s failed: %s", body.round, delegate[-8:], error)
             if own:
-                self._descent.conclude(body, None)
+                self._broadcast.conclude(body, None)
             raise
 
     def _delegates(self, stage: _Stage) -> list[str]:
@@ -316,7 +333,9 @@ class Averager:
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
-    async def _represent(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _represent(
+        self, head: Head, stage: _Stage, wish: _Wish, on_path: Callable[[Path], None]
+    ) -> tuple[TreePath, list[_Stage]]:
         """Take a group's result to the next level, and from there on up."""
         body = stage.certificate.body
         vector = await self._runtime.compute(self._decoded, body, stage.means)
@@ -328,9 +347,9 @@ class Averager:
         origin = Origin(stage.certificate, stage.means, source)
         upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
-            return Ascent((upper.certificate,), upper.means), [upper]
-        ascent, above = await self._rise(head, upper, brought)
-        return Ascent((upper.certificate, *ascent.path), ascent.means), [upper, *above]
+            return TreePath((upper.certificate,), upper.means), [upper]
+        ascent, above = await self._rise(head, upper, brought, on_path)
+        return TreePath((upper.certificate, *ascent.path), ascent.means), [upper, *above]
 
     def _decoded(self, body: Body, means: Means) -> torch.Tensor:
         import torch
@@ -339,7 +358,7 @@ class Averager:
         decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
         return vector
 
-    def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:
+    def _outcome(self, ground: _Stage, ascent: TreePath, above: list[_Stage], seconds_above: float) -> RoundOutcome:
         body, butterfly = ground.certificate.body, ground.butterfly
         own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
         last = ascent.path[-1] if ascent.path else ground.certificate

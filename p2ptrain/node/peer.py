@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from p2ptrain._version import __version__
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.errors import (
     BootstrapError,
@@ -362,18 +363,16 @@ class Peer:
         Raises:
             IncompatibleError, ManifestError: This machine does not have the manifest's codec or rule.
         """
-        from p2ptrain.training.state.vector_codec import vector_codec
+        from p2ptrain.training.sync.replica import Replica
         from p2ptrain.training.sync.synchronizer import Synchronizer
 
         self._warm_up_codecs()
-        self.synchronizer = Synchronizer(
-            self.rpc, self.runtime, self.identity, self.swarm, self.manifest, state,
-            vector_codec(self.manifest.averaging, state.layout), self.membership, self.options.upload_bandwidth,
-            self.jobs,
-        )  # fmt: skip
+        context = PeerContext(self.rpc, self.runtime, self.identity, self.swarm, self.manifest.averaging)
+        replica = Replica(context, self.manifest.training, state, self.membership)
+        self.synchronizer = Synchronizer(replica, self.options.upload_bandwidth, self.jobs)
         self._stack.push_async_callback(self.synchronizer.close)
         self.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
-        self.synchronizer.on_change = self.presence.changed
+        self.synchronizer.replica.on_change = self.presence.changed
         return self.synchronizer
 
     def host(self, stage: HostedStage) -> None:
@@ -386,7 +385,7 @@ class Peer:
         self.synchronizer = stage.units[0].synchronizer
         for unit in stage.units:
             unit.synchronizer.averager.is_reachable = lambda: not self.reach.is_outbound_only
-            unit.synchronizer.on_change = self.presence.changed
+            unit.synchronizer.replica.on_change = self.presence.changed
 
     async def _close_hosted(self) -> None:
         for stage in self.hosted:
@@ -440,8 +439,8 @@ class Peer:
             started_at=status.started_at,
             last_rounds=tuple(sync.reports) if sync else (),
             direct_refusals=self.transport.num_refused,
-            trained_tokens=sync.trained_tokens if sync else 0,
-            trained_rounds=sync.trained_rounds if sync else 0,
+            trained_tokens=sync.replica.trained_tokens if sync else 0,
+            trained_rounds=sync.replica.trained_rounds if sync else 0,
             stages=tuple(report for stage in self.hosted for report in stage.reports()) or self.intended,
             next_stage=activity.next_stage(),
             clock_skew_seconds=-self.runtime.clock_offset_seconds,

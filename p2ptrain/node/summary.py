@@ -67,7 +67,7 @@ def write_summary(
         rounds: That it saw committed where it averages nothing itself.
     """
     sync, in_stages = peer.synchronizer, peer.manifest.in_stages
-    trained = sync.trained_tokens if sync is not None else 0
+    trained = sync.replica.trained_tokens if sync is not None else 0
     tokens = progress.tokens if in_stages else trained
     summary = Summary(
         peer=peer.identity.peer_id,

@@ -46,7 +46,7 @@ def progress_of(peer: Peer, is_leaving: bool) -> PeerProgress:
     sync = peer.synchronizer
     phase, seconds = "idle", None
     if sync is not None:
-        phase = sync.phase
+        phase = sync.averager.phase
         seconds = sync.averager.matchmaker.pacing.seconds_left
         if seconds is None:
             seconds = seconds_to_round(sync.reports, sync.rested_since, asyncio.get_running_loop().time())

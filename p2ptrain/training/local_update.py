@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class LocalWork:
-    """Implements `p2ptrain.training.sync.contribution.Work`.
+    """Implements `p2ptrain.training.sync.contribution.Contribution`.
 
     Attributes:
         pending: By fragment: tokens whose work on it is not contributed yet.
@@ -67,15 +67,15 @@ class LocalWork:
 
     @property
     def tokens(self) -> int:
-        """See `Work.tokens`."""
+        """See `Contribution.tokens`."""
         return sum(self.pending) // len(self.pending)
 
     def tokens_of(self, fragment: Fragment) -> int:
-        """See `Work.tokens_of`."""
+        """See `Contribution.tokens_of`."""
         return self.pending[fragment.index] // len(self.pending)
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Work.at_rest`."""
+        """See `Contribution.at_rest`."""
         return self.rest.held()
 
     def add_step(self, samples: int, tokens: int) -> None:
@@ -109,7 +109,7 @@ class LocalWork:
         fragment: Fragment | None = None,
         counted: tuple[int, int] = (0, 0),
     ) -> None:
-        """See `Work.adopt`."""
+        """See `Contribution.adopt`."""
         affected = range(len(self.pending)) if fragment is None else [fragment.index]
         fragment = fragment or self.state.fragments.whole
         target = self._shared(fragment)
@@ -136,7 +136,7 @@ class LocalWork:
             self.steps = 0  # A carried fragment's turn comes again when its turn comes.
 
     def begin_anew(self) -> None:
-        """See `Work.begin_anew`."""
+        """See `Contribution.begin_anew`."""
         self.adopt(False, None)
         if self._inner is not None:
             self._inner.state.clear()

@@ -376,7 +376,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if self._dropped.in_a_row == DROPS_TO_BEGIN_ANEW:
             if self._flight is not None:
                 self.synchronize()
-            self._bridge.wait(self._synchronizer.begin_anew(self._work))
+            self._bridge.wait(self._synchronizer.replica.begin_anew(self._work))
             logger.warning("round %d: this peer begins anew from the state of the swarm", self.round)
 
     @property

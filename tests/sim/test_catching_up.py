@@ -96,7 +96,7 @@ class Trainers:
         )
         trainer.state.replace(checkpoint.tensors, checkpoint.head)
         trainer.sync.averager.set_head(checkpoint.head)
-        trainer.sync.restore_residual(checkpoint.residual)
+        trainer.sync.replica.restore_residual(checkpoint.residual)
         if checkpoint.work[0] and trainer.work.restore(*checkpoint.work):
             trainer.sync.averager.own_work.forget(range(len(trainer.work.pending)))
         await trainer.rpc.start()
@@ -139,7 +139,7 @@ async def trainers(
 async def bytes_to_follow(trainer: SimulatedTrainer) -> int:
     """What a trainer receives to catch up."""
     before = trainer.rpc.bytes_received
-    assert await trainer.sync.follow_swarm(trainer.work)
+    assert await trainer.sync.catch_up.follow_swarm(trainer.work)
     return trainer.rpc.bytes_received - before
 
 
@@ -164,7 +164,7 @@ def test_a_laggard_moves_the_fewer_bytes_and_holds_the_same_bits(codec: str, num
             moved = await bytes_to_follow(laggard)
             replay_bytes = num_missed * get_codec(codec).encoded_bytes(NUM_VALUES)
             assert moved <= min(replay_bytes, STATE_BYTES) / 0.9 + OVERHEAD_BYTES
-            assert laggard.sync.resyncs == (0.9 * replay_bytes > STATE_BYTES)
+            assert laggard.sync.catch_up.resyncs == (0.9 * replay_bytes > STATE_BYTES)
             assert_equal_states(*swarm.all.values())
 
     simulate(main, seed=num_rounds)
@@ -186,7 +186,7 @@ def test_work_that_waits_is_carried_alike_and_counted_once(is_download: bool, mo
             await swarm.come_back("c")
             num_missed = swarm.all["a"].sync.head.round - laggard.sync.head.round
             await bytes_to_follow(laggard)
-            assert laggard.sync.resyncs == is_download
+            assert laggard.sync.catch_up.resyncs == is_download
             assert_equal_states(*swarm.all.values())
             carried = torch.empty(NUM_VALUES)
             laggard.work.collect(carried)
@@ -222,7 +222,7 @@ def test_each_fragment_s_work_decays_with_the_rounds_that_it_missed(
             await swarm.come_back("c")
             missed = range(first, swarm.all["a"].sync.head.round)
             await bytes_to_follow(laggard)
-            assert laggard.sync.resyncs == is_download
+            assert laggard.sync.catch_up.resyncs == is_download
             assert_equal_states(*swarm.all.values())
             carried = torch.empty_like(work)
             laggard.work.collect(carried)
@@ -267,7 +267,7 @@ def test_work_in_a_round_whose_end_was_not_seen_is_not_brought_again(
             await swarm.rounds("abc", 2)
             await swarm.come_back("d")
             await bytes_to_follow(laggard)
-            assert laggard.sync.resyncs == is_download
+            assert laggard.sync.catch_up.resyncs == is_download
             assert laggard.work.tokens == 0
             assert not bool(laggard.sync.feedback.residual.any())  # type: ignore[union-attr]
             assert_equal_states(*swarm.all.values())
@@ -293,8 +293,8 @@ def test_rounds_that_the_source_does_not_have_come_from_others_before_the_state_
                 swarm.all["a"].peer.peer_id, laggard.sync.head.lineage
             ) == swarm.all["a"].sync.averager.history.chain(laggard.sync.head.lineage)
             assert not newcomer.sync.averager.history.chain(laggard.sync.head.lineage)
-            assert await laggard.sync._follower.follow(source, laggard.work)
-            assert laggard.sync.resyncs == (not others_have_it)
+            assert await laggard.sync.catch_up.follow(source, laggard.work)
+            assert laggard.sync.catch_up.resyncs == (not others_have_it)
             assert_equal_states(*swarm.all.values())
 
     simulate(main, seed=3)

@@ -11,7 +11,7 @@ import torch
 
 from p2ptrain.errors import DivergedError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.synchronizer import MAX_DROPS
+from p2ptrain.training.sync.replica import MAX_DROPS
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 SECONDS = 300.0

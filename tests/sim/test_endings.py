@@ -8,7 +8,7 @@ import pytest
 
 from p2ptrain.errors import IntegrityError
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.sync.catch_up import MAX_HEALINGS
+from p2ptrain.training.sync.catch_up import MAX_REPAIRS
 from tests.support.sim.trainers import SimulatedSwarm, make_manifest
 
 
@@ -39,6 +39,6 @@ def test_damaged_memory_that_nobody_can_mend_ends_training_with_what_to_do() -> 
         with pytest.raises(IntegrityError, match="start again from the last checkpoint"):
             await asyncio.wait_for(asyncio.shield(swarm.tasks["lone"]), 600)
         assert lone.sync.head == stands_at
-        assert len(lone.results) - tried == MAX_HEALINGS - 1
+        assert len(lone.results) - tried == MAX_REPAIRS - 1
 
     simulate(main, seed=1)

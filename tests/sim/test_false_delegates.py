@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from p2ptrain.averaging.allreduce.session import Butterfly
-from p2ptrain.averaging.commit.broadcast import FALSE_PIECE
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork
 from tests.support.sim import false_owners
@@ -149,19 +149,30 @@ def test_a_delegate_that_complains_for_nothing_has_the_others_look_and_go_on() -
     run(24, scenario, seed=2, spec=CHECKED)
 
 
-def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them() -> None:
+@pytest.mark.parametrize("what", ["chunks", "hashes"])
+def test_false_chunks_of_a_result_are_fetched_elsewhere_and_counted_against_who_sent_them(what: str) -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
         evil = started[3]
 
-        async def send_other_bytes(channel: Channel, request: dict[str, Any]) -> None:
-            pieces = evil.averager._descent._kept.get(request["body"])
-            if pieces is not None:
-                for piece in request["pieces"]:
-                    await channel.send_bytes(bytes(len(pieces.view(piece))))
-            await channel.send({"done": True})
+        async def send_other_bytes(channel: Channel, request: Open) -> None:
+            chunks = evil.averager.history.shared(request.key)
+            while chunks is not None and isinstance(asked := await channel.receive(FromReceiver, 60.0), Ask):
+                for index in asked.chunks:
+                    await channel.send_bytes(bytes(chunks.wire_bytes(index)))
 
-        evil.rpc.serve_channel("descent.pieces", dict, send_other_bytes)
+        right = evil.averager.history.chunks_of
+
+        def with_other_hashes(*arguments: Any) -> Any:
+            chunks = right(*arguments)
+            if chunks.is_complete:
+                chunks.hashes = (bytes(32),) * chunks.num_chunks
+            return chunks
+
+        if what == "chunks":
+            evil.rpc.serve_channel("chunks.result", Open, send_other_bytes)
+        else:
+            evil.averager.history.chunks_of = with_other_hashes  # type: ignore[method-assign, assignment]
         honest = [each for each in started if each is not evil]
         committed, rounds, refused = 0, 0, set[str]()
         while rounds < 6 or not refused:  # Who is asked for pieces is a matter of the round.
@@ -174,7 +185,7 @@ def test_false_pieces_of_a_result_are_fetched_elsewhere_and_counted_against_who_
             assert len({result.certificate.body.body_hash for result in ended}) <= 1
             assert len({tuple(map(bytes, result.means)) for result in ended}) <= 1
             committed += len(ended)
-            refused = {peer for each in honest for peer, cause in each.rpc.refusals if cause == FALSE_PIECE}
+            refused = {peer for each in honest for peer, cause in each.rpc.refusals if cause == "bad result"}
         assert committed >= rounds * len(honest) / 2  # The others' delegate was the liar, or their cell was full.
         assert refused == {evil.peer.peer_id}
 

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.sync.heads import HeldHead
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
 
@@ -45,10 +46,10 @@ async def _trainers(network: SimulatedNetwork, names: str) -> AsyncIterator[list
 def _offer(source: SimulatedTrainer, head: Head) -> None:
     """Let a trainer offer its state under another head."""
 
-    async def info(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"head": head.to_dict(), "layout": source.state.layout.fingerprint}
+    async def info(peer: str, request: Nothing) -> HeldHead:
+        return HeldHead(head)
 
-    source.rpc.serve("state.info", dict, info)
+    source.rpc.serve("state.head", Nothing, info)
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,9 @@ def test_a_head_that_its_certificate_does_not_prove_is_refused(forge: Callable[[
         async with _trainers(network, "abn") as (a, _, newcomer):
             before = newcomer.sync.head
             _offer(a, forge(a.sync.head))
-            assert not await newcomer.sync.follow(a.peer.peer_id, None)
+            assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
             assert newcomer.sync.head == before
-            assert newcomer.sync.resyncs == 0
+            assert newcomer.sync.catch_up.resyncs == 0
 
     simulate(main, seed=1)
 
@@ -85,9 +86,9 @@ def test_a_state_whose_digest_most_others_do_not_announce_is_refused() -> None:
                 a.state.vector.add_(1.0)
             a.state._tree = None
             a.sync.state.head = replace(a.sync.head, digest=a.state.tree().root)
-            assert not await newcomer.sync.follow(a.peer.peer_id, None)
+            assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
             assert newcomer.sync.head == before
-            assert await newcomer.sync.follow(b.peer.peer_id, None)
+            assert await newcomer.sync.catch_up.follow(b.peer.peer_id, None)
             assert newcomer.sync.head == b.sync.head
 
     simulate(main, seed=2)
@@ -106,7 +107,7 @@ def test_a_state_with_values_that_are_not_finite_is_refused(value: float) -> Non
             await a.presence.publish()
             await asyncio.sleep(30.0)
             await newcomer.presence.refresh()
-            assert not await newcomer.sync.follow(a.peer.peer_id, None)
+            assert not await newcomer.sync.catch_up.follow(a.peer.peer_id, None)
             assert newcomer.sync.head == before
             assert torch.equal(newcomer.state.vector, vector)
 

@@ -53,7 +53,7 @@ def test_a_trainer_that_replays_rounds_steps_at_their_rates(caplog: pytest.LogCa
                 SECONDS,
                 "all are together again",
             )
-        assert late.sync.resyncs == 0, "it downloaded the state"
+        assert late.sync.catch_up.resyncs == 0, "it downloaded the state"
         accounts.check_conservation()
         assert accounts.values.num_checked > 0
         await swarm.end()

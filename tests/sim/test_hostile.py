@@ -19,7 +19,10 @@ from p2ptrain.averaging.grouping.pending_group import Answer
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import PeerRefusedError, TemporaryError
+from p2ptrain.network.chunks.messages import Open
+from p2ptrain.network.schema import Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from p2ptrain.training.sync.heads import HeldHead
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.hostile import BAD_MESSAGES, BROKEN_PARTS, boast, lead_badly, lie_in_rounds, never
@@ -354,12 +357,12 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
         boast(evil)
         if stalls:
             evil.rpc.serve("history.after", dict, never)
-            evil.rpc.serve("state.info", dict, never)
+            evil.rpc.serve("state.head", dict, never)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, corrupt)
         await go_on(swarm, honest, rounds=15)
-        assert all(trainer.sync.resyncs == 0 for trainer in honest)
+        assert all(trainer.sync.catch_up.resyncs == 0 for trainer in honest)
         await swarm.end()
 
     simulate(main, seed)
@@ -369,9 +372,9 @@ def test_a_record_that_promises_a_long_lineage_costs_little(stalls: bool, seed: 
 def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
     async def main(network: SimulatedNetwork) -> None:
         def corrupt(evil: SimulatedTrainer) -> None:
-            serve = evil.rpc._server._services["state.chunks"].handler
+            serve = evil.rpc._server._services["chunks.state"].handler
 
-            async def lying(channel: Any, request: Message) -> None:
+            async def lying(channel: Any, request: Open) -> None:
                 send = channel.send_bytes
 
                 async def send_wrong(data: Any, **options: Any) -> None:
@@ -380,7 +383,7 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
                 channel.send_bytes = send_wrong
                 await serve(channel, request)
 
-            evil.rpc.serve_channel("state.chunks", dict, lying)
+            evil.rpc.serve_channel("chunks.state", Open, lying)
 
         swarm, honest, _ = await start(network, corrupt, history_rounds=1)
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
@@ -395,7 +398,7 @@ def test_a_state_server_that_lies_is_found_out_and_another_asked() -> None:
                 SECONDS,
                 "all take part",
             )
-        assert all(trainer.sync.resyncs for trainer in late)
+        assert all(trainer.sync.catch_up.resyncs for trainer in late)
         assert sum(trainer.rpc.refusals[evil_id, "bad state"] for trainer in late)
         await go_on(swarm, [*honest, *late])
         await swarm.end()
@@ -411,18 +414,17 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
         describe = evil.describe
         evil.presence._describe = lambda: replace(describe(), digest=b"w" * 32)
 
-        async def info(peer: str, request: Message) -> Message:
-            head = replace(evil.sync.head, digest=b"w" * 32)
-            return {"head": head.to_dict(), "layout": evil.state.layout.fingerprint}
+        async def info(peer: str, request: Nothing) -> HeldHead:
+            return HeldHead(replace(evil.sync.head, digest=b"w" * 32))
 
-        evil.rpc.serve("state.info", dict, info)
+        evil.rpc.serve("state.head", Nothing, info)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, corrupt, history_rounds=1)
         await swarm.until(lambda: swarm.in_agreement(4), 60, "the first rounds are forgotten")
         late = swarm.start("late")
         await swarm.until(lambda: any(r.contributed for r in late.results), SECONDS, "the newcomer takes part")
-        assert late.sync.resyncs == 1
+        assert late.sync.catch_up.resyncs == 1
         await go_on(swarm, [*honest, late])
         assert b"w" * 32 not in {trainer.sync.head.digest for trainer in [*honest, late]}
         await swarm.end()

@@ -15,6 +15,8 @@ import pytest
 
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IntegrityError, ResourceError
+from p2ptrain.network.chunks.fetch import FetchOptions
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer, simulate
 from p2ptrain.training.state import digest
@@ -22,9 +24,8 @@ from p2ptrain.training.state.shared_state import SharedState, Stamp
 from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import rounds_since, state_server
 from p2ptrain.training.sync.background_download import StateDownload
-from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits
 from tests.support.sim.trainers import SimulatedSwarm, SimulatedTrainer, make_manifest
 
 WIDTH = 100
@@ -49,9 +50,9 @@ class Swarm(SimulatedSwarm):
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "ServeLimits", partial(ServeLimits, bytes_per_second=upload))
-        times = TransferTimes(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, times=times))
+        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=upload))
+        options = FetchOptions(least=LeastRate(bytes_per_second=upload / 100, window_seconds=600.0))
+        patch.setattr(downloading, "download_state", partial(download_state, options=options))
         put, kept, disk_ = PartialDownload.put, self.kept, disk
 
         def counted(download: PartialDownload, *chunk: Any) -> bool:
@@ -81,7 +82,7 @@ class Swarm(SimulatedSwarm):
         await self.until(lambda: self.in_agreement(last + 2), 120, "the newcomers take part")
         heads = {trainer.sync.head.lineage: trainer.sync.head.digest for trainer in self.alive}
         assert all(heads[trainer.sync.head.lineage] == trainer.sync.head.digest for trainer in self.alive)
-        assert all(each.sync.resyncs == 1 for each in newcomers)
+        assert all(each.sync.catch_up.resyncs == 1 for each in newcomers)
         assert not list(self._disk.glob("*/*/*")), "what was downloaded is of no use any more"
 
 
@@ -165,7 +166,7 @@ def test_a_trainer_that_is_far_behind_downloads_and_the_others_do_not_wait_for_i
         await asyncio.sleep(30.0 * HISTORY_ROUNDS)
         network.mend(late.peer)
         began = network.loop.time()
-        await swarm.until(lambda: late.sync.resyncs == 1, 900, "the download")
+        await swarm.until(lambda: late.sync.catch_up.resyncs == 1, 900, "the download")
         assert network.loop.time() - began > 150
         times = [at for at, name, _ in swarm.ledger.commits if name == "a" and at > began]
         gaps = sorted(later - earlier for earlier, later in pairwise(times))
@@ -239,7 +240,7 @@ def test_a_full_disk_ends_the_newcomer_and_is_no_fault_of_its_sources(
                 async with asyncio.timeout(60):
                     await swarm.tasks.pop("n")
         with pytest.raises(IntegrityError, match="more than a model of this size"):
-            newcomer.sync._follower._downloaded.check_size(100 * STATE_BYTES)
+            newcomer.sync.catch_up._downloaded.check_size(100 * STATE_BYTES)
         for name in "ab":
             peer = swarm.trainers[name].peer.peer_id
             assert not newcomer.membership.is_suspect(peer)

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from p2ptrain.network.chunks.fetch import FetchOptions
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.node.roles.training import WAITING
@@ -17,9 +19,8 @@ from p2ptrain.training.loop import Trainer
 from p2ptrain.training.state import digest
 from p2ptrain.training.sync import background_download as downloading
 from p2ptrain.training.sync import state_server
-from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits
 from tests.support.sim.product_peers import ProductSwarm, small_manifest, use_virtual_time
 
 CHUNK_BYTES = 1024
@@ -48,14 +49,14 @@ class OneSource:
         digest.cut_of.cache_clear()
         patch.setattr(digest, "CHUNK_BYTES", CHUNK_BYTES)
         patch.setattr(state_server, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(state_server, "ServeLimits", partial(ServeLimits, bytes_per_second=UPLOAD))
+        patch.setattr(state_server, "Ration", partial(Ration, bytes_per_second=UPLOAD))
         self.network = network
         self.swarm = ProductSwarm(
             network, small_manifest(text, {"every": 4, "warmup_steps": 4}, history_rounds=HISTORY_ROUNDS), folder
         )
         use_virtual_time(patch, self.swarm)
-        times = TransferTimes(least=LeastRate(bytes_per_second=UPLOAD / 100, window_seconds=600.0))
-        patch.setattr(downloading, "download_state", partial(download_state, times=times))
+        options = FetchOptions(least=LeastRate(bytes_per_second=UPLOAD / 100, window_seconds=600.0))
+        patch.setattr(downloading, "download_state", partial(download_state, options=options))
         self.kept = 0
         self.stepped: dict[str, list[int]] = {}
         self.swarm.before_step = self._note

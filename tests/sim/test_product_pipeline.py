@@ -113,7 +113,7 @@ def test_a_stage_host_that_is_killed_costs_no_round_and_comes_back_from_its_chec
         start_host(swarm, "host1b", 2 * ROUNDS)
         await asyncio.gather(*swarm.tasks.values())
         assert {swarm.round(name) for name in HOSTS} == {2 * ROUNDS}
-        assert swarm.sync("host1b").trained_rounds > 0
+        assert swarm.sync("host1b").replica.trained_rounds > 0
         assert swarm.summary("host1a").rounds_aborted <= 1
 
     simulate(main, seed=1)

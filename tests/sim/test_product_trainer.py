@@ -41,7 +41,7 @@ def test_trainers_commit_rounds_and_hold_the_same_bits(
         syncs = [node.synchronizer for node in swarm.nodes.values()]
         heads = [sync.head for sync in syncs if sync is not None]
         assert heads[0].round == ROUNDS
-        assert sum(sync.trained_tokens for sync in syncs if sync is not None) == heads[0].tokens
+        assert sum(sync.replica.trained_tokens for sync in syncs if sync is not None) == heads[0].tokens
         assert all(sync.rounds_committed for sync in syncs if sync is not None)
 
     simulate(main, seed=every)
@@ -73,7 +73,7 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint(
         assert len(swarm.heads()) == 1
         again = swarm.nodes["c"].synchronizer
         assert again is not None
-        assert again.trained_rounds > 0
+        assert again.replica.trained_rounds > 0
 
     simulate(main, seed=every)
 
@@ -155,7 +155,7 @@ def test_a_trainer_that_is_told_to_stop_hands_in_its_work_and_saves(
         await asyncio.gather(*swarm.tasks.values())
         assert len(swarm.heads()) == 1
         assert "c" in swarm.trainers
-        assert swarm.sync("c").trained_rounds > 0
+        assert swarm.sync("c").replica.trained_rounds > 0
 
     simulate(main, seed=every)
 

@@ -17,11 +17,11 @@ def test_reports_add_up_to_the_lineage_and_name_the_state_that_all_hold(num_peer
         syncs = [trainer.sync for trainer in swarm.trainers.values()]
 
         def all_took_part_and_stand_at_one_head() -> bool:
-            took_part = all(sync.trained_rounds >= 3 for sync in syncs)
+            took_part = all(sync.replica.trained_rounds >= 3 for sync in syncs)
             return took_part and len({sync.head.lineage for sync in syncs}) == 1
 
         await swarm.until(all_took_part_and_stand_at_one_head, 180, "all are in a few rounds")
-        assert sum(sync.trained_tokens for sync in syncs) == syncs[0].head.tokens
+        assert sum(sync.replica.trained_tokens for sync in syncs) == syncs[0].head.tokens
         states: dict[int, set[bytes]] = {}
         for sync in syncs:
             done = [report for report in sync.reports if report.committed]
@@ -30,7 +30,7 @@ def test_reports_add_up_to_the_lineage_and_name_the_state_that_all_hold(num_peer
                 assert report.matchmaking_seconds >= 0.0
                 assert report.transfer_seconds >= 0.0
                 assert report.matchmaking_seconds + report.transfer_seconds <= report.seconds + 1e-6
-            assert sum(report.contributed for report in sync.reports) <= sync.trained_rounds
+            assert sum(report.contributed for report in sync.reports) <= sync.replica.trained_rounds
             assert any(report.compute_seconds > 0.0 for report in done), "it trains between two rounds"
         assert all(len(digests) == 1 and bytes(32) not in digests for digests in states.values())
         await swarm.end()

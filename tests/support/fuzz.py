@@ -49,8 +49,8 @@ def check(schema: type[Message], data: st.DataObject, known: Known | None = None
     values = _over_the_wire(data.draw(fitting(schema, known)))
     try:
         message = from_wire(schema, values)
-    except IntegrityError:
-        assert any(hasattr(each, "__post_init__") for each in [schema, *schema.__subclasses__()])
+    except IntegrityError as error:
+        assert "Expected" not in str(error)  # So begin refusals for a type or a bound.
         return None
     assert _over_the_wire(to_wire(message)) == values
     return message

@@ -41,6 +41,7 @@ class LoneSynchronizer:
         self.state = state
         self.feedback = SimpleNamespace(residual=torch.arange(state.layout.num_values, dtype=torch.float32))
         self.averager = SimpleNamespace(own_work=self)
+        self.replica = self
         self.forgot: list[int] = []
         self.fail_rounds = False
         self.place: tuple[int, int] | None = (0, 1)

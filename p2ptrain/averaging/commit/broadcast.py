@@ -2,10 +2,11 @@
 
 A member asks its delegate, which says that it is at it until it holds the result
 (`p2ptrain.averaging.timing.keepalive`), and then answers: the certificates of all levels above, by which the member
-sees that its cell's result is in it, and a hash of each piece of the encoded means. Then every member fetches its own
-pieces, one in n, from the delegate, and all others from the members whose own they are. So the delegate sends one
-vector, whatever the number of members, and nobody sends or receives more than one. What somebody fails to bring is
-fetched from the delegate; every piece is checked by itself, so that who sends a false one is known.
+sees that its cell's result is in it, and the hashes of the result's chunks, for which the last certificate vouches.
+Then every member fetches its own chunks, one in n, from the delegate, and all others from the members whose own they
+are (`p2ptrain.network.chunks`). So the delegate sends one vector, whatever the number of members, and nobody sends or
+receives more than one. Chunks go on while others arrive, on all levels: a delegate answers once it knows the
+certificates and the hashes, and hands each chunk on when it has it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Annotated
 
-from p2ptrain.averaging.commit.round_log import History, Means
+from msgspec import Meta
+
+from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
+from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, History
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
 from p2ptrain.averaging.timing.keepalive import Stage, answer_after_beats, beat_until
@@ -31,32 +34,40 @@ from p2ptrain.errors import (
     ProtocolError,
     TemporaryError,
 )
-from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Hash, Message, from_wire
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 1 << 18
 OPEN_TIMEOUT_SECONDS = 8.0
 QUIET_GRACES = 0.5
 """By so much of the grace period a delegate's sign of life may be late, and so may the next one's, before the groups of
 the level above, whose grace period is longer, go on without their cell."""
-KNOWN_WAIT_SECONDS = 5.0
-"""How long a member may take to come to know of a cell's result that another member holds."""
 TRIES_ABOVE = 4
-"""How often those that made a result are asked for it, within a grace period."""
+"""Rounds of asking those that made a result for it, within a grace period."""
 MAX_REPLY_BYTES = 8 << 20
-FALSE_PIECE = "false piece"
-"""What is counted against who sent other bytes than the result has."""
-MAX_KEPT = 2
 MAX_CELLS_KEPT = 8
 
-Known = TypeVar("Known")
+OUTCOME = "broadcast.outcome"
+FAILURES = (PeerError, DeadlineError, IntegrityError)
 Path = tuple[Certificate, ...]
 """The certificates of the levels above a cell's, up to the one that ends the round."""
+
+
+class AskOutcome(Message, frozen=True):
+    """Ask how a cell's result ended; the delegate says that it is at it until it knows."""
+
+    cell: Hash
+
+
+class Outcome(Message, frozen=True):
+    """The certificates above a cell's result, and the hashes of the last one's chunks."""
+
+    path: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=MAX_LEVELS - 1)]
+    hashes: tuple[Hash, ...]
 
 
 class DecidedError(TemporaryError):
@@ -64,8 +75,8 @@ class DecidedError(TemporaryError):
 
 
 @dataclass(frozen=True)
-class Ascent:
-    """What became of a cell's result.
+class TreePath:
+    """The way of a cell's result into the round's.
 
     Attributes:
         path: How it got there.
@@ -76,7 +87,7 @@ class Ascent:
     means: Means
 
     def counts(self, body: Body) -> bool:
-        """Whether a cell's result is in the round's, by the way that `path` shows."""
+        """True if a cell's result is in the round's, by the way that `path` shows."""
         for certificate in self.path:
             above = certificate.body
             brought = {above.children[index] for index, *_ in above.contributors}
@@ -99,46 +110,7 @@ class Ascent:
         return index, sum(body.peers)
 
 
-@dataclass
-class _Pieces:
-    """Encoded means, in the making, complete, or given up."""
-
-    means: Means
-    cuts: list[tuple[int, int, int]]
-    there: list[bool]
-    given_up: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def view(self, piece: int) -> memoryview:
-        """The piece's bytes."""
-        share, low, high = self.cuts[piece]
-        return memoryview(self.means[share])[low:high]
-
-    def arrived(self, piece: int) -> None:
-        """Let the piece go on to others."""
-        self.there[piece] = True
-        self._wake()
-
-    def give_up(self) -> None:
-        """Nothing more arrives."""
-        self.given_up = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
-
-
-def cut_pieces(sizes: list[int]) -> list[tuple[int, int, int]]:
-    """(share, first byte, the byte after its last) of all pieces of means of so many bytes."""
-    return [
-        (share, low, min(low + PIECE_BYTES, size))
-        for share, size in enumerate(sizes)
-        for low in range(0, size, PIECE_BYTES)
-    ]
-
-
-class Descent:
+class ResultBroadcast:
     """Hands the results of rounds on to those that wait for them, and fetches them from others."""
 
     def __init__(self, rpc: Rpc, runtime: Runtime, history: History, grace_seconds: float) -> None:
@@ -146,7 +118,7 @@ class Descent:
         Args:
             rpc: To reach the others.
             runtime: For arithmetic.
-            history: Checks what was fetched.
+            history: Serves and fetches what is in a result.
             grace_seconds: How long those may take that are slower than most.
         """
         self._rpc = rpc
@@ -154,27 +126,32 @@ class Descent:
         self._history = history
         self._grace_seconds = grace_seconds
         self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
-        self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
         self._changed = asyncio.Event()
         self._stage = Stage()
-        rpc.serve_channel("descent.result", dict, self._serve_result)
-        rpc.serve_channel("descent.pieces", dict, self._serve_pieces)
+        rpc.serve_channel(OUTCOME, AskOutcome, self._serve)
 
     def expect(self, cell: Body) -> None:
-        """Note that this peer holds a cell's result, and will `conclude` what becomes of it."""
+        """Note that this peer holds a cell's result, and will `conclude` its way up."""
         self._ends[cell.body_hash] = asyncio.get_running_loop().create_future()
         while len(self._ends) > MAX_CELLS_KEPT:
             self._ends.popitem(last=False)[1].cancel()
-        self._wake()
+        event, self._changed = self._changed, asyncio.Event()
+        event.set()
 
-    def conclude(self, cell: Body, ascent: Ascent | None) -> None:
-        """Tell those that wait what became of a cell's result: None for nothing that this peer could bring about."""
-        if (end := self._ends.get(cell.body_hash)) is None or end.done():
+    def tell(self, cell: Body, path: Path) -> None:
+        """Tell those that wait how a cell's result ended; the last one's chunks are here, or on their way here."""
+        end = self._ends.get(cell.body_hash)
+        if end is not None and not end.done():
+            end.set_result(path)
+
+    def conclude(self, cell: Body, found: TreePath | None) -> None:
+        """Tell those that wait how a cell's result ended: None for nothing that this peer could bring about."""
+        end = self._ends.get(cell.body_hash)
+        if found is not None and self._history.shared((body := found.path[-1].body).body_hash) is None:
+            self._history.share(self._history.chunks_of(self._rpc.peer_id, body, body.bounds[-1], found.means))
+        if end is None or end.done():
             self.expect(cell)
-        if ascent is not None and ascent.path[-1].body.body_hash not in self._kept:
-            cuts = cut_pieces([len(mean) for mean in ascent.means])
-            self._keep(ascent.path[-1].body, _Pieces(ascent.means, cuts, [True] * len(cuts)))
-        self._ends[cell.body_hash].set_result(None if ascent is None else ascent.path)
+        self._ends[cell.body_hash].set_result(None if found is None else found.path)
 
     def stands(self, joined: bool) -> None:
         """Tell those that wait whether this peer is in a group of the level above."""
@@ -185,83 +162,52 @@ class Descent:
         for end in self._ends.values():
             end.cancel()
 
-    def _keep(self, body: Body, pieces: _Pieces) -> None:
-        self._kept[body.body_hash] = pieces
-        while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
-        self._wake()
+    # --- serving --------------------------------------------------------------------------------------------------
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    # --- serving ---------------------------------------------------------------------------------------------------
-
-    async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
+    async def _serve(self, channel: Channel, request: AskOutcome) -> None:
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
         async with Tasks() as tasks:
-            end = tasks.call(self._end_of(request.get("cell")), "end of a result")
+            end = tasks.call(self._end_of(request.cell), "end of a result")
             await beat_until(channel, end, self._grace_seconds, self._stage)
             if not end.done():
                 return
             path = end.result()
         if path is None:
             raise PeerRefusedError(self._rpc.peer_id, "nothing came of that result here")
-        pieces = self._kept.get(path[-1].body.body_hash)
-        if pieces is None:
+        chunks = self._history.shared(path[-1].body.body_hash)
+        if chunks is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
-        hashes = await self._runtime.offload(_hash_all, pieces)
-        await channel.send({"path": [certificate.to_bytes() for certificate in path], "pieces": hashes})
+        await channel.send(Outcome(tuple(each.to_bytes() for each in path), await chunks.find_hashes()))
 
-    async def _end_of(self, cell: object) -> Path | None:
-        """What became of a cell's result, once that is clear."""
-        end = await self._wait_until_known(self._ends, cell, "this peer knows of no such result")
+    async def _end_of(self, cell: bytes) -> Path | None:
+        """Return how a cell's result ended, once that is clear."""
+        try:
+            async with asyncio.timeout(KNOWN_WAIT_SECONDS):
+                while cell not in self._ends:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise PeerRefusedError(self._rpc.peer_id, "this peer knows of no such result") from None
+        end = self._ends[cell]
         await asyncio.wait({end})
         return None if end.cancelled() else end.result()
 
-    async def _serve_pieces(self, channel: Channel, request: dict[str, Any]) -> None:
-        pieces = await self._wait_until_known(self._kept, request.get("body"), "this result is not kept here")
-        wanted = request.get("pieces")
-        if not isinstance(wanted, list) or not all(
-            type(piece) is int and 0 <= piece < len(pieces.cuts) for piece in wanted
-        ):
-            raise IntegrityError("malformed request for pieces")
-        for piece in wanted[: len(pieces.cuts)]:
-            while not pieces.there[piece]:
-                if pieces.given_up:
-                    raise PeerRefusedError(self._rpc.peer_id, "this result did not come here either")
-                await pieces.changed.wait()
-            await channel.send_bytes(pieces.view(piece))
-        await channel.send({"done": True})
-
-    async def _wait_until_known(self, known: OrderedDict[bytes, Known], key: object, otherwise: str) -> Known:
-        if not isinstance(key, bytes):
-            raise IntegrityError("malformed name of a result")
-        try:
-            async with asyncio.timeout(KNOWN_WAIT_SECONDS):
-                while key not in known:
-                    await self._changed.wait()
-        except TimeoutError:
-            raise PeerRefusedError(self._rpc.peer_id, otherwise) from None
-        return known[key]
-
-    # --- fetching --------------------------------------------------------------------------------------------------
+    # --- fetching -------------------------------------------------------------------------------------------------
 
     async def fetch(
         self,
         delegate: str,
         cell: Body,
-        num_values: int,
         seconds: float,
+        on_path: Callable[[Path], None],
         on_quiet: Callable[[], None] = lambda: None,
-    ) -> Ascent:
-        """What became of a cell's result, by way of a member that stands for it or waits for who does.
+    ) -> TreePath:
+        """Return how a cell's result ended, by way of a member that stands for it or waits for who does.
 
         Args:
             delegate: Another member of the cell.
             cell: Its result, as all its members hold it.
-            num_values: Length of the vectors.
             seconds: How long the round may take up there.
+            on_path: Called with the way to the end before the end's chunks are here.
             on_quiet: Called when the delegate falls quiet; it is listened to on.
 
         Raises:
@@ -269,72 +215,91 @@ class Descent:
             ProtocolError: What it sent does not verify.
             DecidedError: The round has ended; its result came neither from there nor from those that made it.
         """
-        reply = await self._ask(delegate, cell, seconds, on_quiet)
+        outcome = await self._ask(delegate, cell, seconds, on_quiet)
         try:
-            path = await self._runtime.offload(self._check_path, cell, reply.get("path"))
+            path = await self._runtime.offload(self._check_path, cell, outcome.path)
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
-        body = path[-1].body
+        chunks = self._history.chunks_of(delegate, path[-1].body, cell.bounds[-1])
         try:
-            return Ascent(path, await self._bring_down(delegate, cell, body, num_values, reply.get("pieces"), seconds))
-        except (PeerError, DeadlineError, IntegrityError) as error:
-            logger.debug("round %d: the result did not come from %s: %s", body.round, delegate[-8:], error)
+            await chunks.trust(delegate, outcome.hashes)
+        except ProtocolError:  # The round has ended all the same.
+            self._rpc.count_refusal(delegate, f"bad {RESULT}")
+            await self._fetch_from_makers(chunks, delegate, seconds)
+            return TreePath(path, chunks.means)
+        self._history.share(chunks)
+        on_path(path)
+        try:
+            await self._fill(chunks, delegate, cell.members, seconds)
+        except BaseException:
+            self._history.unshare(chunks)
+            raise
+        return TreePath(path, chunks.means)
+
+    async def _fill(self, chunks: ResultChunks, delegate: str, members: tuple[str, ...], seconds: float) -> None:
+        """Fetch all chunks: the own ones from the delegate, the others from those whose own they are.
+
+        What is late or fails to come is fetched from the delegate, or from those that made the result.
+        """
+        others = [member for member in members if member != delegate]
+        plan: dict[str, list[int]] = {delegate: []}
+        for index in range(chunks.num_chunks):
+            holder = others[index % len(others)]
+            plan.setdefault(delegate if holder == self._rpc.peer_id else holder, []).append(index)
+        try:
+            async with asyncio.timeout(seconds) as limit, Tasks() as tasks:
+                tasks.start(self._hurry(chunks, plan, limit), "hurry")
+                await self._history.fetch(chunks, list(plan), plan)
+                return
+        except (TimeoutError, *FAILURES) as error:
+            logger.debug("round %d: not all of the result came from its cell: %s", chunks.body.round, error)
+        await self._fetch_from_makers(chunks, delegate, seconds)
+
+    async def _fetch_from_makers(self, chunks: ResultChunks, delegate: str, seconds: float) -> None:
+        """Fetch what is missing from the delegate, or from those that made the result.
+
+        Raises:
+            DecidedError: It did not come.
+        """
+        makers = [peer for peer in chunks.body.members if peer not in (delegate, self._rpc.peer_id)]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                return Ascent(path, await self._fetch_from_above(delegate, body, num_values, seconds))
-        raise DecidedError("the round has ended, but its result did not come")
+                for _ in range(TRIES_ABOVE):  # Those that made it hold it once they have applied it.
+                    with contextlib.suppress(*FAILURES):
+                        await self._history.fetch(chunks, [delegate, *self._runtime.random.sample(makers, len(makers))])
+                        return
+                    await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)
+        raise DecidedError("the round has ended, but nobody brings its result")
 
-    async def _fetch_from_above(self, delegate: str, body: Body, num_values: int, seconds: float) -> Means:
-        """The result's encoded means from one of the others that made it, who hold them once they have applied them."""
-        others = [peer for peer in body.members if peer not in (delegate, self._rpc.peer_id)]
-        for _ in range(TRIES_ABOVE):
-            for peer in self._runtime.random.sample(others, len(others)):
-                with contextlib.suppress(PeerError, DeadlineError, IntegrityError):
-                    return await self._history.fetch_means(peer, body, num_values, seconds)
-            await asyncio.sleep(self._grace_seconds / TRIES_ABOVE)
-        raise DecidedError("the round has ended, but nobody who made its result brings it")
+    async def _hurry(self, chunks: ResultChunks, plan: dict[str, list[int]], limit: asyncio.Timeout) -> None:
+        """Bring the limit forward once most sources have sent what they should."""
+        loop = asyncio.get_running_loop()
+        began, asked = loop.time(), [indices for indices in plan.values() if indices]
+        while sum(all(chunks.done[index] for index in indices) for indices in asked) < quorum_of_others(
+            len(asked), 0.5
+        ):
+            await chunks.changed.wait()
+        until = loop.time() + patience_seconds(loop.time() - began, self._grace_seconds)
+        limit.reschedule(min(until, limit.when() or until))
 
-    async def _bring_down(
-        self, delegate: str, cell: Body, body: Body, num_values: int, hashes: object, seconds: float
-    ) -> Means:
-        """The result's encoded means, in pieces from all members of the cell."""
-        codecs = self._history.codecs_of(delegate, body, num_values)
-        sizes = [
-            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
-        ]
-        cuts = cut_pieces(sizes)
-        if type(hashes) is not bytes or len(hashes) != HASH_BYTES * len(cuts):
-            raise ProtocolError(delegate, "sent a malformed list of hashes")
-        means: Means = [self._runtime.buffers.lend(size) for size in sizes]
-        pieces = _Pieces(means, cuts, [False] * len(cuts))
-        self._keep(body, pieces)
-        try:
-            await self._fill(pieces, body, hashes, delegate, cell.members, seconds)
-            await self._history.check_means(delegate, body, means)
-        except BaseException:
-            pieces.give_up()
-            self._kept.pop(body.body_hash, None)
-            raise
-        return means
-
-    async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> dict[str, Any]:
+    async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> Outcome:
         loop, grace, allowance = asyncio.get_running_loop(), self._grace_seconds, QUIET_GRACES * self._grace_seconds
         began = loop.time()
         unreached = loop.call_later(quiet_seconds(grace, allowance, 0.0, 0.0), on_quiet)
         try:
-            async with self._rpc.open(
-                delegate, "descent.result", {"cell": cell.body_hash}, OPEN_TIMEOUT_SECONDS
-            ) as channel:
+            async with self._rpc.open(delegate, OUTCOME, AskOutcome(cell.body_hash), OPEN_TIMEOUT_SECONDS) as channel:
                 unreached.cancel()
-                return await answer_after_beats(
+                answer = await answer_after_beats(
                     channel, seconds, grace, allowance, loop.time() - began, MAX_REPLY_BYTES, on_quiet
                 )
         finally:
             unreached.cancel()
+        try:
+            return from_wire(Outcome, answer)
+        except IntegrityError as error:
+            raise ProtocolError(delegate, f"sent a malformed way to the result: {error}") from error
 
-    def _check_path(self, cell: Body, raw: Any) -> Path:
-        if not isinstance(raw, list) or not 0 < len(raw) < MAX_LEVELS or not all(type(item) is bytes for item in raw):
-            raise IntegrityError("certificates are missing")
+    def _check_path(self, cell: Body, raw: tuple[bytes, ...]) -> Path:
         path: list[Certificate] = []
         below = cell
         for item in raw:
@@ -356,66 +321,3 @@ class Descent:
         if not below.is_last:
             raise IntegrityError("the last is missing")
         return tuple(path)
-
-    async def _fill(
-        self, pieces: _Pieces, body: Body, hashes: bytes, delegate: str, members: tuple[str, ...], seconds: float
-    ) -> None:
-        """Fetch all pieces: the own ones from the delegate, the others from those whose own they are."""
-        others, loop = [member for member in members if member != delegate], asyncio.get_running_loop()
-        began = loop.time()
-        by_source: dict[str, list[int]] = {}
-        for piece in range(len(pieces.cuts)):
-            holder = others[piece % len(others)]
-            by_source.setdefault(delegate if holder == self._rpc.peer_id else holder, []).append(piece)
-        async with Tasks() as tasks:
-            pulls = {
-                tasks.start(self._pull(pieces, body, hashes, source, wanted, seconds), f"pull-{source[-8:]}")
-                for source, wanted in by_source.items()
-            }
-            pending, until = set(pulls), began + seconds
-            while pending and loop.time() < until:
-                _, pending = await asyncio.wait(
-                    pending, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED
-                )
-                if until == began + seconds and len(pulls) - len(pending) >= quorum_of_others(len(pulls), 0.5):
-                    waited = loop.time() - began
-                    until = min(until, loop.time() + patience_seconds(waited, self._grace_seconds))
-        missing = [piece for piece, there in enumerate(pieces.there) if not there]
-        if missing:
-            logger.debug("round %d: %d pieces come from the delegate after all", body.round, len(missing))
-            await self._pull(pieces, body, hashes, delegate, missing, max(1.0, began + seconds - loop.time()))
-        if not all(pieces.there):
-            raise DeadlineError("not all of the result came")
-
-    async def _pull(
-        self, pieces: _Pieces, body: Body, hashes: bytes, source: str, wanted: list[int], seconds: float
-    ) -> None:
-        """Fetch pieces from one peer, as far as it brings them."""
-        deadline = asyncio.get_running_loop().time() + seconds
-        request = {"body": body.body_hash, "pieces": wanted}
-        total = sum(len(pieces.view(piece)) for piece in wanted)
-        try:
-            async with self._rpc.open(
-                source, "descent.pieces", request, OPEN_TIMEOUT_SECONDS, expected_bytes=total
-            ) as channel:
-                for piece in wanted:
-                    room = bytearray(len(pieces.view(piece)))
-                    await channel.receive_bytes(
-                        len(room), deadline - asyncio.get_running_loop().time(), memoryview(room)
-                    )
-                    if await self._runtime.offload(bulk_hash, room) != _hash_of(hashes, piece):
-                        self._rpc.count_refusal(source, FALSE_PIECE)
-                        raise ProtocolError(source, "sent a piece that is not of the result")
-                    pieces.view(piece)[:] = room
-                    pieces.arrived(piece)
-                await channel.receive(dict, deadline - asyncio.get_running_loop().time())
-        except (PeerError, DeadlineError) as error:
-            logger.debug("round %d: pieces from peer %s did not come: %s", body.round, source[-8:], error)
-
-
-def _hash_all(pieces: _Pieces) -> bytes:
-    return b"".join(bulk_hash(pieces.view(piece)) for piece in range(len(pieces.cuts)))
-
-
-def _hash_of(hashes: bytes, piece: int) -> bytes:
-    return hashes[HASH_BYTES * piece : HASH_BYTES * (piece + 1)]

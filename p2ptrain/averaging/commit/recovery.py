@@ -263,7 +263,7 @@ class Settlements:
                 raise IntegrityError("its result is not one of this roster")
             attempt.is_fetching = True
             try:
-                means = await self._history.fetch_means(peer, body, attempt.bounds[-1], timeout_seconds)
+                means = await self._history.fetch_means([peer], body, attempt.bounds[-1], timeout_seconds)
                 self._adopt(attempt, body, contributors, means)
             finally:
                 attempt.is_fetching = False

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Message
 from p2ptrain.signing import Signer
 
+CHAIN = "history.after"
 MAX_REPLY_BYTES = 4 << 20
 CALL_TIMEOUT_SECONDS = 12.0
+
+
+class AskChain(Message, frozen=True):
+    """Ask for the certificates from a lineage on.
+
+    Attributes:
+        lineage: Where the chain begins.
+        proofs: Whether certificates will do whose results are gone.
+    """
+
+    lineage: Annotated[bytes, Meta(max_length=32)]
+    proofs: bool = False
+
+
+class Chain(Message, frozen=True):
+    """Certificates in wire form, each of which follows from the one before."""
+
+    certificates: Annotated[tuple[bytes, ...], Meta(max_length=1 << 16)]
 
 
 async def fetch_certificates(
@@ -20,13 +44,11 @@ async def fetch_certificates(
         PeerError, DeadlineError: The call failed.
         ProtocolError: The peer sent certificates that do not verify or do not connect.
     """
-    request = {"lineage": lineage, "proofs": proofs}
-    reply = await rpc.call(peer, "history.after", request, dict, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES)
-    raw = reply.get("certificates")
-    if not isinstance(raw, list) or not all(type(item) is bytes for item in raw):
-        raise ProtocolError(peer, "sent a malformed history")
+    reply = await rpc.call(
+        peer, CHAIN, AskChain(lineage, proofs), Chain, CALL_TIMEOUT_SECONDS, max_reply_bytes=MAX_REPLY_BYTES
+    )
     certificates = []
-    for item in raw:
+    for item in reply.certificates:
         try:
             certificate = Certificate.from_bytes(item, swarm, verifier)
         except IntegrityError as error:

@@ -61,11 +61,8 @@ class Stages:
             peer.host(hosted)
             for unit in hosted.units:
                 await find_the_others(peer.presence, unit.membership, unit.synchronizer, unit.work)
-                if unit.synchronizer.incompatible:
-                    raise IncompatibleError(
-                        f"{next(iter(unit.synchronizer.incompatible.values()))}: build the model that the manifest"
-                        " describes"
-                    )
+                if reasons := list(unit.synchronizer.catch_up.incompatible.values()):
+                    raise IncompatibleError(f"{reasons[0]}: build the model that the manifest describes")
         except BaseException:
             await self.give_up(hosted)
             raise
@@ -137,7 +134,7 @@ class _Rounds:
             "round", round=result.round, committed=result.committed, reason=result.reason, seconds=result.seconds,
             matchmaking_seconds=result.matchmaking_seconds, transfer_seconds=result.transfer_seconds,
             members=result.members, contributors=result.contributors, loss=None, digest=head.digest.hex(),
-            tokens=hosted.units[0].synchronizer.trained_tokens, stage=hosted.number,
+            tokens=hosted.units[0].synchronizer.replica.trained_tokens, stage=hosted.number,
         )  # fmt: skip
         self._peer.presence.changed()
 

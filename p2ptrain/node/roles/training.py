@@ -9,7 +9,8 @@ from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
 from p2ptrain.errors import IncompatibleError
 from p2ptrain.node.peer import Peer
 from p2ptrain.node.presence import Presence
-from p2ptrain.training.sync.contribution import Work
+from p2ptrain.training.sync.agreement import check_agreement
+from p2ptrain.training.sync.contribution import Contribution
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,7 @@ SPREADING_SECONDS = 1.0
 WAITING = "waiting for a peer that holds the state"
 
 
-async def enter_training(peer: Peer, work: Work | None = None) -> None:
+async def enter_training(peer: Peer, work: Contribution | None = None) -> None:
     """Take on the best state that the swarm has, then let the others wait for this peer.
 
     Args:
@@ -35,7 +36,7 @@ async def enter_training(peer: Peer, work: Work | None = None) -> None:
     assert synchronizer is not None
     peer.set_state("syncing")
     await peer.presence.refresh()
-    await synchronizer.check_agreement()
+    await check_agreement(peer.rpc, synchronizer.state.layout, peer.membership.alive_trainers())
     await find_the_others(peer.presence, peer.membership, synchronizer, work)
     if reason := why_incompatible(peer.membership, synchronizer):
         raise IncompatibleError(f"{reason}: build the model that the swarm's manifest describes")
@@ -47,13 +48,13 @@ async def enter_training(peer: Peer, work: Work | None = None) -> None:
 def why_incompatible(membership: Membership, synchronizer: Synchronizer) -> str:
     """Why no peer that trains has a state that fits this model; empty when one has, or nobody trains."""
     trainers = [record.peer for record in membership.records() if record.state in ACTIVE_STATES]
-    if any(trainer not in synchronizer.incompatible for trainer in trainers):
+    if any(trainer not in synchronizer.catch_up.incompatible for trainer in trainers):
         return ""
-    return synchronizer.incompatible[trainers[0]] if trainers else ""
+    return synchronizer.catch_up.incompatible[trainers[0]] if trainers else ""
 
 
 async def find_the_others(
-    presence: Presence, membership: Membership, synchronizer: Synchronizer, work: Work | None = None
+    presence: Presence, membership: Membership, synchronizer: Synchronizer, work: Contribution | None = None
 ) -> None:
     """Follow the swarm until no trainer is ahead, or for `SETTLE_SECONDS`.
 
@@ -64,16 +65,16 @@ async def find_the_others(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_SECONDS
     was_alone = False
-    while loop.time() < deadline or synchronizer.lacks_a_state():
+    while loop.time() < deadline or synchronizer.catch_up.lacks_a_state():
         answers = await presence.refresh()
-        if synchronizer.lacks_a_state() and not membership.alive_trainers():
+        if synchronizer.catch_up.lacks_a_state() and not membership.alive_trainers():
             await _wait_for_a_source(membership, synchronizer)
             deadline = loop.time() + SETTLE_SECONDS
             continue
         if not answers:  # That nobody could be asked does not mean that nobody is there.
             await asyncio.sleep(PAUSE_SECONDS)
             continue
-        followed = await synchronizer.follow_swarm(work)
+        followed = await synchronizer.catch_up.follow_swarm(work)
         trainers = [record for record in membership.records() if record.state in ACTIVE_STATES]
         if not trainers and not was_alone:
             was_alone = True
@@ -102,4 +103,4 @@ async def step_in(presence: Presence, synchronizer: Synchronizer) -> None:
     """Tell everybody that this peer trains now, those that are about to train in person, lest both train alone."""
     await presence.publish()
     await presence.refresh()
-    await synchronizer.announce()
+    await synchronizer.averager.matchmaker.announce()

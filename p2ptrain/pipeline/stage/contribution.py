@@ -1,4 +1,4 @@
-"""A stage host's contribution to a round of averaging; see `p2ptrain.training.sync.contribution.Work`.
+"""A stage host's contribution to a round of averaging; see `p2ptrain.training.sync.contribution.Contribution`.
 
 A host averages its stage with the other hosts of that stage, and tied embeddings with those of another stage besides
 (`p2ptrain.pipeline.plan.Unit`). Each has a `StageWork` of its own over its part of the stage's parameters and of the
@@ -56,7 +56,7 @@ def unit_state(part: Part, spec: TrainingSpec, swarm: bytes, moments: Literal["f
 
 
 class StageWork:
-    """Implements `p2ptrain.training.sync.contribution.Work` for one unit of a stage.
+    """Implements `p2ptrain.training.sync.contribution.Contribution` for one unit of a stage.
 
     Attributes:
         tokens: That wait to be contributed.
@@ -90,11 +90,11 @@ class StageWork:
         self.tokens += tokens
 
     def tokens_of(self, fragment: Fragment) -> int:
-        """See `Work.tokens_of`."""
+        """See `Contribution.tokens_of`."""
         return self.tokens
 
     def at_rest(self) -> AbstractAsyncContextManager[None]:
-        """See `Work.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
+        """See `Contribution.at_rest`: nothing but passes touches the stage, and a lock keeps them apart."""
         return nullcontext()
 
     def collect(self, out: torch.Tensor, fragment: Fragment | None = None) -> None:
@@ -111,7 +111,7 @@ class StageWork:
         fragment: Fragment | None = None,
         counted: tuple[int, int] = (0, 0),
     ) -> None:
-        """See `Work.adopt`."""
+        """See `Contribution.adopt`."""
         with self._lock:
             self._state.layout.write(self._state.vector, self._part)
             if contributed or carry is None:
@@ -123,5 +123,5 @@ class StageWork:
                     torch.mul(carry[offset : offset + len(part)], max(self.tokens, 1) / self._scale, out=part)
 
     def begin_anew(self) -> None:
-        """See `Work.begin_anew`."""
+        """See `Contribution.begin_anew`."""
         self.adopt(False, None)

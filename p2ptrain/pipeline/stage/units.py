@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.pipeline.plan import Unit
@@ -13,7 +14,7 @@ from p2ptrain.pipeline.stage.gradients import StageGradients
 from p2ptrain.pipeline.view import PipelineView
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.signing import Signer
-from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import Synchronizer
 
 
@@ -63,12 +64,10 @@ def host_unit(
     plan, worker, membership = view.plan, gradients.worker, view.membership(unit.number)
     swarm = plan.swarm_of(unit.number)
     averaging = plan.manifest.averaging.model_copy(update={"min_peers": 1})
-    manifest = plan.manifest.model_copy(update={"averaging": averaging})
     part = Part(worker.compute.stage, plan.local_names(worker.number, unit))
-    state = unit_state(part, manifest.training, swarm, manifest.pipeline.moments)
-    synchronizer = Synchronizer(
-        rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, manifest, state,
-        vector_codec(averaging, state.layout), membership, options.bandwidth, options.jobs,
-    )  # fmt: skip
+    state = unit_state(part, plan.manifest.training, swarm, plan.manifest.pipeline.moments)
+    context = PeerContext(rpc.scoped(f"unit{unit.number}"), rpc.runtime, signer, swarm, averaging)
+    replica = Replica(context, plan.manifest.training, state, membership)
+    synchronizer = Synchronizer(replica, options.bandwidth, options.jobs)
     work = StageWork(part, state, gradients.total, worker.lock, unit.scale)
     return HostedUnit(unit, swarm, membership, synchronizer, work)

@@ -76,7 +76,7 @@ class Saver:
                     "the inner optimizer in %s does not fit this one, and begins anew: %s", checkpoint.path, error
                 )
         if "residual" in local and _is_finite("the residual", {"residual": local["residual"]}):
-            self._synchronizer.restore_residual(local["residual"])
+            self._synchronizer.replica.restore_residual(local["residual"])
         waiting = {name: tensor for name, tensor in local.items() if name in ("live", "accumulated")}
         if waiting and _is_finite("the work that waits", waiting) and work.restore(extra["work"], waiting):
             self._synchronizer.averager.own_work.forget(range(len(work.pending)))

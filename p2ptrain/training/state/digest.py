@@ -22,16 +22,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from p2ptrain.buffers import new_buffer
-from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.schema import Message
 
 CHUNK_BYTES = 1 << 20
 """A chunk has at most so many bytes."""
@@ -64,13 +65,12 @@ _FLOATS = {torch.float16: np.float16, torch.float32: np.float32, torch.float64: 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(Message, frozen=True, array_like=True):
     """Name, dtype (as in `DTYPES`) and shape of one tensor of the state."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
+    name: Annotated[str, Meta(max_length=1024)]
+    dtype: Literal["float32", "float64", "float16", "bfloat16", "int64", "int32", "uint8", "bool"]
+    shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_STATE_BYTES)], ...], Meta(max_length=16)]
 
     @property
     def num_bytes(self) -> int:
@@ -78,48 +78,32 @@ class TensorSpec:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def to_list(self) -> list[Any]:
-        """Plain values for the wire: name, dtype, shape, bytes."""
+        """Return plain values for hashes: name, dtype, shape, bytes."""
         return [self.name, self.dtype, list(self.shape), self.num_bytes]
+
+
+class Description(Message, frozen=True):
+    """The tensors that a state consists of."""
+
+    tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=MAX_TENSORS)]
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` if a tensor is named twice, or the state is too large."""
+        if len({spec.name for spec in self.tensors}) != len(self.tensors):
+            raise ValueError("a tensor is named twice")
+        if self.num_bytes > MAX_STATE_BYTES:
+            raise ValueError(f"a state of more than {MAX_STATE_BYTES} bytes")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the state."""
+        return sum(spec.num_bytes for spec in self.tensors)
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """Describe ``tensor``."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-def specs_from_wire(values: Any) -> tuple[TensorSpec, ...]:
-    """Check and rebuild a list of `TensorSpec.to_list` that came from a peer.
-
-    Raises:
-        IntegrityError: It is malformed, names a tensor twice, or describes more than `MAX_STATE_BYTES`.
-    """
-    specs: list[TensorSpec] = []
-    total = 0
-    if not isinstance(values, list) or not 0 < len(values) <= MAX_TENSORS:
-        raise IntegrityError("a description of tensors is malformed: the peer that sent it is broken or hostile")
-    for value in values:
-        if not isinstance(value, list) or len(value) != 4:
-            raise IntegrityError("a description of a tensor is malformed: the peer that sent it is broken or hostile")
-        name, dtype, shape, num_bytes = value
-        valid = (
-            isinstance(name, str)
-            and len(name) <= 1024
-            and isinstance(dtype, str)
-            and dtype in DTYPES
-            and isinstance(shape, list)
-            and len(shape) <= 16
-            and all(type(size) is int and 0 <= size <= MAX_STATE_BYTES for size in shape)
-        )
-        spec = TensorSpec(name, dtype, tuple(shape)) if valid else None
-        total += spec.num_bytes if spec is not None else 0
-        if spec is None or num_bytes != spec.num_bytes or total > MAX_STATE_BYTES:
-            raise IntegrityError(
-                "a description of a tensor is out of range: the peer that sent it is broken or hostile"
-            )
-        specs.append(spec)
-    if len({spec.name for spec in specs}) != len(specs):
-        raise IntegrityError("a description names a tensor twice: the peer that sent it is broken or hostile")
-    return tuple(specs)
+    dtype: Any = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
 def new_tensors(specs: Sequence[TensorSpec]) -> list[tuple[str, Tensor]]:

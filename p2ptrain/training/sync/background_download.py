@@ -19,23 +19,22 @@ import contextlib
 import logging
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from p2ptrain.averaging.commit.round_log import History, Means, Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
+from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IncompatibleError, IntegrityError, TemporaryError
-from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance, Jobs
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, together
 from p2ptrain.training.state.digest import CHUNK_BYTES
-from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import download_state, fetch_head
+from p2ptrain.training.state.shared_state import Stamp
+from p2ptrain.training.sync.download import download_state
+from p2ptrain.training.sync.heads import check_head, fetch_head
 from p2ptrain.training.sync.partial_download import PartialDownload
+from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.rounds_since import RoundsSince
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 2.0
 """Between two looks for results of new rounds; a peer keeps those of some rounds."""
 ADMISSION_SECONDS = 60.0
-"""How long a chunk of an unknown round may wait for that round's result."""
+"""Timeout of a chunk of an unknown round that waits for that round's result."""
 MAX_AT_ONCE = 8
 MAX_BATCH_BYTES = 4 << 20
 """So many results are fetched at once, if they are not more bytes."""
@@ -57,45 +56,22 @@ FAILURES = (TemporaryError, IntegrityError, IncompatibleError)
 
 
 class StateDownload:
-    """What one peer downloads of the swarm's state, and the rounds since; implements `transfer.Admission`.
+    """One peer's download of the swarm's state, and the rounds since; implements `Admission`.
 
     Args:
-        rpc: To reach other peers.
-        runtime: Arithmetic, and the folder for what outlives the process.
-        signer: Checks certificates.
-        swarm: The manifest's digest, 32 bytes.
-        membership: Who is there, and announces what.
-        history: Fetches results.
-        state: The shared state that is to be brought to where the swarm is.
-        num_values_of: Length of the vector that a round averaged.
-        check_head: Raises `IntegrityError` for a head that is not to be believed.
+        replica: The shared state that is to be brought to where the swarm is.
         jobs: Told how far the download is.
     """
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        membership: Membership,
-        history: History,
-        state: SharedState,
-        num_values_of: Callable[[Body], int],
-        check_head: Callable[[Head], None],
-        jobs: Jobs,
-    ) -> None:
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._membership = membership
-        self._history = history
-        self._state = state
-        self._num_values_of = num_values_of
-        self._check_head = check_head
+    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+        self._replica = replica
+        self._context = replica.context
+        self._state = replica.state
+        self._history = replica.averager.history
+        self._membership = replica.membership
         self._jobs = jobs
-        self._folder = runtime.scratch / f"download-{swarm.hex()[:16]}" if runtime.scratch is not None else None
+        scratch, swarm = self._context.runtime.scratch, self._context.swarm
+        self._folder = scratch / f"download-{swarm.hex()[:16]}" if scratch is not None else None
         self._part = self._folder / "state" if self._folder is not None else None
         self._partial: PartialDownload | None = None
         self._rounds = RoundsSince()
@@ -139,16 +115,18 @@ class StateDownload:
                 told = _Teller(advance)
                 while not (partial.is_complete and self._fits_together(partial)):
                     layout = self._state.layout.fingerprint
-                    await download_state(self._rpc, self._runtime, self._sources, layout, partial, self, advance=told)
+                    await download_state(self._context.rpc, self._sources, layout, partial, self, advance=told)
             yield self._rounds
 
     async def _open(self, source: PeerId, head: Head) -> PartialDownload:
         if self._partial is None:
             rounds = self._folder / "rounds" if self._folder is not None else None
-            self._partial = await self._runtime.offload(PartialDownload.open, self._part)
-            self._rounds = await self._runtime.offload(RoundsSince.open, rounds, self._swarm, self._signer)
+            self._partial = await self._context.runtime.offload(PartialDownload.open, self._part)
+            self._rounds = await self._context.runtime.offload(
+                RoundsSince.open, rounds, self._context.swarm, self._context.signer
+            )
             for _, stamp in self._partial.chunks():  # They were believed before they were kept.
-                self._claims.setdefault(stamp.lineage, {})[self._rpc.peer_id] = stamp.digest
+                self._claims.setdefault(stamp.lineage, {})[self._context.peer_id] = stamp.digest
             if self._partial.num_done:
                 logger.info(
                     "going on with a download: %d of %d MiB are there",
@@ -181,13 +159,13 @@ class StateDownload:
     # Which chunks to take
 
     def check_size(self, num_bytes: int) -> None:
-        """See `transfer.Admission`: a full disk ends this peer, and no liar may bring that about."""
+        """See `Admission`: a full disk ends this peer, and no liar may bring that about."""
         most = MAX_STATE_RATIO * self._state.vector.nbytes + CHUNK_BYTES
         if num_bytes > most:
             raise IntegrityError(f"a state of {num_bytes >> 20} MiB is more than a model of this size can have")
 
     async def admit(self, source: PeerId, stamp: Stamp) -> None:
-        """See `transfer.Admission`: the round's result has to be here, and most have to hold the same digest."""
+        """See `Admission`: the round's result has to be here, and most have to hold the same digest."""
         try:
             async with asyncio.timeout(ADMISSION_SECONDS):
                 while self._rounds.position(stamp.lineage) is None:
@@ -203,7 +181,7 @@ class StateDownload:
             raise IntegrityError(f"peer {source[-8:]} has another digest for its round than most")
 
     async def wait_for_turn(self) -> None:
-        """See `transfer.Admission`: results first."""
+        """See `Admission`: results first."""
         async with self._is_collecting:
             pass
 
@@ -249,10 +227,11 @@ class StateDownload:
                 chain = await self._history.certificates_after(peer, self._rounds.tip)
                 for some in self._batches(peer, chain):
                     async with self._is_collecting:
+                        sources = [peer, *(other for other in self._sources() if other != peer)]
                         bodies = [certificate.body for certificate in some]
-                        fetching = (self._history.fetch_means(peer, b, self._num_values_of(b)) for b in bodies)
+                        fetching = (self._history.fetch_means(sources, b, self._replica.num_values(b)) for b in bodies)
                         for certificate, means in zip(some, await together("fetch", fetching), strict=True):
-                            await self._runtime.offload(self._rounds.append, Result(certificate, means))
+                            await self._context.runtime.offload(self._rounds.append, Result(certificate, means))
                     self._tell_news()
             except FAILURES as error:
                 logger.debug("peer %s has no results for the download: %s", peer[-8:], error)
@@ -264,7 +243,7 @@ class StateDownload:
 
     def _batches(self, peer: PeerId, chain: Sequence[Certificate]) -> Iterator[Sequence[Certificate]]:
         """Results to be fetched at once: one, or several where they are small and rounds may be short."""
-        sizes = [self._history.num_bytes_of(peer, each.body, self._num_values_of(each.body)) for each in chain[:1]]
+        sizes = [self._history.num_bytes_of(peer, each.body, self._replica.num_values(each.body)) for each in chain[:1]]
         step = MAX_AT_ONCE if sizes and sizes[0] * MAX_AT_ONCE <= MAX_BATCH_BYTES else 1
         for start in range(0, len(chain), step):
             yield chain[start : start + step]
@@ -280,7 +259,7 @@ class StateDownload:
                 head = await self._head_of(peer)
                 if self._rounds.position(head.lineage) is not None:
                     return
-                self._check_head(head)
+                check_head(self._context, self._membership, head)
             except FAILURES:
                 continue
             if best is None or peer in self._waiting or head.outranks(best):
@@ -296,7 +275,7 @@ class StateDownload:
             for certificate in await self._history.certificates_after(peer, self._rounds.tip, proofs=True):
                 if certificate.body.next_lineage == stamp.lineage:
                     return certificate.body.next_head(stamp.digest, certificate.to_bytes())
-        return await fetch_head(self._rpc, peer)
+        return await fetch_head(self._context.rpc, peer)
 
     def _tell_news(self) -> None:
         event, self._news = self._news, asyncio.Event()
@@ -305,16 +284,13 @@ class StateDownload:
     # Putting it together
 
     def newest(self) -> tuple[int, bytes]:
-        """How many of the rounds since the newest chunks have in them, and their lineage."""
+        """Return how many of the rounds since are in the newest chunks, and their lineage."""
         assert self._partial is not None
         stamps = {stamp.lineage for _, stamp in self._partial.chunks()}
         return max((self._rounds.position(lineage) or 0, lineage) for lineage in stamps)
 
-    async def assemble(self, step: Callable[[Body, Means], None]) -> Head:
+    async def assemble(self) -> Head:
         """Overwrite the shared state with the chunks, and bring them to the round of the newest ones.
-
-        Args:
-            step: Applies a result to the shared state alone; called in the compute thread.
 
         Returns:
             Its head, which is to be set.
@@ -334,12 +310,12 @@ class StateDownload:
             for position in range(oldest, newest + 1):
                 chunks = [(index, partial.chunk(index)) for index in by_position.get(position, [])]
                 if chunks:
-                    await self._runtime.compute(self._state.patch, partial.specs, chunks)
+                    await self._context.runtime.compute(self._state.patch, partial.specs, chunks)
                 if position < newest:
                     result = rounds.result(position)
-                    await self._runtime.compute(step, result.certificate.body, result.means)
+                    await self._context.runtime.compute(self._replica.step, result.certificate.body, result.means)
                 advance(position - oldest, newest - oldest)
-        root = (await self._runtime.compute(self._state.tree)).root
+        root = (await self._context.runtime.compute(self._state.tree)).root
         if root != self._believed(lineage):
             self._must_be_one_round = newest > oldest
             self.discard()

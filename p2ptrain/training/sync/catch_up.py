@@ -1,4 +1,4 @@
-"""Catching up with the swarm: replay of missed rounds, download of the state, healing of what is damaged.
+"""Catching up with the swarm: replay of missed rounds, download of the state, repair of what is damaged.
 
 A peer that is behind replays the rounds that it missed, or downloads the state where that is fewer bytes
 (`p2ptrain.training.sync.catch_up_policy`), from a peer ahead of it; if that one joined too lately to have the rounds,
@@ -13,17 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
-from p2ptrain.averaging.commit.round_log import Means, Result
-from p2ptrain.averaging.grouping.membership import ACTIVE_STATES, Membership
-from p2ptrain.averaging.protocol.certificate import Body, Certificate
-from p2ptrain.averaging.protocol.head import Head, genesis
-from p2ptrain.averaging.vector.error_feedback import ErrorFeedback
+from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.grouping.membership import ACTIVE_STATES
+from p2ptrain.averaging.protocol.certificate import Certificate
+from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import (
     IncompatibleError,
     IntegrityError,
@@ -31,101 +27,55 @@ from p2ptrain.errors import (
     ResourceError,
     TemporaryError,
 )
-from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.progress import Advance, Jobs
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, to_its_end, together
 from p2ptrain.training.state.digest import spec_of
-from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync.background_download import StateDownload
 from p2ptrain.training.sync.catch_up_policy import between, choose_way
-from p2ptrain.training.sync.contribution import Work
-from p2ptrain.training.sync.download import fetch_head
-
-if TYPE_CHECKING:
-    import torch
-
-    from p2ptrain.training.state.fragments import Fragment
+from p2ptrain.training.sync.contribution import Contribution
+from p2ptrain.training.sync.heads import check_head, fetch_head
+from p2ptrain.training.sync.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 MAX_OTHERS_ASKED = 3
 """For rounds that the peer to be followed does not have."""
 STALL_SECONDS = 4.0
-"""Who takes longer to be found without what it announced is doubted; others may only have moved on too fast."""
+"""A peer is doubted that takes longer to fail to send what it announced; others may only have moved on too fast."""
 MAX_DOUBTED_ASKED = 4
 """Peers that broke their word and are asked at a time whether they keep it now."""
-MAX_HEALINGS = 10
+MAX_REPAIRS = 10
 """Times in a row that nobody can send a right state in place of a damaged one, before training ends."""
 
 FAILURES_TO_FOLLOW = (TemporaryError, IntegrityError, IncompatibleError)
-"""What another peer, broken or hostile, can make a catch-up raise; none of it may end training.
+"""Errors that a broken or hostile peer can cause in a catch-up; none of them may end training.
 
 A `ResourceError` is this machine's: its disk or memory is full."""
 
 
-class Follower:
+class CatchUp:
     """Brings one peer's shared state to where the swarm is.
+
+    Args:
+        replica: The shared state.
+        jobs: Told how far a catch-up is.
 
     Attributes:
         resyncs: Full downloads of state.
         incompatible: By peer: why its state does not fit this model.
     """
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        membership: Membership,
-        state: SharedState,
-        averager: Averager,
-        feedbacks: Sequence[ErrorFeedback],
-        apply: Callable[[Result, Work | None, bool], Awaitable[None]],
-        step: Callable[[Body, Means], None],
-        move: Callable[[Head], None],
-        drop_stale: bool,
-        late_decay: float,
-        jobs: Jobs,
-    ) -> None:
-        """
-        Args:
-            rpc: To reach other peers.
-            runtime: Arithmetic.
-            signer: Checks certificates.
-            swarm: The manifest's digest, 32 bytes.
-            membership: Who is there, and announces what.
-            state: The shared state.
-            averager: Its history serves and fetches replays.
-            feedbacks: By fragment; reset with its values.
-            apply: Applies a certified result to state and work; its flag says whether the work is in it.
-            step: Applies a certified result to the shared state alone.
-            move: Takes note of a new head.
-            drop_stale: Whether work is dropped, not carried, when the state is replaced by one that no known
-                certificates lead to.
-            late_decay: What is kept of work for each round that it missed.
-            jobs: Told how far a catch-up is.
-        """
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._membership = membership
-        self._state = state
-        self._averager = averager
-        self._feedbacks = feedbacks
-        self._apply = apply
-        self._step = step
-        self._move = move
-        self._drop_stale = drop_stale
-        self._late_decay = late_decay
+    def __init__(self, replica: Replica, jobs: Jobs) -> None:
+        self._replica = replica
+        self._context = replica.context
+        self._state = replica.state
+        self._history = replica.averager.history
+        self._matchmaker = replica.averager.matchmaker
+        self._membership = replica.membership
         self._jobs = jobs
-        self._downloaded = StateDownload(
-            rpc, runtime, signer, swarm, membership, averager.history, state, self._num_values, self._check_head, jobs
-        )
-        self._failed_healings = 0
+        self._downloaded = StateDownload(replica, jobs)
+        self._failed_repairs = 0
         self._tasks = Tasks()
         self._asked: dict[str, asyncio.Task[None]] = {}
         self.resyncs = 0
@@ -136,7 +86,7 @@ class Follower:
         await self._tasks.close()
         self._downloaded.close()
 
-    async def follow_swarm(self, work: Work | None) -> bool:
+    async def follow_swarm(self, work: Contribution | None) -> bool:
         """Catch up with the best lineage that any known peer announces, if it outranks this peer's.
 
         A peer that let this one wait before for what it did not hold is first asked for it while training goes on: else
@@ -153,7 +103,7 @@ class Follower:
             await self.follow(best, work)
         return self._state.head != before
 
-    async def follow(self, source: str, work: Work | None) -> bool:
+    async def follow(self, source: str, work: Contribution | None) -> bool:
         """Catch up with one peer; whether that worked."""
         if self._membership.is_doubted(source):
             self._membership.suspect(source, "let others wait for what it did not hold")
@@ -182,15 +132,14 @@ class Follower:
         return self._state.head.round == 0 and self._downloaded.has_begun
 
     def is_behind(self) -> bool:
-        """Whether a peer that is relied on announces a head that outranks this one's."""
+        """True if a peer that is relied on announces a head that outranks this one's."""
         return self._best_source() is not None
 
     def _best_source(self) -> str | None:
         best, source = self._state.head, None
-        for record in self._membership.records():
+        for record in self._active_records():
             announced = Head(record.round, record.lineage, record.lineage_tokens, 0, record.digest)
-            usable = record.state in ACTIVE_STATES and self._is_trusted(record.peer)
-            if usable and announced.lineage != best.lineage and announced.outranks(best):
+            if self._is_trusted(record.peer) and announced.lineage != best.lineage and announced.outranks(best):
                 if self._membership.is_doubted(record.peer):
                     self._ask_soon(record.peer)
                 else:
@@ -207,9 +156,9 @@ class Follower:
     async def _ask(self, peer: str) -> None:
         started = asyncio.get_running_loop().time()
         try:
-            if not await self._averager.history.certificates_after(peer, self._state.head.lineage):
-                head = await fetch_head(self._rpc, peer)
-                self._check_head(head)
+            if not await self._history.certificates_after(peer, self._state.head.lineage):
+                head = await fetch_head(self._context.rpc, peer)
+                check_head(self._context, self._membership, head)
                 if not head.outranks(self._state.head):
                     raise AttemptFailedError(f"peer {peer[-8:]} is not ahead of this one")
         except FAILURES_TO_FOLLOW as error:
@@ -217,17 +166,18 @@ class Follower:
         else:
             self._membership.vouch(peer)
 
-    async def _catch_up(self, source: str, work: Work | None) -> None:
+    async def _catch_up(self, source: str, work: Contribution | None) -> None:
         """Replay the rounds between this peer's head and that of ``source``, or download its state."""
-        history = self._averager.history
-        chain = await history.certificates_after(source, self._state.head.lineage)
+        chain = await self._history.certificates_after(source, self._state.head.lineage)
         holder = source
         if not chain:
             holder, chain = await self._chain_of_others(source)
         if not chain:
             await self._download(source, work, keep_work=True)
             return
-        replay_bytes = sum(history.num_bytes_of(holder, each.body, self._num_values(each.body)) for each in chain)
+        replay_bytes = sum(
+            self._history.num_bytes_of(holder, each.body, self._replica.num_values(each.body)) for each in chain
+        )
         way = choose_way(len(chain), replay_bytes, self._state_bytes())
         logger.info("catching up with peer %s: %s", holder[-8:], way.reason)
         if way.is_download:
@@ -249,70 +199,70 @@ class Follower:
                 self._membership.mistrust(holder)
             await self._download(source, work, keep_work=True, chain=chain)
 
-    async def _replay(self, holder: str, chain: Sequence[Certificate], work: Work | None, advance: Advance) -> None:
+    async def _replay(
+        self, holder: str, chain: Sequence[Certificate], work: Contribution | None, advance: Advance
+    ) -> None:
         if work is not None and work.tokens > 0:
-            self._averager.matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
+            self._matchmaker.announce_soon(chain[-1].body.next_head(b"", b""))
+        goal = chain[-1].body.next_lineage
+        others = [peer for peer in self._peers_at(goal) if peer != holder]
         for number, certificate in enumerate(chain):
             advance(number, len(chain))
             body = certificate.body
             head = self._state.head
             if (body.tokens_before, body.samples_before) != (head.tokens, head.samples):
                 raise IntegrityError("a certificate's counts do not follow from its lineage")
-            if body.levels != self._averager.matchmaker.cells.num_levels(head.present):
+            if body.levels != self._matchmaker.cells.num_levels(head.present):
                 raise IntegrityError("a certificate is of another tree than its lineage has")
-            means = await self._averager.history.fetch_means(holder, body, self._num_values(body))
-            await self._apply_missed(Result(certificate, means), work)
+            chunks = self._history.chunks_of(holder, body, self._replica.num_values(body))
+            report = await self._history.fetch(chunks, [holder, *others])
+            for liar in report.liars:
+                self._membership.mistrust(liar)
+            await self._replica.apply_missed(Result(certificate, chunks.means), work)
             logger.info("replayed round %d from peer %s", body.round, holder[-8:])
 
-    async def _apply_missed(self, result: Result, work: Work | None) -> None:
-        """Apply the next round's result, in which this peer's work may be."""
-        body = result.certificate.body
-        contributed = self._averager.own_work.is_in(body)
-        if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
-            await self._runtime.compute(self._feedbacks[self._fragment(body).index].reset)
-        await self._apply(result, work, contributed)
-
-    def _fragment(self, body: Body) -> Fragment:
-        return self._state.fragments.of_round(body.round)
-
-    def _num_values(self, body: Body) -> int:
-        return self._fragment(body).num_values
-
     async def _chain_of_others(self, source: str) -> tuple[str, list[Certificate]]:
-        """Who else has the rounds that lead to where ``source`` is, and their certificates; none if nobody has."""
-        records = {record.peer: record for record in self._membership.records() if record.state in ACTIVE_STATES}
-        if source not in records:
+        """Return another peer with the rounds up to the head of ``source``, and their certificates, if there is one."""
+        goal = next((record.lineage for record in self._active_records() if record.peer == source), None)
+        if goal is None:
             return source, []
-        goal, start = records.pop(source).lineage, self._state.head.lineage
-        others = [peer for peer, record in records.items() if record.lineage == goal and self._is_trusted(peer)]
+        start, others = self._state.head.lineage, [peer for peer in self._peers_at(goal) if peer != source]
 
         async def ask(peer: str) -> list[Certificate]:
             try:
-                chain = await self._averager.history.certificates_after(peer, start)
+                chain = await self._history.certificates_after(peer, start)
             except FAILURES_TO_FOLLOW as error:
                 logger.debug("peer %s tells no history: %s", peer[-8:], error)
                 return []
             return chain if between(chain, start, goal) else []
 
-        asked = self._runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
+        asked = self._context.runtime.random.sample(others, min(len(others), MAX_OTHERS_ASKED))
         chains = await together("ask", map(ask, asked))
         return next(((peer, chain) for peer, chain in zip(asked, chains, strict=True) if chain), (source, []))
+
+    def _active_records(self) -> list[PeerRecord]:
+        return [record for record in self._membership.records() if record.state in ACTIVE_STATES]
+
+    def _peers_at(self, lineage: bytes) -> list[str]:
+        """Peers that are relied on, and announce this lineage."""
+        records = self._active_records()
+        return [each.peer for each in records if each.lineage == lineage and self._is_trusted(each.peer)]
 
     def _is_trusted(self, peer: str) -> bool:
         return not self._membership.is_suspect(peer) and not self._membership.is_mistrusted(peer)
 
     def _state_bytes(self) -> int:
         """Size of a download; 0 before the first step of a torch optimizer, which has no state until then."""
-        if self._drop_stale and self._state.head.round == 0:
+        if self._state.head.round == 0 and self._replica.drops_stale:
             return 0
         return sum(spec_of(name, tensor).num_bytes for name, tensor in self._state.tensors())
 
     def others_hold_another_state(self) -> bool:
-        """Whether peers announce another digest than this one has, at the same lineage."""
+        """True if peers announce another digest than this one has, at the same lineage."""
         head = self._state.head
         return any(r.lineage == head.lineage and r.digest != head.digest for r in self._membership.records())
 
-    async def heal(self, work: Work, own_digest_is_right: bool) -> None:
+    async def repair(self, work: Contribution, own_digest_is_right: bool) -> None:
         """Replace this peer's state, which is wrong, by that of the others; local work on top of it is dropped.
 
         Args:
@@ -321,7 +271,7 @@ class Follower:
 
         Raises:
             AttemptFailedError: Nobody could send it now.
-            IntegrityError: Nobody could for `MAX_HEALINGS` times.
+            IntegrityError: Nobody could for `MAX_REPAIRS` times.
         """
         records = [r for r in self._membership.records() if not self._membership.is_suspect(r.peer)]
         same = [r.peer for r in records if r.lineage == self._state.head.lineage]
@@ -330,12 +280,12 @@ class Follower:
         for peer in dict.fromkeys([*first, *self._membership.alive_trainers()]):
             try:
                 await self._download(peer, work, keep_work=False)
-                self._failed_healings = 0
+                self._failed_repairs = 0
                 return
             except FAILURES_TO_FOLLOW as error:
-                logger.info("could not heal from peer %s: %s", peer[-8:], error)
-        self._failed_healings += 1
-        if self._failed_healings >= MAX_HEALINGS:
+                logger.info("could not repair from peer %s: %s", peer[-8:], error)
+        self._failed_repairs += 1
+        if self._failed_repairs >= MAX_REPAIRS:
             raise IntegrityError(
                 "the state in memory is damaged, and no other peer is there to send a right one: check this machine's"
                 " memory, and start again from the last checkpoint"
@@ -343,7 +293,7 @@ class Follower:
         raise AttemptFailedError("the state in memory is wrong and no peer could send a right one")
 
     async def _download(
-        self, source: str, work: Work | None, keep_work: bool, chain: Sequence[Certificate] = ()
+        self, source: str, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate] = ()
     ) -> None:
         """Fetch the whole state of the swarm, however long that takes, and the rounds since.
 
@@ -353,102 +303,25 @@ class Follower:
             keep_work: Whether work may be carried to the new state.
             chain: Certificates from this peer's lineage on, as far as they are known.
         """
-        head = await fetch_head(self._rpc, source)
-        self._check_head(head)
-        heals = not keep_work and head.lineage == self._state.head.lineage
-        if not heals and not head.outranks(self._state.head):
+        head = await fetch_head(self._context.rpc, source)
+        check_head(self._context, self._membership, head)
+        repairs = not keep_work and head.lineage == self._state.head.lineage
+        if not repairs and not head.outranks(self._state.head):
             raise AttemptFailedError(f"peer {source[-8:]} is not ahead of this one")
         if chain and between(chain, self._state.head.lineage, head.lineage) is None:  # The source has moved on since.
-            chain = [*chain, *await self._averager.history.certificates_after(source, chain[-1].body.next_lineage)]
+            chain = [*chain, *await self._history.certificates_after(source, chain[-1].body.next_lineage)]
         async with self._downloaded.fetched(source, head) as rounds:
             count = await to_its_end(self._take_over(work, keep_work, chain))
             logger.info("downloaded the state of round %d from peer %s", self._state.head.round, source[-8:])
             while count < len(rounds.certificates):  # More of them may come meanwhile.
-                await self._apply_missed(rounds.result(count), work)
+                await self._replica.apply_missed(rounds.result(count), work)
                 count += 1
         self._downloaded.discard()
 
-    async def _take_over(self, work: Work | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
+    async def _take_over(self, work: Contribution | None, keep_work: bool, chain: Sequence[Certificate]) -> int:
         """Replace the shared state by what was downloaded; how many of the rounds since are in it."""
         count, lineage = self._downloaded.newest()
         missed = between([*chain, *self._downloaded.certificates], self._state.head.lineage, lineage)
-        kept = self._kept(missed) if keep_work else [None] * len(self._state.fragments)
-        carries = await self._runtime.compute(self._carries, work, kept)
-        head = await self._downloaded.assemble(self._step)
-        self._state.head = head
-        await self._runtime.compute(self._adopt, work, kept, carries, missed is not None)
-        self._averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
-        self._averager.history.clear()
+        await self._replica.replace(self._downloaded.assemble, missed, work, keep_work)
         self.resyncs += 1
-        self._move(head)
         return count
-
-    def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
-        """By fragment: the part of local work that is carried when a later state replaces this one; None to drop it.
-
-        Args:
-            missed: The certificates that lead to the later state; None if they are not known.
-        """
-        if missed is None:
-            # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
-            parts = range(len(self._state.fragments))
-            return [None if self._drop_stale or self._averager.own_work.may_count(part) else 1.0 for part in parts]
-        kept: list[float | None] = [1.0] * len(self._state.fragments)
-        for certificate in missed:
-            index = self._fragment(certificate.body).index
-            before = kept[index]
-            is_counted = before is None or self._averager.own_work.is_in(certificate.body)
-            kept[index] = None if before is None or is_counted else before * self._late_decay
-        return kept
-
-    def _check_head(self, head: Head) -> None:
-        """Refuse a head that its certificate does not prove, or whose digest most of those who hold it do not share."""
-        votes = Counter(r.digest for r in self._membership.records() if r.lineage == head.lineage)
-        if votes and votes[head.digest] < max(votes.values()):
-            raise IntegrityError("most peers announce another digest for this state")
-        if head.round == 0:
-            if head != genesis(self._swarm, head.digest):
-                raise IntegrityError("a head at round 0 is not a beginning")
-            return
-        body = Certificate.from_bytes(head.certificate, self._swarm, self._signer).body
-        if body.next_head(head.digest, head.certificate) != head:
-            raise IntegrityError("a head does not follow from its certificate")
-
-    def _carries(self, work: Work | None, kept: Sequence[float | None]) -> list[torch.Tensor | None]:
-        """By fragment: what is put on top of the state that comes next; None for nothing.
-
-        Args:
-            work: The live model.
-            kept: By fragment: the part of its work that is carried; None for nothing.
-        """
-        import torch
-
-        carries: list[torch.Tensor | None] = [None] * len(kept)
-        for fragment, part in zip(self._state.fragments, kept, strict=True):
-            if work is not None and part is not None and work.tokens_of(fragment) > 0:
-                carry = carries[fragment.index] = torch.empty(fragment.num_values, dtype=torch.float32)
-                work.collect(carry, fragment)
-                carry.mul_(part)
-        return carries
-
-    def _adopt(
-        self,
-        work: Work | None,
-        kept: Sequence[float | None],
-        carries: Sequence[torch.Tensor | None],
-        follows: bool,
-    ) -> None:
-        """Set the live model from a downloaded state.
-
-        Args:
-            work: The live model.
-            kept: By fragment: the part of its work that is carried; None for nothing.
-            carries: By fragment: what is put on top of it.
-            follows: Whether the state is known to follow from this peer's, so that its residual is still due.
-        """
-        for feedback, part in zip(self._feedbacks, kept, strict=True):
-            if part is None or not follows:
-                feedback.reset()
-        for fragment in self._state.fragments:
-            if work is not None:
-                work.adopt(False, carries[fragment.index], fragment)

@@ -1,4 +1,4 @@
-"""How a peer that is behind comes to the swarm's state: the rounds that it missed, or the state as a whole.
+"""Chooses between the two ways to the swarm's state: the rounds that a peer missed, or the state as a whole.
 
 Decisions alone; `p2ptrain.training.sync.catch_up` carries them out. Both ways lead to the same bits, and treat local
 work alike where the certificates between are known.
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from p2ptrain.averaging.protocol.certificate import Certificate
 
 DOWNLOAD_BELOW = 0.9
-"""What a download may be, as a part of a replay. A replay fills the history, from which others can replay in turn, and
-needs no copy of the state at its source; so it is preferred where the two are nearly equal."""
+"""The most bytes of a download, as a part of a replay's. A replay fills the history, from which others can replay in
+turn, and needs no copy of the state at its source; so it is preferred where the two are nearly equal."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How to catch up, and why."""
+    """The way to catch up, and why."""
 
     is_download: bool
     reason: str

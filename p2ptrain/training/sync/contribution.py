@@ -1,4 +1,4 @@
-"""What goes into a synchronisation, and what comes out of it."""
+"""The input of a synchronisation, and its outcome."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from p2ptrain.training.state.fragments import Fragment
 
 
-class Work(Protocol):
-    """What a peer did since it last contributed; the live model's side of a synchronisation.
+class Contribution(Protocol):
+    """A peer's work since it last contributed; the live model's side of a synchronisation.
 
     All methods run off the event loop, one at a time, while `at_rest` is held. Where rounds synchronise one
     fragment each, a token has a share in every fragment's next contribution and counts there as much: 1 / P of a token.
@@ -64,7 +64,7 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What became of one synchronisation. A failure is a value, not an exception.
+    """The outcome of one synchronisation. A failure is a value, not an exception.
 
     Attributes:
         committed: Whether a certified result was applied.

@@ -13,20 +13,20 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgpack
-
 from p2ptrain.buffers import new_buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES
+from p2ptrain.network.chunks.fetch import BadContentError
+from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.training.state.digest import (
     Cut,
+    Description,
     TensorSpec,
     cut_of,
     description_hash,
     is_finite,
     leaf_of,
     proves,
-    specs_from_wire,
 )
 from p2ptrain.training.state.shared_state import Stamp
 
@@ -37,12 +37,12 @@ INDEX_FILE = "index"
 _NOTE = struct.Struct(f">I{Stamp.NUM_BYTES}s{HASH_BYTES}s")
 
 
-class NotFiniteError(IntegrityError):
+class NotFiniteError(BadContentError):
     """A chunk that its digest vouches for holds NaN or infinity: the state is bad, not the peer that sent it."""
 
 
 class PartialDownload:
-    """What a download has so far.
+    """The chunks that a download has so far.
 
     Args:
         folder: Where it is kept; None for memory.
@@ -69,18 +69,18 @@ class PartialDownload:
 
     @classmethod
     def open(cls, folder: Path | None) -> PartialDownload:
-        """What an earlier process left in a folder, every chunk verified; begun anew where that is of no use."""
+        """Return the download that an earlier process left in a folder, every chunk verified; else an empty one."""
         partial = cls(folder)
         if folder is not None and (folder / DESCRIPTION_FILE).is_file():
             try:
                 partial._restore(folder)
-            except (OSError, ValueError, IntegrityError, msgpack.UnpackException):
+            except (OSError, ValueError, IntegrityError):
                 partial.discard()
         return partial
 
     @property
     def cut(self) -> Cut:
-        """How the state is cut into chunks."""
+        """The cut of the state into chunks."""
         return cut_of(self.specs)
 
     @property
@@ -95,7 +95,7 @@ class PartialDownload:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all chunks are there, of whatever round each is."""
+        """True if all chunks are there, of whatever round each is."""
         return bool(self.specs) and all(self.done)
 
     def begin(self, specs: tuple[TensorSpec, ...]) -> None:
@@ -109,7 +109,7 @@ class PartialDownload:
         try:
             if self._folder is not None:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                (self._folder / DESCRIPTION_FILE).write_bytes(msgpack.packb([spec.to_list() for spec in specs]))
+                (self._folder / DESCRIPTION_FILE).write_bytes(to_bytes(Description(specs)))
             self._map(specs)
         except MemoryError as error:
             raise ResourceError(f"no memory for a state of {needed >> 20} MiB: close other programs") from error
@@ -140,7 +140,7 @@ class PartialDownload:
         self.bytes_done = 0
 
     def _restore(self, folder: Path) -> None:
-        self._map(specs_from_wire(msgpack.unpackb((folder / DESCRIPTION_FILE).read_bytes())))
+        self._map(from_bytes(Description, (folder / DESCRIPTION_FILE).read_bytes()).tensors)
         notes = (folder / INDEX_FILE).read_bytes()
         whole = len(notes) // _NOTE.size * _NOTE.size
         os.ftruncate(self._notes, whole)
@@ -155,11 +155,11 @@ class PartialDownload:
         return self._data[start : start + self.cut.chunk_bytes(index)]
 
     def chunks(self) -> Iterator[tuple[int, Stamp]]:
-        """Those that are there, with what they are of."""
+        """Return the numbers and stamps of the chunks that are there."""
         return ((index, stamp) for index, stamp in enumerate(self.stamps) if stamp is not None)
 
     def verifies(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:
-        """Whether the proof leads from a chunk to the stamp's digest."""
+        """True if the proof leads from a chunk to the stamp's digest."""
         return proves(self._description, leaf_of(data), index, self.cut.num_chunks, proof, stamp.digest)
 
     def put(self, index: int, data: memoryview, stamp: Stamp, proof: memoryview) -> bool:

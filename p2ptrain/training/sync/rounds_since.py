@@ -13,14 +13,13 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from p2ptrain.averaging.commit.round_log import Result
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
+from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.signing import Signer
 
 BASE_FILE = "base"
@@ -47,12 +46,12 @@ class RoundsSince:
 
     @classmethod
     def open(cls, folder: Path | None, swarm: bytes, verifier: Signer) -> RoundsSince:
-        """What an earlier process left in a folder, as far as it is whole."""
+        """Return the chain that an earlier process left in a folder, as far as it is whole."""
         rounds = cls(folder)
         if folder is None or not (folder / BASE_FILE).is_file():
             return rounds
         try:
-            base = Head.from_dict(msgpack.unpackb((folder / BASE_FILE).read_bytes()))
+            base = from_bytes(Head, (folder / BASE_FILE).read_bytes())
             rounds._begin(base)
             while (path := rounds._path(len(rounds.certificates))).is_file():
                 certificate, means = _read(path)
@@ -60,7 +59,7 @@ class RoundsSince:
                 if found.body.lineage != rounds.tip:
                     break
                 rounds._take(found, means)
-        except (OSError, ValueError, IntegrityError, msgpack.UnpackException, struct.error):
+        except (OSError, ValueError, IntegrityError, struct.error):
             pass  # A torn result is fetched again.
         return rounds
 
@@ -72,7 +71,7 @@ class RoundsSince:
         return self.base.lineage if self.base is not None else b""
 
     def position(self, lineage: bytes) -> int | None:
-        """How many results lead from the base to a lineage; None when it is not on the way."""
+        """Return how many results lead from the base to a lineage; None when it is not on the way."""
         return self._positions.get(lineage)
 
     def start(self, base: Head) -> None:
@@ -85,7 +84,7 @@ class RoundsSince:
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _write(self._folder / BASE_FILE, [msgpack.packb(base.to_dict())])
+                _write(self._folder / BASE_FILE, [to_bytes(base)])
             except OSError as error:
                 raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
         self._begin(base)

@@ -47,6 +47,7 @@ import torch
 from p2ptrain import Manifest, SavePolicy, Swarm
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.node import swarm as swarm_module
 from p2ptrain.runtime import Runtime, real_runtime
@@ -54,7 +55,6 @@ from p2ptrain.training.optimizer import SwarmOptimizer
 from p2ptrain.training.state.shared_state import SharedState
 from p2ptrain.training.sync import state_server
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.lying import LyingChannel
 from tests.support.web.served import served
@@ -308,7 +308,7 @@ def describe(synchronizer: Synchronizer) -> dict[str, Any]:
         "lineage": head.lineage.hex(),
         "digest": head.digest.hex(),
         "intact": synchronizer.state.tree().root == head.digest,
-        "resyncs": synchronizer.resyncs,
+        "resyncs": synchronizer.catch_up.resyncs,
         "tokens": head.tokens,
     }
 
@@ -356,9 +356,7 @@ def main() -> int:
     set_clock(options.clock_seconds)
     follow_downloads(orders)
     if options.upload:
-        state_server.ServeLimits = functools.partial(  # type: ignore[misc, assignment]
-            ServeLimits, bytes_per_second=options.upload
-        )
+        setattr(state_server, "Ration", functools.partial(Ration, bytes_per_second=options.upload))  # noqa: B010
     with contextlib.ExitStack() as stack:
         try:
             if options.link:

@@ -66,7 +66,7 @@ class Accounts:
         swarm._launch = launch_and_watch  # type: ignore[method-assign, assignment]
 
     def _watch(self, trainer: SimulatedTrainer) -> None:
-        name, work, changed = trainer.peer.name, trainer.work, trainer.sync.on_change
+        name, work, changed = trainer.peer.name, trainer.work, trainer.sync.replica.on_change
         if trainer.peer.incarnation:
             self.crashed.add(name)
         book = self.books[name] = Book(self._swarm.ledger.produced.get(name, 0))
@@ -93,7 +93,7 @@ class Accounts:
             self.check(trainer)
 
         work.adopt = watched_adopt  # type: ignore[method-assign]
-        trainer.sync.on_change = watched_change
+        trainer.sync.replica.on_change = watched_change
 
     def totals(self, lineage: bytes) -> Counter[str]:
         """By peer id: the tokens that it contributed to a lineage, over all its rounds."""

@@ -114,7 +114,7 @@ class Accounts:
     def watch(self, hosted: HostedStage) -> None:
         """Learn what is applied to a host's state."""
         synchronizer, number = hosted.units[0].synchronizer, hosted.number
-        state, changed = synchronizer.state, synchronizer.on_change
+        state, changed = synchronizer.state, synchronizer.replica.on_change
         applied: list[tuple[bytes, int, torch.Tensor]] = []
         apply = state.apply
 
@@ -137,7 +137,7 @@ class Accounts:
                 self.counts[key] = total
 
         state.apply = record  # type: ignore[method-assign]
-        synchronizer.on_change = moved
+        synchronizer.replica.on_change = moved
 
     def chain(self, hosted: HostedStage) -> list[bytes]:
         """The lineages that led to a host's state, one for each round, the latest first."""

@@ -13,14 +13,16 @@ from torch import nn
 
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.errors import IntegrityError, TemporaryError
+from p2ptrain.network.chunks.fetch import FetchReport
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from p2ptrain.training.state.digest import ChunkedBytes, NamedTensors, merkle_tree, new_tensors
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import NesterovStep
 from p2ptrain.training.state.shared_state import SharedState, Stamp
-from p2ptrain.training.sync.download import DownloadReport, download_state
+from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits, StateServer
+from p2ptrain.training.sync.state_server import StateServer
 from tests.support.sim.peers import Member, members
 
 NUM_VALUES = 1_500_000  # 11.4 MiB with momentum: 12 chunks
@@ -78,28 +80,26 @@ def tensors_of(partial: PartialDownload) -> NamedTensors:
 class Sources:
     """A newcomer (member 0) and sources with equal states."""
 
-    def __init__(self, network: SimulatedNetwork, everyone: list[Member], limits: ServeLimits | None = None) -> None:
+    def __init__(self, network: SimulatedNetwork, everyone: list[Member], ration: Ration | None = None) -> None:
         self.network = network
         self.newcomer, *self.sources = everyone
         self.states = [shared_state() for _ in self.sources]
         self.head = self.states[0].head
         self.layout = self.states[0].layout.fingerprint
         for member, state in zip(self.sources, self.states, strict=True):
-            StateServer(member.rpc, state, member.peer.runtime, limits)
+            StateServer(member.rpc, state, ration)
 
     @property
     def ids(self) -> list[str]:
         return [member.rpc.peer_id for member in self.sources]
 
-    async def download(self, resume: PartialDownload | None = None, **options: Any) -> DownloadReport:
+    async def download(self, resume: PartialDownload | None = None, **options: Any) -> FetchReport:
         self.partial = resume if resume is not None else PartialDownload()
         layout = options.pop("layout", self.layout)
         admission = OneState(self.head, options.pop("most_bytes", math.inf))
-        return await download_state(
-            self.newcomer.rpc, self.newcomer.peer.runtime, lambda: self.ids, layout, self.partial, admission, **options
-        )
+        return await download_state(self.newcomer.rpc, lambda: self.ids, layout, self.partial, admission, **options)
 
-    def start(self, **options: Any) -> asyncio.Task[DownloadReport]:
+    def start(self, **options: Any) -> asyncio.Task[FetchReport]:
         return self.newcomer.peer.spawn(self.download(**options))
 
     def is_right(self) -> bool:
@@ -113,13 +113,13 @@ class Sources:
 def with_sources(
     num_sources: int,
     check: Callable[[Sources], Awaitable[None]],
-    limits: ServeLimits | None = None,
+    ration: Ration | None = None,
     model: LinkModel = FAST,
     seed: int = 1,
 ) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, num_sources + 1) as everyone:
-            await check(Sources(network, everyone, limits))
+            await check(Sources(network, everyone, ration))
 
     simulate(main, seed=seed, model=model)
 

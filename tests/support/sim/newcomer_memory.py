@@ -62,7 +62,7 @@ async def download(network: SimulatedNetwork, folder: Path) -> dict[str, int]:
         await trainer.rpc.start()
     peak = Peak()
     peak.begin()
-    await newcomer.sync._follower._download(source.peer.peer_id, newcomer.work, keep_work=False)
+    await newcomer.sync.catch_up._download(source.peer.peer_id, newcomer.work, keep_work=False)
     extra = peak.end()
     assert newcomer.state.tree().root == source.sync.head.digest
     num_bytes = sum(tensor.nbytes for _, tensor in newcomer.state.tensors())

@@ -126,7 +126,7 @@ class SimulatedNode(Peer):
             assert digest == head.digest, f"{self.options.name} holds another digest at round {head.round}"
             self.presence.changed()
 
-        synchronizer.on_change = moved
+        synchronizer.replica.on_change = moved
 
     def _warm_up_codecs(self) -> None:
         """Codecs need no warming up: torch gives the same bits."""

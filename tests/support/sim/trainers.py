@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.errors import DivergedError
@@ -23,7 +24,7 @@ from p2ptrain.node.roles.training import find_the_others, step_in
 from p2ptrain.training.learning_rate import LearningRates
 from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.state.initial_state import initial_state
-from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.replica import Replica
 from p2ptrain.training.sync.synchronizer import RoundResult, Synchronizer
 from tests.support.settings import training_over
 
@@ -132,11 +133,9 @@ class SimulatedTrainer:
         self.membership = Membership(peer.peer_id, peer.runtime)
         self.status = "starting"
         self.presence = Presence(peer.directory, peer.runtime, self.swarm, peer.signer, self.membership, self.describe)
-        self.sync = Synchronizer(
-            self.rpc, peer.runtime, peer.signer, self.swarm, manifest, self.state,
-            vector_codec(manifest.averaging, self.state.layout), self.membership,
-        )  # fmt: skip
-        self.sync.on_change = self._changed
+        context = PeerContext(self.rpc, peer.runtime, peer.signer, self.swarm, manifest.averaging)
+        self.sync = Synchronizer(Replica(context, manifest.training, self.state, self.membership))
+        self.sync.replica.on_change = self._changed
         spec = manifest.training
         self.work = LocalWork(
             self.module, self.state, accumulate=spec.every == 1, mixing=spec.mixing if spec.overlap_steps else None
@@ -326,7 +325,7 @@ class SimulatedSwarm:
     def describe(self) -> str:
         """Where everybody stands, for error messages."""
         return "; ".join(
-            f"{t.peer.name} r{t.sync.head.round} {t.sync.head.lineage.hex()[:6]} {t.sync.phase} {t.status}"
+            f"{t.peer.name} r{t.sync.head.round} {t.sync.head.lineage.hex()[:6]} {t.sync.averager.phase} {t.status}"
             f" {t.results[-1].reason if t.results else '-'}"
             for t in self.alive
         )

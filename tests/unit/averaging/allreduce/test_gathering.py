@@ -16,7 +16,7 @@ from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import Codec, CodecError, PartList, get_codec
 from p2ptrain.codecs.mixed import by_size
-from p2ptrain.errors import ProtocolError
+from p2ptrain.errors import IntegrityError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averaging import SPEC, RosterMember, make_roster, stop
@@ -246,13 +246,13 @@ def test_a_laggard_fetches_lists_and_refuses_those_of_other_contributors() -> No
             await run(roster)
             body, source, reader = roster[0].attempt.body, roster[0].member.rpc.peer_id, roster[1].history
             assert body is not None
-            assert await reader.fetch_means(source, body, SIZE, 5.0) == roster[0].attempt.means
+            assert await reader.fetch_means([source], body, SIZE, 5.0) == roster[0].attempt.means
             more = replace(body, contributors=tuple((i, TOKENS[i], 1) for i in range(4)))
             roster[0].attempt.body = more  # So that it is found.
-            with pytest.raises(ProtocolError, match="bytes"):
-                await reader.fetch_means(source, more, SIZE, 5.0)
+            with pytest.raises(IntegrityError, match="bytes"):
+                await reader.fetch_means([source], more, SIZE, 5.0)
             with pytest.raises(ProtocolError, match="nobody"):
-                await reader.fetch_means(source, replace(body, contributors=()), SIZE, 5.0)
+                await reader.fetch_means([source], replace(body, contributors=()), SIZE, 5.0)
 
     simulate(main, seed=8)
 

@@ -10,9 +10,10 @@ import torch
 
 from p2ptrain.averaging.commit.round_log import MAX_CERTIFICATES, History, Result
 from p2ptrain.averaging.protocol.certificate import Certificate, vote
+from p2ptrain.averaging.protocol.certificate_chain import AskChain, Chain
 from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.codecs.mixed import by_size
-from p2ptrain.errors import PeerRefusedError, ProtocolError
+from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.averaging import NUM_VALUES, SPEC, RosterMember, make_roster, stop
@@ -54,7 +55,7 @@ def test_a_laggard_gets_the_chain_and_the_means() -> None:
             chain = await reader.certificates_after(source, result.certificate.body.lineage)
             assert [certificate.body.round for certificate in chain] == [0, 1]
             body = result.certificate.body
-            assert await reader.fetch_means(source, body, NUM_VALUES, 5.0) == result.means
+            assert await reader.fetch_means([source], body, NUM_VALUES, 5.0) == result.means
             assert await reader.certificates_after(source, b"?" * 32) == []
 
     simulate(main, seed=1)
@@ -67,12 +68,12 @@ def test_means_in_several_codecs_are_fetched_and_those_cut_within_blocks_refused
             roster, result = await certify(swarm, codec)
             source, reader = roster[0].member.rpc.peer_id, roster[1].history
             body = result.certificate.body
-            assert await reader.fetch_means(source, body, NUM_VALUES, 5.0) == result.means
+            assert await reader.fetch_means([source], body, NUM_VALUES, 5.0) == result.means
             other = by_size(get_codec("int8"), get_codec("bf16"), [15, 10, 35], 10)
             reader.codec_of = lambda _: other
             misfit = replace(body, codec=f"{other.name}/1")
             with pytest.raises(ProtocolError, match="within blocks"):
-                await reader.fetch_means(source, misfit, NUM_VALUES, 5.0)
+                await reader.fetch_means([source], misfit, NUM_VALUES, 5.0)
 
     simulate(main, seed=6)
 
@@ -155,7 +156,7 @@ def test_a_result_that_is_not_kept_is_refused_with_the_reason() -> None:
             roster[0].settlements._attempts.clear()
             with pytest.raises(PeerRefusedError, match="not kept here"):
                 await roster[1].history.fetch_means(
-                    roster[0].member.rpc.peer_id, result.certificate.body, NUM_VALUES, 5.0
+                    [roster[0].member.rpc.peer_id], result.certificate.body, NUM_VALUES, 5.0
                 )
 
     simulate(main, seed=3)
@@ -167,28 +168,24 @@ def test_a_source_that_sends_other_means_is_found_out() -> None:
             roster, result = await certify(swarm)
             roster[0].history.add(Result(result.certificate, [bytes(len(mean)) for mean in result.means]))
             source = roster[0].member.rpc.peer_id
-            with pytest.raises(ProtocolError, match="does not match its certificate"):
-                await roster[1].history.fetch_means(source, result.certificate.body, NUM_VALUES, 5.0)
+            with pytest.raises(IntegrityError, match="do not match its certificate"):
+                await roster[1].history.fetch_means([source], result.certificate.body, NUM_VALUES, 5.0)
             with pytest.raises(ProtocolError, match="another size"):
-                await roster[1].history.fetch_means(source, result.certificate.body, NUM_VALUES + 1, 5.0)
+                await roster[1].history.fetch_means([source], result.certificate.body, NUM_VALUES + 1, 5.0)
 
     simulate(main, seed=4)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [{}, {"certificates": 5}, {"certificates": [5]}, {"certificates": [b"garbage"]}, {"certificates": [b""]}],
-    ids=str,
-)
-def test_a_malformed_history_is_a_protocol_error(reply: dict[str, object]) -> None:
+@pytest.mark.parametrize("certificate", [b"garbage", b""])
+def test_a_malformed_certificate_is_a_protocol_error(certificate: bytes) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             roster, _ = await certify(swarm)
 
-            async def lie(peer: str, request: object) -> dict[str, object]:
-                return reply
+            async def lie(peer: str, request: AskChain) -> Chain:
+                return Chain((certificate,))
 
-            roster[0].member.rpc.serve("history.after", dict, lie)
+            roster[0].member.rpc.serve("history.after", AskChain, lie)
             with pytest.raises(ProtocolError):
                 await roster[1].history.certificates_after(roster[0].member.rpc.peer_id, b"l" * 32)
 
@@ -201,10 +198,10 @@ def test_a_history_that_does_not_connect_is_refused() -> None:
             roster, result = await certify(swarm)
             certificate = following(result, swarm).certificate.to_bytes()
 
-            async def lie(peer: str, request: object) -> dict[str, object]:
-                return {"certificates": [certificate]}
+            async def lie(peer: str, request: AskChain) -> Chain:
+                return Chain((certificate,))
 
-            roster[0].member.rpc.serve("history.after", dict, lie)
+            roster[0].member.rpc.serve("history.after", AskChain, lie)
             with pytest.raises(ProtocolError, match="does not connect"):
                 await roster[1].history.certificates_after(
                     roster[0].member.rpc.peer_id, result.certificate.body.lineage

@@ -16,14 +16,25 @@ from p2ptrain.errors import (
     PeerLostError,
 )
 from p2ptrain.hashing import HASH_BYTES
+from p2ptrain.network.chunks.fetch import FetchOptions
+from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.pace import LeastRate
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from p2ptrain.training.state.digest import CHUNK_BYTES, ChunkedBytes, cut_of, leaf_of, merkle_tree, specs_from_wire
+from p2ptrain.training.state.digest import (
+    CHUNK_BYTES,
+    ChunkedBytes,
+    Description,
+    TensorSpec,
+    cut_of,
+    leaf_of,
+    merkle_tree,
+)
 from p2ptrain.training.state.shared_state import Stamp
-from p2ptrain.training.sync.download import TransferTimes, download_state
+from p2ptrain.training.sync.download import download_state
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import ServeLimits, StateServer
+from p2ptrain.training.sync.state_server import HeldState, StateServer
 from tests.support.sim.downloads import (
     CHUNK_VALUES,
     FAST,
@@ -120,7 +131,7 @@ def test_a_lying_source_is_given_up_and_counted(seed: int) -> None:
         swarm.states[0].vector[CHUNK_VALUES::1000] += 1.0  # after its hashes were made
         downloaded = await swarm.download()
         assert swarm.is_right()
-        assert "hash" in downloaded.faults[swarm.ids[0]]
+        assert downloaded.liars == swarm.ids[:1]
         assert swarm.refusals(0) == 1
         assert swarm.refusals(1) == 0
 
@@ -145,19 +156,19 @@ def test_only_liars_is_an_integrity_error_and_nothing_false_is_kept() -> None:
 
 def test_a_false_description_is_found_before_memory_is_given_to_it() -> None:
     async def check(swarm: Sources) -> None:
-        async def lie(channel: Channel, request: dict[str, Any]) -> None:
-            huge = [["vector", "float32", [1 << 30], 1 << 32]]
-            cut = cut_of(specs_from_wire(huge))
-            await channel.send({"layout": swarm.layout, "tensors": huge, "num_chunks": cut.num_chunks})
-            await channel.receive(dict, 10)
+        async def lie(channel: Channel, request: Open) -> None:
+            huge = (TensorSpec("vector", "float32", (1 << 30,)),)
+            cut = cut_of(huge)
+            await channel.send(HeldState(swarm.layout, Description(huge)))
+            await channel.receive(FromReceiver, 10)
             stamp = Stamp.of(swarm.head).to_bytes()
             await channel.send_bytes(bytes(cut.chunk_bytes(0)) + stamp + bytes(HASH_BYTES * cut.depth))
-            await channel.receive(dict, 10)
+            await channel.receive(FromReceiver, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", dict, lie)
+        swarm.sources[0].rpc.serve_channel("chunks.state", Open, lie)
         downloaded = await swarm.download()
         assert swarm.is_right()
-        assert "digest" in downloaded.faults[swarm.ids[0]]
+        assert "digest" in str(downloaded.faults[swarm.ids[0]])
         assert swarm.refusals(0) == 1
 
     with_sources(2, check)
@@ -179,22 +190,21 @@ def test_a_state_larger_than_it_can_be_is_refused_before_there_is_room_for_it() 
     "hello",
     [
         {},
-        {"layout": None},
-        {"layout": b"", "tensors": []},
-        {"tensors": "x"},
-        {"tensors": [["vector", "float32", [1 << 60], 1 << 62]]},
+        {"description": {"tensors": [["vector", "float32", [1 << 60]]]}},
+        {"description": {"tensors": [["vector", "float32", [1 << 30] * 16]]}},
+        {"description": {"tensors": [["vector", "float32", [3]]] * 2}},
     ],
 )
-def test_garbage_from_a_source_is_survived(hello: dict[str, Any]) -> None:
+def test_a_source_that_describes_nonsense_is_given_up(hello: dict[str, Any]) -> None:
     async def check(swarm: Sources) -> None:
-        async def lie(channel: Channel, request: dict[str, Any]) -> None:
+        async def lie(channel: Channel, request: Open) -> None:
             await channel.send({"layout": swarm.layout, **hello})
-            await channel.receive(dict, 10)
+            await channel.receive(FromReceiver, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", dict, lie)
+        swarm.sources[0].rpc.serve_channel("chunks.state", Open, lie)
         downloaded = await swarm.download()
         assert swarm.is_right()
-        assert swarm.ids[0] in downloaded.faults
+        assert downloaded.liars == swarm.ids[:1]
 
     with_sources(2, check)
 
@@ -252,24 +262,24 @@ def test_a_source_that_comes_back_is_resumed() -> None:
         served, last = [0], [0]
         state = swarm.states[0]
 
-        async def cut_off(channel: Channel, request: dict[str, Any]) -> None:
+        async def cut_off(channel: Channel, request: Open) -> None:
             described = state.describe()
             assert described is not None
-            cut, specs = cut_of(described[1]), [spec.to_list() for spec in described[1]]
-            await channel.send({"layout": swarm.layout, "tensors": specs, "num_chunks": cut.num_chunks})
+            specs = described[1]
+            await channel.send(HeldState(swarm.layout, Description(specs)))
             buffer = memoryview(bytearray(2 * CHUNK_BYTES))
             for _ in range(2):
-                message = await channel.receive(dict, 10)
-                for index in range(message["first"], message["first"] + message["count"]):
+                asked = await channel.receive(FromReceiver, 10)
+                for index in asked.chunks if isinstance(asked, Ask) else []:
                     if served[0] % 2 and served[0] != last[0]:
                         last[0] = served[0]
                         channel.abort()
                         return
                     served[0] += 1
-                    await channel.send_bytes(buffer[: state.read(index, buffer, described[1])])
-            await channel.receive(dict, 10)
+                    await channel.send_bytes(buffer[: state.read(index, buffer, specs)])
+            await channel.receive(FromReceiver, 10)
 
-        swarm.sources[0].rpc.serve_channel("state.chunks", dict, cut_off)
+        swarm.sources[0].rpc.serve_channel("chunks.state", Open, cut_off)
         await swarm.download()
         assert swarm.is_right()
         # Cutting may lose what was under way, not what had arrived.
@@ -280,10 +290,10 @@ def test_a_source_that_comes_back_is_resumed() -> None:
 
 def test_the_only_source_dies_and_another_completes_what_there_is() -> None:
     async def check(swarm: Sources) -> None:
-        partial, runtime = PartialDownload(), swarm.newcomer.peer.runtime
+        partial = PartialDownload()
         ids, admission = swarm.ids, OneState(swarm.head)
         task = swarm.newcomer.peer.spawn(
-            download_state(swarm.newcomer.rpc, runtime, lambda: ids[:1], swarm.layout, partial, admission)
+            download_state(swarm.newcomer.rpc, lambda: ids[:1], swarm.layout, partial, admission)
         )
         await until_started(swarm, partial, 4)
         swarm.network.crash(swarm.sources[0].peer)
@@ -291,9 +301,7 @@ def test_the_only_source_dies_and_another_completes_what_there_is() -> None:
             await task
         before = partial.num_done
         assert 4 <= before < NUM_CHUNKS
-        downloaded = await download_state(
-            swarm.newcomer.rpc, runtime, lambda: ids[1:], swarm.layout, partial, admission
-        )
+        downloaded = await download_state(swarm.newcomer.rpc, lambda: ids[1:], swarm.layout, partial, admission)
         assert merkle_tree(tensors_of(partial)).root == swarm.head.digest
         assert downloaded.bytes_from[ids[1]] <= (NUM_CHUNKS - before) * CHUNK_BYTES
 
@@ -302,9 +310,9 @@ def test_the_only_source_dies_and_another_completes_what_there_is() -> None:
 
 def test_a_source_that_comes_while_the_download_goes_on_is_asked_too() -> None:
     async def check(swarm: Sources) -> None:
-        partial, runtime, known = PartialDownload(), swarm.newcomer.peer.runtime, swarm.ids[:1]
+        partial, known = PartialDownload(), swarm.ids[:1]
         task = swarm.newcomer.peer.spawn(
-            download_state(swarm.newcomer.rpc, runtime, lambda: known, swarm.layout, partial, OneState(swarm.head))
+            download_state(swarm.newcomer.rpc, lambda: known, swarm.layout, partial, OneState(swarm.head))
         )
         await until_started(swarm, partial, 2)
         known.append(swarm.ids[1])
@@ -313,7 +321,7 @@ def test_a_source_that_comes_while_the_download_goes_on_is_asked_too() -> None:
         assert (await task).bytes_from[swarm.ids[1]]
         assert merkle_tree(tensors_of(partial)).root == swarm.head.digest
 
-    with_sources(2, check, limits=ServeLimits(bytes_per_second=1e6))
+    with_sources(2, check, ration=Ration(bytes_per_second=1e6))
 
 
 def test_another_model_is_refused_as_incompatible() -> None:
@@ -334,19 +342,19 @@ def test_a_dribbling_source_is_used_while_there_is_none_better() -> None:
         assert swarm.is_right()
         assert loop.time() - started > 2000
 
-    with_sources(1, check, limits=ServeLimits(bytes_per_second=5000.0))
+    with_sources(1, check, ration=Ration(bytes_per_second=5000.0))
 
 
 def test_a_source_below_the_least_rate_is_given_up() -> None:
     async def check(swarm: Sources) -> None:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        times = TransferTimes(least=LeastRate(bytes_per_second=4096.0, window_seconds=10.0))
+        options = FetchOptions(least=LeastRate(bytes_per_second=4096.0, window_seconds=10.0))
         with pytest.raises(DeadlineError, match="less than 4096 bytes/s"):
-            await swarm.download(times=times)
+            await swarm.download(options=options)
         assert loop.time() - started < 100.0
 
-    with_sources(1, check, limits=ServeLimits(bytes_per_second=100.0))
+    with_sources(1, check, ration=Ration(bytes_per_second=100.0))
 
 
 def test_the_slowest_source_gives_its_place_to_one_that_was_not_asked_yet() -> None:
@@ -374,7 +382,7 @@ def test_sources_that_never_answer_end_by_the_inner_deadlines() -> None:
         swarm.network.stall(swarm.sources[0].peer)
         started = loop.time()
         with pytest.raises(P2PTrainError, match="no source"):
-            await swarm.download(times=TransferTimes(2.0, LeastRate(window_seconds=2.0)))
+            await swarm.download(options=FetchOptions(2.0, LeastRate(window_seconds=2.0)))
         assert loop.time() - started < 20.0
 
     with_sources(1, check)
@@ -399,7 +407,7 @@ def test_no_other_peer_is_said_at_once() -> None:
         me = swarm.newcomer
         with pytest.raises(PeerLostError, match="no other peer"):
             await download_state(
-                me.rpc, me.peer.runtime, lambda: [me.rpc.peer_id], swarm.layout, PartialDownload(), OneState(swarm.head)
+                me.rpc, lambda: [me.rpc.peer_id], swarm.layout, PartialDownload(), OneState(swarm.head)
             )
 
     with_sources(1, check)
@@ -439,11 +447,9 @@ def test_a_state_of_a_few_bytes_arrives() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as (newcomer, source):
             state = shared_state(1)
-            StateServer(source.rpc, state, source.peer.runtime)
+            StateServer(source.rpc, state)
             partial, layout = PartialDownload(), state.layout.fingerprint
-            await download_state(
-                newcomer.rpc, newcomer.peer.runtime, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head)
-            )
+            await download_state(newcomer.rpc, lambda: [source.rpc.peer_id], layout, partial, OneState(state.head))
             assert merkle_tree(tensors_of(partial)).root == state.head.digest
 
     simulate(main, seed=1)

@@ -15,13 +15,13 @@ from p2ptrain.training.local_update import LocalWork
 from p2ptrain.training.state.layout import Layout
 from p2ptrain.training.state.outer_optimizers import AverageStep
 from p2ptrain.training.state.shared_state import SharedState
-from p2ptrain.training.sync.contribution import Work
+from p2ptrain.training.sync.contribution import Contribution
 from tests.support.sim.stage_hosts import plan_of, stage_of
 
 TOKENS = 40
 
 
-def _gradients() -> tuple[Work, SharedState]:
+def _gradients() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
     state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
@@ -32,7 +32,7 @@ def _gradients() -> tuple[Work, SharedState]:
     return work, state
 
 
-def _pseudo_gradient() -> tuple[Work, SharedState]:
+def _pseudo_gradient() -> tuple[Contribution, SharedState]:
     module = nn.Linear(3, 3)
     layout = Layout.from_module(module)
     state = SharedState.from_module(module, layout, AverageStep(layout, 1.0))
@@ -43,7 +43,7 @@ def _pseudo_gradient() -> tuple[Work, SharedState]:
     return work, state
 
 
-def _stage() -> tuple[Work, SharedState]:
+def _stage() -> tuple[Contribution, SharedState]:
     plan = plan_of(2)
     stage, unit = stage_of(plan, 1), plan.units(1)[0]
     total = GradientSum([parameter for parameter in stage.parameters() if parameter.requires_grad])
@@ -57,7 +57,7 @@ def _stage() -> tuple[Work, SharedState]:
 
 @pytest.mark.parametrize("make", [_gradients, _pseudo_gradient, _stage])
 def test_work_that_missed_a_round_is_carried_on_as_much_as_is_kept(
-    make: Callable[[], tuple[Work, SharedState]],
+    make: Callable[[], tuple[Contribution, SharedState]],
 ) -> None:
     work, state = make()
     fragment = state.fragments.whole

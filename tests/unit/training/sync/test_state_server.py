@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from p2ptrain.errors import PeerRefusedError
+from p2ptrain.network.chunks.messages import Ask, Open
+from p2ptrain.network.chunks.server import Ration
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from p2ptrain.training.state.digest import CHUNK_BYTES, cut_of
 from p2ptrain.training.state.shared_state import Stamp, stamped_bytes
-from p2ptrain.training.sync.download import download_state, fetch_head
+from p2ptrain.training.sync.download import download_state
+from p2ptrain.training.sync.heads import fetch_head
 from p2ptrain.training.sync.partial_download import PartialDownload
-from p2ptrain.training.sync.state_server import MAX_RANGE_CHUNKS, ServeLimits, StateServer
+from p2ptrain.training.sync.state_server import HeldState, StateServer
 from tests.support.sim.downloads import (
     FAST,
-    NUM_CHUNKS,
     NUM_VALUES,
     OneState,
     Sources,
@@ -35,14 +37,13 @@ def test_too_many_downloads_wait_their_turn() -> None:
         async with members(network, 5) as everyone:
             *newcomers, source = everyone
             state = shared_state()
-            StateServer(source.rpc, state, source.peer.runtime, ServeLimits(downloads=2))
+            StateServer(source.rpc, state, Ration(transfers=2))
             seen: list[int] = []
 
             async def one(member: Member) -> str:
                 try:
                     await download_state(
                         member.rpc,
-                        member.peer.runtime,
                         lambda: [source.rpc.peer_id],
                         state.layout.fingerprint,
                         PartialDownload(),
@@ -67,49 +68,7 @@ def test_upload_keeps_to_its_rate() -> None:
         await swarm.download()
         assert loop.time() - started >= 0.9 * NUM_VALUES * 8 / 1e6
 
-    with_sources(1, check, limits=ServeLimits(bytes_per_second=1e6))
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        {"first": -1, "count": 1},
-        {"first": 0, "count": 0},
-        {"first": 0, "count": 17},
-        {"first": 12, "count": 1},
-        {"first": 0, "count": 1 << 62},
-        {"first": True, "count": 1},
-        {"first": "0", "count": 1},
-        {},
-    ],
-)
-def test_a_greedy_or_broken_newcomer_is_refused(request_: dict[str, Any]) -> None:
-    async def check(swarm: Sources) -> None:
-        hello = {"describe": True}
-        async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", hello, 5.0) as channel:
-            await channel.receive(dict, 5.0, 1 << 20)
-            await channel.send(request_)
-            with pytest.raises(PeerRefusedError, match="chunks that there are not"):
-                await channel.receive(dict, 5.0)
-
-    with_sources(1, check)
-
-
-def test_a_newcomer_cannot_download_for_ever() -> None:
-    async def check(swarm: Sources) -> None:
-        described = swarm.states[0].describe()
-        assert described is not None
-        cut = cut_of(described[1])
-        async with swarm.newcomer.rpc.open(swarm.ids[0], "state.chunks", {"describe": False}, 5.0) as channel:
-            await channel.receive(dict, 5.0)
-            for _ in range(4 * NUM_CHUNKS + MAX_RANGE_CHUNKS):
-                await channel.send({"first": 3, "count": 1})
-                await channel.receive_bytes(stamped_bytes(cut.chunk_bytes(3), cut.depth), 30.0)
-            await channel.send({"first": 0, "count": 1})
-            with pytest.raises(PeerRefusedError, match="too often"):
-                await channel.receive(dict, 5.0)
-
-    with_sources(1, check)
+    with_sources(1, check, ration=Ration(bytes_per_second=1e6))
 
 
 def test_cancelling_frees_the_slot() -> None:
@@ -133,11 +92,11 @@ def test_a_source_that_moves_on_in_the_middle_sends_what_it_holds_and_says_of_wh
     async def check(swarm: Sources) -> None:
         state, source = swarm.states[0], swarm.ids[0]
         cut = cut_of(state.describe()[1])  # type: ignore[index]
-        async with swarm.newcomer.rpc.open(source, "state.chunks", {"describe": False}, 5.0) as channel:
-            await channel.receive(dict, 5.0)
+        async with swarm.newcomer.rpc.open(source, "chunks.state", Open(), 5.0) as channel:
+            await channel.receive(HeldState, 5.0)
             for round_ in range(3):
                 assert (await fetch_head(swarm.newcomer.rpc, source)).round == round_
-                await channel.send({"first": 2, "count": 1})
+                await channel.send(Ask([2]))
                 size = cut.chunk_bytes(2)
                 received = memoryview(await channel.receive_bytes(stamped_bytes(size, cut.depth), 30.0))
                 assert Stamp.from_bytes(received[size : size + Stamp.NUM_BYTES]) == Stamp.of(state.head)
@@ -160,12 +119,12 @@ def test_no_copy_of_the_state_is_made_however_many_download_while_rounds_go_on()
         async with members(network, 9) as everyone:
             *newcomers, source = everyone
             state, num_bytes = shared_state(), 8 * NUM_VALUES
-            StateServer(source.rpc, state, source.peer.runtime)
+            StateServer(source.rpc, state)
             partials = [PartialDownload() for _ in newcomers]
             tasks = [
                 member.peer.spawn(
                     download_state(
-                        member.rpc, member.peer.runtime, lambda: [source.rpc.peer_id], state.layout.fingerprint,
+                        member.rpc, lambda: [source.rpc.peer_id], state.layout.fingerprint,
                         partial, AnyState(),
                     )
                 )

@@ -6,8 +6,15 @@ import random
 
 import pytest
 
-from p2ptrain.training.sync.chunk_pool import MAX_HOLDERS, SLOW_RANGE_SECONDS, ChunkPool
-from p2ptrain.training.sync.state_server import MAX_RANGE_CHUNKS
+from p2ptrain.network.chunks.messages import MAX_ASKED
+from p2ptrain.network.chunks.pool import MAX_HOLDERS, SLOW_RUN_SECONDS, ChunkPool
+
+
+def pool_of(sources: list[str]) -> ChunkPool:
+    pool = ChunkPool()
+    for source in sources:
+        pool.join(source)
+    return pool
 
 
 def deliver(pool: ChunkPool, source: str, run: list[int], done: bytearray) -> None:
@@ -18,33 +25,33 @@ def deliver(pool: ChunkPool, source: str, run: list[int], done: bytearray) -> No
 
 
 def test_nothing_is_handed_out_before_the_pool_is_filled() -> None:
-    pool = ChunkPool(["a"])
+    pool = pool_of(["a"])
     assert pool.take("a") == []
     assert not pool.give_back("a")
 
 
 def test_what_is_done_already_is_not_asked_for() -> None:
-    pool = ChunkPool(["a"])
+    pool = pool_of(["a"])
     pool.fill(bytearray([1, 0, 1, 0]))
     assert [pool.take("a"), pool.take("a"), pool.take("a")] == [[1], [3], []]
 
 
 def test_quick_sources_get_longer_runs_up_to_what_may_be_asked_for_and_slow_ones_shorter() -> None:
-    pool = ChunkPool(["a"])
+    pool = pool_of(["a"])
     done = bytearray(1000)
     pool.fill(done)
     lengths = []
-    for seconds in [0.1] * 6 + [2 * SLOW_RANGE_SECONDS] * 6:
+    for seconds in [0.1] * 6 + [2 * SLOW_RUN_SECONDS] * 6:
         run = pool.take("a")
         assert run == list(range(run[0], run[0] + len(run)))
         lengths.append(len(run))
         deliver(pool, "a", run, done)
         pool.adapt("a", seconds)
-    assert lengths == [1, 2, 4, 8, MAX_RANGE_CHUNKS, MAX_RANGE_CHUNKS, MAX_RANGE_CHUNKS, 8, 4, 2, 1, 1]
+    assert lengths == [1, 2, 4, 8, MAX_ASKED, MAX_ASKED, MAX_ASKED, 8, 4, 2, 1, 1]
 
 
 def test_runs_become_short_towards_the_end_so_that_all_finish_together() -> None:
-    pool = ChunkPool(["a", "b"])
+    pool = pool_of(["a", "b"])
     done = bytearray(40)
     for _ in range(5):
         pool.adapt("a", 0.1)
@@ -60,7 +67,7 @@ def test_runs_become_short_towards_the_end_so_that_all_finish_together() -> None
 
 
 def test_an_idle_source_steals_the_end_of_what_another_owes_but_no_chunk_has_three_holders() -> None:
-    pool = ChunkPool(["a", "b", "c"])
+    pool = pool_of(["a", "b", "c"])
     done = bytearray(6)
     pool.fill(done)
     for index in range(6):
@@ -74,7 +81,7 @@ def test_an_idle_source_steals_the_end_of_what_another_owes_but_no_chunk_has_thr
 
 
 def test_a_source_does_not_steal_from_itself_or_what_is_done() -> None:
-    pool = ChunkPool(["a", "b"])
+    pool = pool_of(["a", "b"])
     done = bytearray(1)
     pool.fill(done)
     assert pool.take("a") == [0]
@@ -84,7 +91,7 @@ def test_a_source_does_not_steal_from_itself_or_what_is_done() -> None:
 
 
 def test_what_a_lost_source_owes_goes_back_unless_another_owes_it_too() -> None:
-    pool = ChunkPool(["a", "b"])
+    pool = pool_of(["a", "b"])
     done = bytearray(2)
     pool.fill(done)
     assert [pool.take("a"), pool.take("a")] == [[0], [1]]
@@ -101,7 +108,7 @@ def test_what_a_lost_source_owes_goes_back_unless_another_owes_it_too() -> None:
 def test_every_chunk_arrives_whatever_happens_as_long_as_one_source_lives(seed: int) -> None:
     chance = random.Random(seed)
     sources = ["a", "b", "c"]
-    pool = ChunkPool(sources)
+    pool = pool_of(sources)
     done = bytearray(chance.choice([0, 0, 1]) for _ in range(chance.randrange(1, 200)))
     pool.fill(done)
     asked: dict[str, list[int]] = {source: [] for source in sources}
@@ -116,7 +123,7 @@ def test_every_chunk_arrives_whatever_happens_as_long_as_one_source_lives(seed: 
             pool.adapt(source, chance.choice([0.1, 2.0, 10.0]))
         else:
             run = pool.take(source)
-            assert len(run) <= MAX_RANGE_CHUNKS
+            assert len(run) <= MAX_ASKED
             assert not any(done[index] for index in run)
             asked[source] += run
         holders = [index for owed in asked.values() for index in owed]
@@ -124,3 +131,22 @@ def test_every_chunk_arrives_whatever_happens_as_long_as_one_source_lives(seed: 
         if all(done):
             return
     pytest.fail("chunks are missing")
+
+
+def test_a_planned_chunk_comes_from_its_source_and_otherwise_from_the_first() -> None:
+    pool = ChunkPool(plan={"a": [0, 3], "b": [1, 4], "c": [2, 5]})
+    for source in "abc":
+        pool.join(source)
+    done = bytearray(6)
+    pool.fill(done)
+    assert [pool.take(source) for source in "abc"] == [[0, 3], [1, 4], [2, 5]]
+    deliver(pool, "b", [1], done)
+    pool.give_back("b")
+    assert pool.take("b") == [4], "it is asked again"
+    pool.give_back("b")
+    pool.leave("b")
+    assert pool.take("c") == []
+    assert pool.take("a") == [4]
+    pool.give_back("a")
+    pool.leave("a")
+    assert sorted(pool.take("c")) == [0, 3, 4]

@@ -1,0 +1,223 @@
+"""A result's encoded means in chunks, each of which its certificate vouches for.
+
+A certificate names each share's mean by the root of a tree over short leaves (`p2ptrain.averaging.vector.merkle_sum`).
+A chunk is an aligned run of leaves, and its hash the node above them; so a source need only send one hash a chunk, and
+they are checked against the certificate before any chunk is. A mean that is a list of parts is one chunk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+from msgspec import Meta
+
+from p2ptrain.averaging.protocol.certificate import Body
+from p2ptrain.averaging.vector.merkle_sum import SumTree, leaf_hashes
+from p2ptrain.averaging.vector.streaming import cut
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs import CodecError, Decoder, PartList
+from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
+from p2ptrain.hashing import bulk_hash
+from p2ptrain.network.chunks.fetch import FetchOptions
+from p2ptrain.network.chunks.messages import MAX_CHUNKS
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import Hash, Message
+from p2ptrain.network.transport import PeerId
+from p2ptrain.runtime import Runtime
+
+Means = list[Buffer]
+
+RESULT = "result"
+"""Under which chunks of results are served."""
+CHUNK_BYTES = 1 << 18
+"""A chunk has about so many bytes, or one leaf."""
+MAX_HASH_BYTES = 8 << 20
+
+
+class ChunkHashes(Message, frozen=True):
+    """The hashes of a result's chunks, in order."""
+
+    hashes: Annotated[tuple[Hash, ...], Meta(max_length=MAX_CHUNKS)]
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where a chunk lies: its share, its bytes in the share's mean, and where each of its leaves ends in it."""
+
+    share: int
+    low: int
+    high: int
+    ends: tuple[int, ...]
+    """Empty for a mean that has no leaves."""
+
+
+class ResultChunks:
+    """A result in the making, complete, or given up; implements `Target` and `Supply` of `p2ptrain.network.chunks`.
+
+    Attributes:
+        body: The result.
+        means: The encoded mean of each share.
+        hashes: Of the chunks; empty until they are known.
+        done: By chunk: 1 once it is there.
+        changed: Set, and replaced, whenever more is there.
+    """
+
+    asks_at_once = True
+
+    def __init__(
+        self, runtime: Runtime, body: Body, codecs: Sequence[Decoder], leaf_values: int, means: Means | None = None
+    ) -> None:
+        """
+        Args:
+            runtime: For hashing.
+            body: Certified, and of this model.
+            codecs: By share: how its mean is encoded.
+            leaf_values: Values in a leaf.
+            means: Complete and right; None to fetch them.
+        """
+        self._runtime = runtime
+        self._codecs = codecs
+        self._spans = [
+            span
+            for share, (low, high) in enumerate(pairwise(body.bounds))
+            for span in _spans(share, codecs[share], high - low, leaf_values)
+        ]
+        sizes = [
+            codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
+        ]
+        self.body = body
+        self.means: Means = means if means is not None else [runtime.buffers.lend(size) for size in sizes]
+        self.hashes: tuple[bytes, ...] = ()
+        self.done = bytearray([means is not None]) * len(self._spans)
+        self.changed = asyncio.Event()
+        self.expected_bytes = sum(sizes)
+        self.num_chunks = len(self._spans)
+        self.most_bytes = max((span.high - span.low for span in self._spans), default=0)
+        self._is_given_up = False
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all chunks are there."""
+        return all(self.done)
+
+    def _view(self, index: int) -> memoryview:
+        span = self._spans[index]
+        return memoryview(self.means[span.share])[span.low : span.high]
+
+    def _wake(self) -> None:
+        event, self.changed = self.changed, asyncio.Event()
+        event.set()
+
+    # --- serving --------------------------------------------------------------------------------------------------
+
+    async def find_hashes(self) -> tuple[bytes, ...]:
+        """Return the chunks' hashes, which are known or can be made of all chunks."""
+        if not self.hashes:
+            self.hashes = await self._runtime.offload(self._hash_all)
+        return self.hashes
+
+    def _hash_all(self) -> tuple[bytes, ...]:
+        return tuple(_hash_of(span, self._view(index)) for index, span in enumerate(self._spans))
+
+    async def describe(self) -> ChunkHashes:
+        """See `Supply`."""
+        return ChunkHashes(await self.find_hashes())
+
+    async def read(self, index: int) -> memoryview:
+        """See `Supply`.
+
+        Raises:
+            PeerRefusedError: The chunk is not there, and will not come.
+        """
+        while not self.done[index]:
+            if self._is_given_up:
+                raise PeerRefusedError("?", "this result did not come here either")
+            await self.changed.wait()
+        return self._view(index)
+
+    # --- fetching -------------------------------------------------------------------------------------------------
+
+    def wire_bytes(self, index: int) -> int:
+        """See `Target`."""
+        span = self._spans[index]
+        return span.high - span.low
+
+    async def wait_for_turn(self) -> None:
+        """See `Target`."""
+
+    async def agree(self, channel: Channel, options: FetchOptions) -> int:
+        """See `Target`."""
+        told = await channel.receive(ChunkHashes, options.open_seconds, MAX_HASH_BYTES)
+        await self.trust(channel.remote, told.hashes)
+        return 0
+
+    async def trust(self, peer: PeerId, hashes: tuple[bytes, ...]) -> None:
+        """Take over the chunks' hashes; raise `ProtocolError` if the certificate does not vouch for them."""
+        if self.hashes:
+            return
+        if len(hashes) != len(self._spans) or not await self._runtime.offload(self._are_right, hashes):
+            raise ProtocolError(peer, "sent hashes of a result that do not match its certificate")
+        self.hashes = hashes
+
+    def _are_right(self, hashes: tuple[bytes, ...]) -> bool:
+        nodes: dict[int, list[bytes]] = {}
+        for span, node in zip(self._spans, hashes, strict=True):
+            nodes.setdefault(span.share, []).append(node)
+        return all(
+            SumTree([(node, 0.0) for node in found]).root[0] == self.body.hashes[share]
+            for share, found in nodes.items()
+        )
+
+    async def put(self, source: PeerId, index: int, received: memoryview) -> int:
+        """See `Target`."""
+        if await self._runtime.offload(_hash_of, self._spans[index], received) != self.hashes[index]:
+            raise ProtocolError(source, "sent a chunk of a result that does not match its certificate")
+        if not self.done[index]:
+            self._view(index)[:] = received
+            self.done[index] = 1
+            self._wake()
+        return len(received)
+
+    def give_up(self) -> None:
+        """Refuse those that wait for chunks which are not there."""
+        self._is_given_up = True
+        self._wake()
+
+    async def validate(self) -> None:
+        """Check that all means are well-formed; raise `IntegrityError` if not."""
+        await self._runtime.offload(self._validate)
+
+    def _validate(self) -> None:
+        for mean, codec, (low, high) in zip(self.means, self._codecs, pairwise(self.body.bounds), strict=True):
+            try:
+                if high > low:
+                    codec.validate(mean, high - low)
+            except CodecError as error:
+                raise IntegrityError(f"the result of round {self.body.round} is refused: {error}") from error
+
+
+def _spans(share: int, codec: Decoder, num_values: int, leaf_values: int) -> list[_Span]:
+    """The chunks of one share's mean."""
+    if not num_values:
+        return []
+    if isinstance(codec, PartList):
+        return [_Span(share, 0, codec.encoded_bytes(num_values), ())]
+    leaves = 1
+    while 2 * leaves * codec.encoded_bytes(min(leaf_values, num_values)) <= CHUNK_BYTES:
+        leaves *= 2
+    spans = []
+    for first, last in cut(num_values, leaf_values, leaves * leaf_values):
+        low = codec.encoded_bytes(first)
+        ends = [codec.encoded_bytes(end) - low for end in [*range(first + leaf_values, last, leaf_values), last]]
+        spans.append(_Span(share, low, low + ends[-1], tuple(ends)))
+    return spans
+
+
+def _hash_of(span: _Span, data: memoryview) -> bytes:
+    if not span.ends:
+        return bulk_hash(data)
+    return SumTree([(leaf, 0.0) for leaf in leaf_hashes(data, span.ends)]).root[0]

@@ -1,0 +1,113 @@
+"""Serves chunks to several receivers at once, no more and no faster than this peer wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from p2ptrain.errors import DeadlineError, PeerLostError, ProtocolError, TemporaryError
+from p2ptrain.network.chunks.messages import MAX_ASKED, Ask, Enough, FromReceiver, Open, service
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Message
+from p2ptrain.network.transport import PeerId
+
+
+class Supply(Protocol):
+    """The chunks of one transfer.
+
+    Attributes:
+        num_chunks: How many there are.
+    """
+
+    num_chunks: int
+
+    async def describe(self) -> Message | None:
+        """Return what the receiver hears before any chunk; None for nothing."""
+
+    async def read(self, index: int) -> bytes | bytearray | memoryview:
+        """Return a chunk once it is there; it does not change before the next call."""
+
+
+@dataclass(frozen=True)
+class Ration:
+    """Bounds on what transfers cost the peer that serves them."""
+
+    transfers: int = 8
+    """Served at once; more are refused."""
+    transfers_per_peer: int = 2
+    """Of which for one peer."""
+    idle_seconds: float = 120.0
+    """Timeout of a receiver that asks for nothing."""
+    bytes_per_second: float = 0.0
+    """Upload of all transfers together; 0 for no limit."""
+
+
+class ChunkServer:
+    """Serves chunks under a name.
+
+    Args:
+        rpc: Receivers come by it.
+        name: Of what is served, such as ``state``.
+        find: Returns the supply that is asked for; raises a `P2PTrainError` to refuse.
+        ration: What this may cost.
+    """
+
+    def __init__(
+        self, rpc: Rpc, name: str, find: Callable[[Open], Awaitable[Supply]], ration: Ration | None = None
+    ) -> None:
+        self._find = find
+        self._ration = ration or Ration()
+        self._active: Counter[PeerId] = Counter()
+        self._free_at = 0.0
+        rpc.serve_channel(service(name), Open, self._serve, max_request_bytes=1024)
+
+    def is_serving(self) -> bool:
+        """True if a transfer is under way."""
+        return self._active.total() > 0
+
+    async def _serve(self, channel: Channel, request: Open) -> None:
+        peer, ration = channel.remote, self._ration
+        if self._active.total() >= ration.transfers or self._active[peer] >= ration.transfers_per_peer:
+            raise TemporaryError("busy: too many downloads from this peer, ask again in a moment")
+        self._active[peer] += 1
+        try:
+            await self._converse(channel, await self._find(request))
+        finally:
+            self._active[peer] -= 1
+            if not self._active[peer]:
+                del self._active[peer]
+
+    async def _converse(self, channel: Channel, supply: Supply) -> None:
+        if (description := await supply.describe()) is not None:
+            await channel.send(description)
+        chunks_left = 4 * supply.num_chunks + MAX_ASKED  # More than any honest receiver needs.
+        while True:
+            try:
+                request = await channel.receive(FromReceiver, self._ration.idle_seconds, 1024)
+            except (PeerLostError, DeadlineError):
+                return
+            match request:
+                case Ask(chunks):
+                    chunks_left -= len(chunks)
+                    if chunks_left < 0 or max(chunks) >= supply.num_chunks:
+                        raise ProtocolError(channel.remote, "asked for chunks that there are not, or too often")
+                    for index in chunks:
+                        await self._send(channel, memoryview(await supply.read(index)))
+                case Enough():
+                    return
+
+    async def _send(self, channel: Channel, data: memoryview) -> None:
+        """Send a chunk, in pieces of a second each where there is a limit, so that the receiver sees it coming."""
+        rate = self._ration.bytes_per_second
+        piece = max(1, int(rate)) if rate else len(data)
+        for start in range(0, len(data), piece):
+            part = data[start : start + piece]
+            if rate:
+                now = asyncio.get_running_loop().time()
+                self._free_at = max(self._free_at, now) + len(part) / rate
+                await asyncio.sleep(self._free_at - now)
+            await channel.send_bytes(part, more=start + len(part) < len(data))

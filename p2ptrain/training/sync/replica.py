@@ -1,0 +1,300 @@
+"""One peer's copy of the shared state: what it contributes to a round, and how it takes a certified result over.
+
+Whatever happens, the shared state is afterwards either bit-identical to before or a later certified state as a whole,
+and local work is either counted once or still there to be contributed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from p2ptrain.averaging.averager import Averager
+from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.commit.result_chunks import Means
+from p2ptrain.averaging.commit.round_log import Result
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.timing.global_batch import Goal
+from p2ptrain.averaging.vector.error_feedback import Encoded, ErrorFeedback
+from p2ptrain.errors import DivergedError
+from p2ptrain.manifest import TrainingSpec
+from p2ptrain.tasks import to_its_end
+from p2ptrain.training.state.shared_state import SharedState
+from p2ptrain.training.state.vector_codec import vector_codec
+from p2ptrain.training.sync.state_server import StateServer
+
+if TYPE_CHECKING:
+    import torch
+
+    from p2ptrain.training.state.fragments import Fragment
+    from p2ptrain.training.sync.contribution import Contribution
+
+logger = logging.getLogger(__name__)
+
+MAX_DROPS = 5
+"""Contributions of this peer in a row that are dropped before its training ends."""
+
+
+class Replica:
+    """One peer's copy of the shared state, and what it keeps to contribute to it.
+
+    Attributes:
+        context: Of the peer.
+        membership: Who is there.
+        state: The shared state.
+        drops_stale: Whether work is dropped, not carried, when the state is replaced by one that no known certificates
+            lead to.
+        averager: Averages contributions to it.
+        feedback: What codecs dropped of this peer's contributions, fragment after fragment.
+        trained_tokens: Of this peer's work, tokens that count in committed rounds.
+        trained_rounds: In how many.
+        on_change: Called after every change of head.
+    """
+
+    def __init__(
+        self, context: PeerContext, training: TrainingSpec, state: SharedState, membership: Membership
+    ) -> None:
+        """
+        Args:
+            context: Of the peer.
+            training: When a round is due.
+            state: Parameters, buffers and shared optimizer state with their head.
+            membership: Who is there.
+        """
+        self.context = context
+        self.membership = membership
+        self.state = state
+        spec, layout, fragments = context.spec, state.layout, state.fragments
+        goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
+        codec = vector_codec(spec, layout)
+        self.averager = Averager(
+            context.rpc, context.runtime, context.signer, context.swarm, spec, codec, membership, state.head,
+            layout.num_values, layout.fingerprint, goal,
+        )  # fmt: skip
+        self._codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
+        sizes = [fragment.num_values for fragment in fragments]
+        self.averager.take_turns(self._codecs, sizes)
+        self.feedback = ErrorFeedback(layout.num_values, codec, spec.feedback_decay)
+        self._feedbacks = self.feedback.split(self._codecs, sizes)
+        self.drops_stale = training.every == 1
+        self._buffer: torch.Tensor | None = None
+        self._drops_in_a_row = 0
+        self._server = StateServer(context.rpc, state)
+        self.trained_tokens = 0
+        self.trained_rounds = 0
+        self.on_change: Callable[[], None] = lambda: None
+
+    def fragment_of(self, body: Body) -> Fragment:
+        """Return what of the state a round synchronised."""
+        return self.state.fragments.of_round(body.round)
+
+    def num_values(self, body: Body) -> int:
+        """Return the length of the vector that a round averaged."""
+        return self.fragment_of(body).num_values
+
+    async def is_intact(self) -> bool:
+        """Return whether the state in memory has its digest."""
+        tree = await self.context.runtime.compute(self.state.tree)
+        if tree.root == self.state.head.digest:
+            return True
+        logger.warning("round %d: parameters in memory do not match their digest", self.state.head.round)
+        return False
+
+    # --- contributing ---------------------------------------------------------------------------------------------
+
+    async def collect(self, work: Contribution, fragment: Fragment) -> torch.Tensor | None:
+        """Return the contribution and what codecs dropped before; None if it is not finite.
+
+        The memory is used again for every round.
+        """
+        out = self._room_for(fragment)
+        return out if await self.context.runtime.compute(self._collect, work, out, fragment) else None
+
+    def _room_for(self, fragment: Fragment) -> torch.Tensor:
+        import torch
+
+        if self._buffer is None:
+            size = max(fragment.num_values for fragment in self.state.fragments)
+            self._buffer = torch.empty(size, dtype=torch.float32)
+        return self._buffer[: fragment.num_values]
+
+    def _collect(self, work: Contribution, out: torch.Tensor, fragment: Fragment) -> bool:
+        import torch
+
+        work.collect(out, fragment)
+        self._feedbacks[fragment.index].add_to(out)
+        return bool(torch.isfinite(out.sum(dtype=torch.float64)))
+
+    async def keep_feedback(self, body: Body, encoded: Sequence[Encoded]) -> None:
+        """Note what codecs dropped of a contribution that is in a result."""
+        await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].update, encoded)
+
+    def restore_residual(self, residual: torch.Tensor) -> None:
+        """Take up the error-feedback residual of a checkpoint, before this peer catches up from that checkpoint's head.
+
+        Catching up drops what the rounds since then already hold.
+
+        Args:
+            residual: fp32, ``[num_values]``; one of another size, or with values that are not finite, is dropped.
+        """
+        own = self.feedback.residual
+        if own is None:
+            return
+        if residual.shape != own.shape or not bool(residual.isfinite().all()):
+            logger.warning("the checkpoint's error-feedback residual does not fit, or is not finite: dropped")
+            return
+        own.copy_(residual)
+        self.averager.own_work.forget()
+
+    async def begin_anew(self, work: Contribution) -> None:
+        """Drop all local work, the local optimizer's state and the residual; while ``work`` is at rest."""
+        await self.context.runtime.compute(work.begin_anew)
+        self.averager.own_work.consumed(range(len(self._codecs)))
+        self.feedback.reset()
+
+    async def drop(self, work: Contribution, reason: str) -> str:
+        """Drop a contribution that cannot count; return why.
+
+        Raises:
+            DivergedError: It is the last of `MAX_DROPS` in a row.
+        """
+        await self.begin_anew(work)
+        self._drops_in_a_row += 1
+        if self._drops_in_a_row >= MAX_DROPS:
+            raise DivergedError(
+                f"{MAX_DROPS} contributions of this peer in a row had to be dropped, the last to round"
+                f" {self.state.head.round} because {reason}: look for bad samples, lower the rate, or check its memory"
+            )
+        logger.warning("round %d: %s: it was dropped, and this peer begins anew", self.state.head.round, reason)
+        return f"{reason}: it was dropped"
+
+    # --- applying results -----------------------------------------------------------------------------------------
+
+    async def apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
+        """Apply one certified result to the shared state and the live model, as a whole.
+
+        Args:
+            result: Of the round in progress.
+            work: The live model's.
+            contributed: Whether it is in the result.
+        """
+        await to_its_end(self._apply(result, work, contributed))
+
+    async def apply_missed(self, result: Result, work: Contribution | None) -> None:
+        """Apply the next round's result, in which this peer's work may be."""
+        body = result.certificate.body
+        contributed = self.averager.own_work.is_in(body)
+        if contributed:  # What its last residual was added to is in the state; what was dropped then is not known.
+            await self.context.runtime.compute(self._feedbacks[self.fragment_of(body).index].reset)
+        await self.apply(result, work, contributed)
+
+    async def _apply(self, result: Result, work: Contribution | None, contributed: bool) -> None:
+        body = result.certificate.body
+        tree_root = await self.context.runtime.compute(self._apply_means, body, result.means, work, contributed)
+        if contributed:
+            self._drops_in_a_row = 0
+            tokens, _ = self.averager.own_work.counts_in(body) or (0, 0)
+            self.trained_tokens += tokens
+            self.trained_rounds += 1
+            self.averager.own_work.consumed([self.fragment_of(body).index])
+        self._move(body.next_head(tree_root, result.certificate.to_bytes()))
+        self.averager.history.add(result, self._server.chunks.is_serving())
+
+    def _apply_means(self, body: Body, means: Means, work: Contribution | None, contributed: bool) -> bytes:
+        carry, fragment = None, self.fragment_of(body)
+        if work is not None and not contributed:
+            carry = self._carry(work, fragment, self.context.spec.late_decay)
+        self.step(body, means)
+        if work is not None:
+            counted = (0, 0)
+            if contributed:  # All that waits is given up where it cannot be told how much of it is in the result.
+                counted = self.averager.own_work.counts_in(body) or (work.tokens_of(fragment), work.samples)
+            work.adopt(contributed, carry, fragment, counted)
+        return self.state.tree().root
+
+    def step(self, body: Body, means: Means) -> None:
+        """Take the shared step on a certified result, and nothing else."""
+        fragment = self.fragment_of(body)
+        mean = self._room_for(fragment)
+        decode_means(self.context.spec, self._codecs[fragment.index], body, means, mean)
+        self.state.apply(mean, body.round, fragment)
+
+    def _carry(self, work: Contribution, fragment: Fragment, part: float) -> torch.Tensor | None:
+        """Return what is put on top of the state that comes next; None for nothing."""
+        import torch
+
+        if work.tokens_of(fragment) <= 0:
+            return None
+        carry = torch.empty(fragment.num_values, dtype=torch.float32)
+        work.collect(carry, fragment)
+        return carry.mul_(part)
+
+    def _move(self, head: Head) -> None:
+        self.state.head = head
+        self.averager.set_head(head)
+        self.on_change()
+
+    # --- replacing the whole --------------------------------------------------------------------------------------
+
+    async def replace(
+        self,
+        assemble: Callable[[], Awaitable[Head]],
+        missed: Sequence[Certificate] | None,
+        work: Contribution | None,
+        keeps_work: bool,
+    ) -> None:
+        """Replace the shared state by another one as a whole.
+
+        Args:
+            assemble: Overwrites the state, and returns its head.
+            missed: The certificates that lead to it from this peer's; None if they are not known.
+            work: The live model's.
+            keeps_work: Whether work may be carried to the new state.
+        """
+        kept = self._kept(missed) if keeps_work else [None] * len(self.state.fragments)
+        carries = await self.context.runtime.compute(self._carries, work, kept)
+        head = await assemble()
+        self.state.head = head
+        await self.context.runtime.compute(self._adopt, work, kept, carries, missed is not None)
+        self.averager.own_work.consumed(index for index, part in enumerate(kept) if part is None)
+        self.averager.history.clear()
+        self._move(head)
+
+    def _kept(self, missed: Sequence[Certificate] | None) -> list[float | None]:
+        """Return by fragment which part of local work is carried to a later state; None to drop it."""
+        if missed is None:
+            # Of an attempt that was given up it may be in there, in a round that this peer did not see end.
+            parts = range(len(self.state.fragments))
+            return [None if self.drops_stale or self.averager.own_work.may_count(part) else 1.0 for part in parts]
+        kept: list[float | None] = [1.0] * len(self.state.fragments)
+        for certificate in missed:
+            index = self.fragment_of(certificate.body).index
+            before = kept[index]
+            is_counted = before is None or self.averager.own_work.is_in(certificate.body)
+            kept[index] = None if before is None or is_counted else before * self.context.spec.late_decay
+        return kept
+
+    def _carries(self, work: Contribution | None, kept: Sequence[float | None]) -> list[torch.Tensor | None]:
+        return [
+            None if work is None or part is None else self._carry(work, fragment, part)
+            for fragment, part in zip(self.state.fragments, kept, strict=True)
+        ]
+
+    def _adopt(
+        self,
+        work: Contribution | None,
+        kept: Sequence[float | None],
+        carries: Sequence[torch.Tensor | None],
+        follows: bool,
+    ) -> None:
+        """Set the live model from the new state; the residual is still due if that follows from this peer's."""
+        for feedback, part in zip(self._feedbacks, kept, strict=True):
+            if part is None or not follows:
+                feedback.reset()
+        for fragment in self.state.fragments:
+            if work is not None:
+                work.adopt(False, carries[fragment.index], fragment)

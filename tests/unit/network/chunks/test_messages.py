@@ -1,0 +1,17 @@
+"""What comes over the wire of a chunk transfer is refused, or within its bounds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2ptrain.network.chunks.messages import Ask, Enough, Open
+from p2ptrain.network.schema import Message
+from tests.support.fuzz import check
+
+
+@pytest.mark.parametrize("schema", [Open, Ask, Enough])
+@given(data=st.data())
+def test_messages_are_read_as_they_were_sent_and_others_refused(schema: type[Message], data: st.DataObject) -> None:
+    check(schema, data)
