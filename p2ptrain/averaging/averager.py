@@ -15,13 +15,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import Attempts
-from p2ptrain.averaging.allreduce.session import Butterfly
-from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.allreduce.session import SessionResult
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError
 from p2ptrain.averaging.commit.broadcast import Ascent, DecidedError, Descent
 from p2ptrain.averaging.commit.contribution_log import OwnWork
 from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.commit.round_log import History, Means, Result
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.absentees import ANSWER_SECONDS
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
@@ -92,7 +93,8 @@ class _Wish:
 class _Stage:
     """A group's result on one level, as one member came to it."""
 
-    butterfly: Butterfly
+    attempt: Attempt
+    session: SessionResult
     certificate: Certificate
     attempts: int
     matchmaking_seconds: float
@@ -101,7 +103,7 @@ class _Stage:
     @property
     def means(self) -> Means:
         """The encoded means of all shares."""
-        return [mean if mean is not None else b"" for mean in self.butterfly.attempt.means]
+        return [mean if mean is not None else b"" for mean in self.attempt.means]
 
 
 class Averager:
@@ -158,9 +160,8 @@ class Averager:
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
         self.own_work = OwnWork(rpc.peer_id, self.matchmaker)
-        self._attempts = Attempts(
-            rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, self.own_work, num_values
-        )
+        context = PeerContext(rpc, runtime, signer, swarm, spec)
+        self._attempts = Attempts(context, membership, self.matchmaker, self.history, self.own_work, num_values)
         self._attempts.on_phase = self._enter
         self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
 
@@ -246,15 +247,15 @@ class Averager:
             self._descent.stands(joined=wish.level > 0)
             matched = loop.time()
             matchmaking += matched - started
-            butterfly = self._attempts.prepare(roster, head, vector, origin)
+            session = self._attempts.prepare(roster, head, vector, origin)
             self._enter("scatter")
-            certificate, failure = await self._attempts.run(butterfly, failure)
+            certificate, result = await self._attempts.run(session)
+            failure = result.failure or failure
             transfer += loop.time() - matched
             if certificate is not None:
                 if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
                     await self.matchmaker.check_alone()
-                return _Stage(butterfly, certificate, attempt_number, matchmaking, transfer)
-            butterfly.release()
+                return _Stage(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
     async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
@@ -306,7 +307,7 @@ class Averager:
 
     def _delegates(self, stage: _Stage) -> list[str]:
         """Who stands for a group, in order: its contributors, those first that others can open streams to."""
-        body, tickets = stage.certificate.body, stage.butterfly.attempt.roster.tickets
+        body, tickets = stage.certificate.body, stage.attempt.roster.tickets
         members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
         order = delegate_order(body.lineage, body.round, body.level, members)
         return sorted(order, key=lambda peer: not members[peer])
@@ -340,15 +341,13 @@ class Averager:
         return vector
 
     def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:
-        body, butterfly = ground.certificate.body, ground.butterfly
-        own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+        body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._rpc.peer_id)
         last = ascent.path[-1] if ascent.path else ground.certificate
         contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
         encoded = self._encoded([ground, *above]) if contributed else ()
         for stage in [ground, *above]:
-            stage.butterfly.release()
             if stage.certificate is not last:
-                stage.butterfly.attempt.means = []
+                stage.attempt.means = []
         return RoundOutcome(
             result=Result(last, ascent.means),
             contributed=contributed,
@@ -357,15 +356,15 @@ class Averager:
             attempts=ground.attempts,
             matchmaking_seconds=ground.matchmaking_seconds,
             transfer_seconds=ground.transfer_seconds + seconds_above,
-            refusal=butterfly.refusal,
+            refusal=ground.session.refusal,
         )
 
     def _encoded(self, stages: list[_Stage]) -> tuple[Encoded, ...]:
         """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
         encoded, scale = [], 1.0
         for stage in stages:
-            body, butterfly = stage.certificate.body, stage.butterfly
-            own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+            body, session = stage.certificate.body, stage.session
+            own_index = stage.attempt.roster.index_of(self._rpc.peer_id)
             indices = [index for index, *_ in body.contributors]
             if own_index not in indices:
                 break
@@ -373,15 +372,15 @@ class Averager:
             mean_scale = scale * feedback_scale(self._spec, tokens, indices.index(own_index))
             encoded.append(
                 Encoded(
-                    butterfly.exchange.vector,
+                    session.contribution.vector,
                     body.bounds,
-                    butterfly.exchange.sent_parts,
-                    butterfly.exchange.part_codec,
+                    session.sent_parts,
+                    session.contribution.codec,
                     scale,
                     own_index,
-                    butterfly.own_mean_exact,
+                    session.exact_mean,
                     stage.means[own_index],
-                    dense_codec(butterfly.attempt.codec),
+                    dense_codec(stage.attempt.codec),
                     mean_scale,
                 )
             )

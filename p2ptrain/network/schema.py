@@ -20,10 +20,12 @@ from collections.abc import Hashable
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast
 
+import msgpack
 import msgspec
 from msgspec import Meta
 
 from p2ptrain.errors import IntegrityError
+from p2ptrain.manifest import canonical_bytes
 
 T = TypeVar("T")
 
@@ -75,6 +77,24 @@ def from_wire(schema: type[T], values: object) -> T:
         reason, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".")
         raise IntegrityError(f"{field}: {reason}" if field else reason) from error
+
+
+def to_bytes(value: object) -> bytes:
+    """Return a schema's values as canonical msgpack: equal values have equal bytes."""
+    return canonical_bytes(to_wire(value))
+
+
+def from_bytes(schema: type[T], data: bytes | bytearray | memoryview) -> T:
+    """Return the schema that `to_bytes` packed, or another peer did.
+
+    Raises:
+        IntegrityError: It is no msgpack, or does not fit the schema.
+    """
+    try:
+        values = msgpack.unpackb(data, raw=False, max_ext_len=0)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise IntegrityError("bytes that are no message") from error
+    return from_wire(schema, values)
 
 
 def _check_texts(values: object) -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.vector.reduce import CHUNK_VALUES
 from p2ptrain.averaging.verification.opening import TWO_MEANS, Rules, verify_evidence
 from p2ptrain.codecs import get_codec
@@ -120,8 +120,8 @@ def test_whenever_an_owner_tells_one_member_of_another_mean_nobody_honest_is_bla
     """When the others have signed by then, they show signatures in place of chunks: of another result."""
 
     async def main(network: SimulatedNetwork) -> None:
-        def late(butterfly: Butterfly) -> None:
-            false_owners.state_two_means(butterfly, delay_seconds)
+        def late(session: AllReduceSession) -> None:
+            false_owners.state_two_means(session, delay_seconds)
 
         honest, evil = await start(network, late, SPEC.model_copy(update={"spot_checks": 64}))
         for _ in range(3):
@@ -156,9 +156,9 @@ def test_who_does_not_show_what_is_false_brings_nothing_through_either(lie: Corr
 def test_owners_are_held_against_what_their_round_averages() -> None:
     sizes, codecs = (NUM_VALUES, NUM_VALUES // 2), (get_codec("int8"), get_codec("int4"))
 
-    def lie_about_the_shorter(butterfly: Butterfly) -> None:
-        if butterfly.attempt.head.round % 2:
-            falsify(None)(butterfly)
+    def lie_about_the_shorter(session: AllReduceSession) -> None:
+        if session.attempt.head.round % 2:
+            falsify(None)(session)
 
     async def main(network: SimulatedNetwork) -> None:
         honest, evil = await start(network, lie_about_the_shorter)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
 from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, Butterfly
+from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
 from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.grouping.pending_group import Answer
@@ -84,7 +86,7 @@ def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
     prepare, left = trainer.sync.averager._attempts.prepare, times
 
-    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> Butterfly:
+    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
         nonlocal left
         if len(roster.members) < 3 or left <= 0:
             return prepare(roster, head, vector, origin)
@@ -145,23 +147,23 @@ def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
     simulate(main, seed=2)
 
 
-@pytest.mark.parametrize(("silent_about", "members"), [("mask", 3), ("proof", 4)])
-def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: str, members: int) -> None:
+@pytest.mark.parametrize(("silent_about", "members"), [(Mask, 3), (Signature, 4)])
+def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, members: int) -> None:
     """Rounds need everybody's mask. A majority of signatures is enough."""
 
     def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._attempts._serve_butterfly
+        serve = evil.sync.averager._attempts._serve
 
-        async def silent(channel: Any, request: Message) -> None:
+        async def silent(channel: Any, request: Request) -> None:
             send = channel.send
 
-            async def send_or_not(message: Message) -> None:
-                await (never() if silent_about in message else send(message))
+            async def send_or_not(message: object) -> None:
+                await (never() if isinstance(message, silent_about) else send(message))
 
             channel.send = send_or_not
             await serve(channel, request)
 
-        evil.rpc.serve_channel("butterfly", dict, silent)
+        evil.rpc.serve_channel(ALLREDUCE, Request, silent)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, accounts = await start(network, fall_silent)
@@ -303,13 +305,12 @@ def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refus
         await go_on(swarm, honest)
         over = [body.group_id for body in accounts.bodies.values() if evil.peer.peer_id in body.members]
         await asyncio.sleep(3.0)  # Whoever could still fetch something of the last one has done so.
-        groups: list[object] = [*over[:-1], b"g" * 32, b"", "group", None, 7, [b"g"]]
+        groups = [*over[:-1], b"g" * 32]
         before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
         for group in groups:
-            request = {"group": group, "codec": "fp32"}
-            async with evil.rpc.open(victim.peer.peer_id, "butterfly", request, 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match=r"not in that group|malformed group id"):
-                    await channel.receive(dict, 30.0)
+            async with evil.rpc.open(victim.peer.peer_id, ALLREDUCE, Bring(group, "fp32"), 5.0) as channel:
+                with pytest.raises(PeerRefusedError, match="not in that group"):
+                    await channel.receive(FromOwner, 30.0)
         assert len(over) >= ROUNDS
         assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
         await go_on(swarm, honest)
