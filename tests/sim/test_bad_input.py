@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Request
 from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
 from p2ptrain.averaging.commit.attempt import AttemptFailedError

@@ -6,15 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.bandwidth import Speeds, part_codec, plan_shares
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
-from p2ptrain.averaging.allreduce.member import Trouble
+from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
 from p2ptrain.averaging.allreduce.messages import Bring, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
-from p2ptrain.averaging.allreduce.sessions import Sessions
 from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError
 from p2ptrain.averaging.commit.contribution_log import OwnWork
 from p2ptrain.averaging.commit.encodings import part_codecs
@@ -31,8 +29,9 @@ from p2ptrain.averaging.verification.commitments import Slice
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import codec_at
-from p2ptrain.errors import IntegrityError, ProtocolError
+from p2ptrain.errors import IntegrityError, PeerRefusedError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.tasks import Tasks
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +39,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROUNDS_REMEMBERED = 16
+ROSTER_WAIT_SECONDS = 5.0
+"""How long another member's stream waits for this peer to learn of the group."""
 MAX_REQUEST_BYTES = 1 << 20
 """A delegate's request holds the certificate of the result that it brings."""
 
@@ -250,3 +251,57 @@ class Attempts:
         if len({cells.key_of(ticket, member, body.level) for member in body.members}) != 1:
             raise IntegrityError("its result is not one of a cell")
         return self._history.source_of(peer, body, attempt.bounds[-1])
+
+
+class Sessions:
+    """Sessions by group, from the roster until the others have fetched what they need."""
+
+    def __init__(self, own_id: str) -> None:
+        self._own_id = own_id
+        self._running: dict[bytes, AllReduceSession] = {}
+        self._arrived = asyncio.Event()
+        self._lingering = Tasks()
+
+    def __iter__(self) -> Iterator[AllReduceSession]:
+        return iter(list(self._running.values()))
+
+    def add(self, session: AllReduceSession) -> None:
+        """Let the others open their streams from now on, until some time after `leave`."""
+        self._running[session.attempt.roster.group_id] = session
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+
+    async def find(self, group: bytes, is_over: Callable[[bytes], bool]) -> AllReduceSession:
+        """Return the session of a group; wait a while for one that is not known yet.
+
+        Args:
+            group: The roster's id.
+            is_over: True if this peer was in it, so that waiting is of no use.
+
+        Raises:
+            PeerRefusedError: This peer is not in that group.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ROSTER_WAIT_SECONDS):
+                while group not in self._running and not is_over(group):
+                    await self._arrived.wait()
+        if group not in self._running:
+            raise PeerRefusedError(self._own_id, "this peer is not in that group")
+        return self._running[group]
+
+    def leave(self, session: AllReduceSession, *, committed: bool) -> None:
+        """Close a session in the background; after a commit, let the others fetch mean and signature first."""
+        self._lingering.start(self._close(session, committed), "linger")
+
+    async def _close(self, session: AllReduceSession, committed: bool) -> None:
+        try:
+            await session.close(linger=committed)
+        finally:
+            self._running.pop(session.attempt.roster.group_id, None)
+
+    async def close(self) -> None:
+        """End all of them."""
+        running = list(self._running.values())
+        await self._lingering.close()
+        for session in running:
+            await session.close(linger=False)

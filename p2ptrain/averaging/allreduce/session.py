@@ -39,12 +39,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from p2ptrain.averaging.allreduce.incoming import IncomingStreams
-from p2ptrain.averaging.allreduce.liveness import Liveness
-from p2ptrain.averaging.allreduce.member import Blame, Member, Trouble
+from p2ptrain.averaging.allreduce.member import Blame, Liveness, Member, Trouble
 from p2ptrain.averaging.allreduce.messages import GaveUp, Request, Signatures
 from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
-from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
-from p2ptrain.averaging.allreduce.verifier import Verifier
+from p2ptrain.averaging.allreduce.spot_checks import SpotChecks, Verifier
 from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError, LateError, UnencodableError
 from p2ptrain.averaging.commit.provenance import Origin, Source
 from p2ptrain.averaging.context import PeerContext

@@ -1,6 +1,6 @@
-"""Spot checks of the owners' means, up to the decision to sign; `p2ptrain.averaging.verification.audit` says what for.
+"""How a session makes sure that means are right before it signs them: not at all, or by spot checks.
 
-A member signs once its own checks passed, and once the others' have or had time enough. What an owner does not show to
+`p2ptrain.averaging.verification.audit` says what for. With spot checks, a member signs once its own checks passed, and once the others' have or had time enough. What an owner does not show to
 one member, the others ask for before they sign: see `Audit`.
 """
 
@@ -27,11 +27,10 @@ from p2ptrain.averaging.allreduce.messages import (
     Stated,
     Statements,
 )  # fmt: skip
-from p2ptrain.averaging.allreduce.verifier import Complaint, Verifier
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
 from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
 from p2ptrain.averaging.vector.merkle_sum import SumTree
-from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck, mean_tree
+from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck, mean_root, mean_tree
 from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
 from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
 from p2ptrain.averaging.verification.opening import MAX_CHUNKS
@@ -55,6 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Complaint = tuple[int, int]
+"""(owner, chunk) that the owner did not show."""
 CLEAR_SHARE = 0.9
 """Share of the usual patience for the others' checks; so that a slow member, with the signatures, costs no more."""
 ANSWER_SHARE = 0.75
@@ -62,6 +63,95 @@ ANSWER_SHARE = 0.75
 REASON_SECONDS = 1.0
 """How long a member waits to learn why another gave up that it still needed."""
 RETRY_SECONDS = 0.3
+
+
+class Verifier:
+    """Trusts the owners: the manifest says so, or means are lists of parts, or nobody else is there.
+
+    Attributes:
+        evidence: Against an owner that falsified its mean; empty without one.
+    """
+
+    def __init__(self, session: AllReduceSession) -> None:
+        self._session = session
+        self.evidence = b""
+
+    # As a contributor, on an outgoing stream.
+
+    def new_check(self, codec: Codec) -> RangeCheck:
+        """Return what inspects a part of this member's while it is encoded in ``codec``."""
+        return RangeCheck(codec, self._session.context.spec)
+
+    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
+        """Sign the part that ``check`` saw, if parts are signed."""
+
+    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
+        """Check an owner's mean, whose tree this is; return True if it passed."""
+        return True
+
+    # As an owner, on an incoming stream.
+
+    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
+        """Hold a part against what its sender signs; return the tree over its chunks, if there is one.
+
+        Raises:
+            IntegrityError: The sender signs something else.
+        """
+        return None
+
+    async def state(self, mean: Buffer) -> bytes:
+        """Return the hash that names the own share's mean, having signed it if means are."""
+        attempt, own = self._session.attempt, self._session.own
+        codec = attempt.mean_codec_of(own.index)
+        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
+
+    async def mean_sent(self, channel: Channel) -> bool:
+        """Answer a check; return False if a majority had signed, so that signatures answered it."""
+        return True
+
+    async def before_signature(self, channel: Channel) -> None:
+        """Say that the own checks passed, once they have, if members wait for that."""
+
+    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
+        """Answer a question for chunks of the own share; return False if signatures answered it."""
+        return True
+
+    def heard(self) -> Statements:
+        """Return what owners stated to this member."""
+        return Statements(())
+
+    # The decision.
+
+    async def may_sign(self) -> bool:
+        """Return True once all checks passed; False if a majority signed before.
+
+        Raises:
+            AttemptFailedError: A check did not pass, or an owner was lost.
+        """
+        return True
+
+    def fail_on_evidence(self) -> None:
+        """Raise `AttemptFailedError` if there is evidence against an owner."""
+
+    async def other_result(self, member: Member) -> None:
+        """Look into why a member signed another result."""
+
+    def faulty(self) -> Collection[Member]:
+        """Return the owners whose shares did not pass."""
+        return ()
+
+    def note_clear(self, member: Member) -> None:
+        """Take down that a member's checks passed."""
+
+    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
+        """Take down what a member could not check that gave up."""
+
+    def complaints(self) -> tuple[Complaint, ...]:
+        """Return what this member could not check."""
+        return ()
+
+    async def stop(self) -> None:
+        """Look into nothing more, and read this member's contribution no more: it may change from now on."""
 
 
 class SpotChecks(Verifier):

@@ -45,7 +45,7 @@ import msgpack
 import torch
 
 from p2ptrain import Manifest, SavePolicy, Swarm
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError

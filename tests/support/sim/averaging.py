@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.lying import BulkLie, Lie, LyingChannel, Message

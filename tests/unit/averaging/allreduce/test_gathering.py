@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Mask, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.commit.attempt import AttemptFailedError

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from p2ptrain.averaging.allreduce.liveness import ALLREDUCE
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Bring, Mask, Request, Signature
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.protocol.certificate import Certificate
