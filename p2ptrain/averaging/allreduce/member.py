@@ -1,4 +1,4 @@
-"""What this peer knows of one member of a group in one attempt, and how it tells a slow member from one that is gone."""
+"""What this peer knows of one member of a group, and how it tells a slow member from one that is gone."""
 
 from __future__ import annotations
 
