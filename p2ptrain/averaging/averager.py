@@ -28,7 +28,8 @@ from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.grouping.tree import delegate_order
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.signed import MAX_PRESENT
 from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
 from p2ptrain.averaging.timing.keepalive import first_result
 from p2ptrain.averaging.vector.aggregation import feedback_scale

@@ -1,7 +1,7 @@
 """How a session makes sure that means are right before it signs them: not at all, or by spot checks.
 
-`p2ptrain.averaging.verification.audit` says what for. With spot checks, a member signs once its own checks passed, and
-once the others' have or had time enough. What an owner does not show to one member, the others ask for before they sign.
+`p2ptrain.averaging.verification.audit` says what for. A member signs once its own checks passed, and once the others'
+have or had time enough. What an owner does not show to one member, the others ask for before they sign.
 """
 
 from __future__ import annotations

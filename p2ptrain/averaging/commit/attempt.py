@@ -10,7 +10,8 @@ from statistics import median_low
 
 from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Roster, vote
-from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.signed import MAX_PRESENT
 from p2ptrain.averaging.vector.aggregation import vote_weights
 from p2ptrain.averaging.vector.reduce import chunk_span, chunk_values, num_chunks
 from p2ptrain.buffers import Buffer

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated
 
-from p2ptrain.errors import IntegrityError
+from msgspec import Meta
 
-DIGEST_BYTES = 32
-MAX_COUNT = 1 << 62
-MAX_PRESENT = 1 << 16
-"""Peers that a swarm counts at most: enough for any, and few enough that the shape of a tree is computed in no time."""
+from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Name, Present
+from p2ptrain.network.schema import Hash
 
 
 @dataclass(frozen=True)
@@ -30,61 +28,14 @@ class Head:
         present: Peers that the swarm counted in that round; 0 at the start.
     """
 
-    round: int
-    lineage: bytes
-    tokens: int
-    samples: int
-    digest: bytes
-    members: tuple[str, ...] = ()
+    round: Count
+    lineage: Hash
+    tokens: Count
+    samples: Count
+    digest: Hash
+    members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
     certificate: bytes = b""
-    present: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for the wire."""
-        return {
-            "round": self.round,
-            "lineage": self.lineage,
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "digest": self.digest,
-            "members": list(self.members),
-            "certificate": self.certificate,
-            "present": self.present,
-        }
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Head:
-        """Check and rebuild what `to_dict` made.
-
-        Raises:
-            IntegrityError: A field is missing, of the wrong type, or out of range.
-        """
-        try:
-            head = cls(
-                round=values["round"],
-                lineage=values["lineage"],
-                tokens=values["tokens"],
-                samples=values["samples"],
-                digest=values["digest"],
-                members=tuple(values["members"]),
-                certificate=values["certificate"],
-                present=values["present"],
-            )
-        except (TypeError, KeyError) as error:
-            raise IntegrityError("a head lacks fields: the peer that sent it is broken or hostile") from error
-        counts = (head.round, head.tokens, head.samples)
-        valid = (
-            all(type(count) is int and 0 <= count < MAX_COUNT for count in counts)
-            and all(type(h) is bytes and len(h) == DIGEST_BYTES for h in (head.lineage, head.digest))
-            and len(head.members) <= 256
-            and all(type(member) is str and len(member) <= 128 for member in head.members)
-            and type(head.certificate) is bytes
-            and type(head.present) is int
-            and 0 <= head.present <= MAX_PRESENT
-        )
-        if not valid:
-            raise IntegrityError("a head has fields out of range: the peer that sent it is broken or hostile")
-        return head
+    present: Present = 0
 
     def without_proof(self) -> Head:
         """This head without members and certificate, for messages that need not prove it."""

@@ -14,8 +14,11 @@ from p2ptrain.signing import Signer
 
 MAX_MEMBERS = 256
 MAX_COUNT = (1 << 62) - 1
+MAX_PRESENT = 1 << 16
+"""Peers that a swarm counts at most: enough for any, and few enough that the shape of a tree is computed in no time."""
 MAX_PROOF_BYTES = 2048
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Present = Annotated[int, Meta(ge=0, le=MAX_PRESENT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Name = Annotated[str, Meta(max_length=128)]
 """A peer's id, or a codec's name."""

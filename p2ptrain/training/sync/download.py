@@ -41,6 +41,7 @@ from p2ptrain.errors import (
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.rpc.pace import LEAST_RATE, LeastRate, receive_steadily
+from p2ptrain.network.schema import from_wire
 from p2ptrain.network.transport import PeerId
 from p2ptrain.progress import Advance
 from p2ptrain.runtime import Runtime
@@ -97,7 +98,7 @@ async def fetch_head(rpc: Rpc, source: PeerId, timeout_seconds: float = 10.0) ->
         DeadlineError: No answer in time.
     """
     reply = await rpc.call(source, "state.info", {}, dict, timeout_seconds, max_reply_bytes=4 << 20)
-    return Head.from_dict(reply.get("head"))
+    return from_wire(Head, reply.get("head"))
 
 
 class Admission(Protocol):

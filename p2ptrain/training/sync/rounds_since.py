@@ -21,6 +21,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.buffers import Buffer
 from p2ptrain.errors import IntegrityError, ResourceError
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
+from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.signing import Signer
 
 BASE_FILE = "base"
@@ -52,7 +53,7 @@ class RoundsSince:
         if folder is None or not (folder / BASE_FILE).is_file():
             return rounds
         try:
-            base = Head.from_dict(msgpack.unpackb((folder / BASE_FILE).read_bytes()))
+            base = from_bytes(Head, (folder / BASE_FILE).read_bytes())
             rounds._begin(base)
             while (path := rounds._path(len(rounds.certificates))).is_file():
                 certificate, means = _read(path)
@@ -85,7 +86,7 @@ class RoundsSince:
         if self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                _write(self._folder / BASE_FILE, [msgpack.packb(base.to_dict())])
+                _write(self._folder / BASE_FILE, [to_bytes(base)])
             except OSError as error:
                 raise ResourceError(f"cannot write to {self._folder} ({error.strerror}): free some space") from error
         self._begin(base)

@@ -16,6 +16,7 @@ from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import DeadlineError, PeerLostError, ProtocolError, TemporaryError
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.transport import PeerId
 from p2ptrain.runtime import Runtime
 from p2ptrain.training.state.digest import CHUNK_BYTES, TensorSpec, cut_of
@@ -63,7 +64,7 @@ class StateServer:
 
     async def _on_info(self, peer: PeerId, request: dict[str, Any]) -> dict[str, Any]:
         head, _ = await self._describe()
-        return {"head": head.to_dict(), "layout": self._state.layout.fingerprint}
+        return {"head": to_wire(head), "layout": self._state.layout.fingerprint}
 
     async def _describe(self) -> tuple[Head, tuple[TensorSpec, ...]]:
         for _ in range(MAX_WAITS_FOR_A_ROUND):
