@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.trainers import Ledger, SimulatedTrainer, make_manifest
 
@@ -46,7 +47,7 @@ def _offer(source: SimulatedTrainer, head: Head) -> None:
     """Let a trainer offer its state under another head."""
 
     async def info(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        return {"head": head.to_dict(), "layout": source.state.layout.fingerprint}
+        return {"head": to_wire(head), "layout": source.state.layout.fingerprint}
 
     source.rpc.serve("state.info", dict, info)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from p2ptrain.averaging.allreduce.member import Member
 from p2ptrain.averaging.allreduce.messages import (
+    GAVE_UP,
     MAX_REFUSAL_LENGTH,
     Arrived,
     AskChunks,
@@ -76,8 +77,9 @@ class IncomingStreams:
             if work.done():
                 work.result()
             else:
-                await tasks.close()
-                await channel.send(session.given_up.result())
+                # Cancelling the work first would end the stream without a word, and the other member would blame
+                # this one for that.
+                await channel.interrupt(session.given_up.result(), GAVE_UP)
 
     async def _answer(self, channel: Channel, member: Member, question: Request) -> None:
         """Answer what another member asks beside its stream."""

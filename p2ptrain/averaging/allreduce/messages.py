@@ -16,6 +16,8 @@ from p2ptrain.averaging.verification.opening import MAX_CHUNKS
 from p2ptrain.network.schema import Hash, Message
 
 MAX_REFUSAL_LENGTH = 120
+GAVE_UP = "gave up"
+"""What a member is refused with, in place of `GaveUp`, that has half of a mean from one that gave up."""
 Index = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 """A member's place in the roster."""
 Indices = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]

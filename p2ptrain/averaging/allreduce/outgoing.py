@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from p2ptrain.averaging.allreduce.member import Member
 from p2ptrain.averaging.allreduce.messages import (
+    GAVE_UP,
     Arrived,
     Bring,
     Clear,
@@ -26,7 +27,7 @@ from p2ptrain.averaging.vector.merkle_sum import SumTree
 from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck
 from p2ptrain.averaging.vector.streaming import receive_checked, send_encoded
 from p2ptrain.codecs import Codec, CodecError
-from p2ptrain.errors import DeadlineError, PeerError, PeerLostError, PeerSilentError, ProtocolError
+from p2ptrain.errors import DeadlineError, PeerError, PeerLostError, PeerRefusedError, PeerSilentError, ProtocolError
 from p2ptrain.network.rpc.channel import Channel
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ class OutgoingStream:
 
     def _note_lost(self, error: PeerError | DeadlineError) -> None:
         session, member = self._session, self.member
+        if isinstance(error, PeerRefusedError) and error.reason == GAVE_UP:
+            session.note_gave_up(member, GaveUp())
         if not member.gave_up:
             member.lost = str(error)
             if isinstance(error, PeerSilentError):
