@@ -86,7 +86,7 @@ class _Wish:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _LevelResult:
     """A group's result on one level, as one member came to it."""
 
     attempt: Attempt
@@ -194,7 +194,7 @@ class Averager:
         """
         loop, head = asyncio.get_running_loop(), self.head
         wish = _Wish(tokens, samples, bandwidth)
-        above: list[_Stage] = []
+        above: list[_LevelResult] = []
         try:
             ground = await self._average_level(head, vector, wish)
             risen = loop.time()
@@ -208,7 +208,7 @@ class Averager:
 
     async def _average_level(
         self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
-    ) -> _Stage:
+    ) -> _LevelResult:
         """Find a group on one level of the tree, and average with it.
 
         Raises:
@@ -233,27 +233,27 @@ class Averager:
             if certificate is not None:
                 if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
                     await self.matchmaker.check_alone()
-                return _Stage(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
+                return _LevelResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
-    async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _rise(self, head: Head, result: _LevelResult, wish: _Wish) -> tuple[Ascent, list[_LevelResult]]:
         """See a group's result through to the end of the round: stand for the group, or wait for who does.
 
         Returns:
-            What became of it, and this peer's stages further up, the lowest first.
+            What became of it, and this peer's results further up, the lowest first.
 
         Raises:
             AttemptFailedError: Nothing that this peer knows of.
         """
-        body = stage.certificate.body
+        body = result.certificate.body
         if body.level == 0:
             self.own_work.add_result(body)
         self._descent.expect(body)
-        brought: tuple[Ascent, list[_Stage]] | None = None
-        delegates = self._delegates(stage)[:MAX_DELEGATES]
+        brought: tuple[Ascent, list[_LevelResult]] | None = None
+        delegates = self._delegates(result)[:MAX_DELEGATES]
         try:
             brought = await first_result(
-                [partial(self._bring, head, stage, wish, delegate) for delegate in delegates],
+                [partial(self._bring, head, result, wish, delegate) for delegate in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # Another delegate would end the round a second time.
@@ -267,13 +267,13 @@ class Averager:
         return brought
 
     async def _bring(
-        self, head: Head, stage: _Stage, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
-    ) -> tuple[Ascent, list[_Stage]]:
+        self, head: Head, result: _LevelResult, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
+    ) -> tuple[Ascent, list[_LevelResult]]:
         """What became of a group's result by way of one delegate, which may be this peer."""
-        body, own = stage.certificate.body, delegate == self._context.peer_id
+        body, own = result.certificate.body, delegate == self._context.peer_id
         try:
             if own:
-                return await self._represent(head, stage, wish)
+                return await self._represent(head, result, wish)
             self._enter("gather")
             seconds = self._seconds_above(body)
             return await self._descent.fetch(delegate, body, body.bounds[-1], seconds, on_quiet), []
@@ -283,9 +283,9 @@ class Averager:
                 self._descent.conclude(body, None)
             raise
 
-    def _delegates(self, stage: _Stage) -> list[str]:
+    def _delegates(self, result: _LevelResult) -> list[str]:
         """Who stands for a group, in order: its contributors, those first that others can open streams to."""
-        body, tickets = stage.certificate.body, stage.attempt.roster.tickets
+        body, tickets = result.certificate.body, result.attempt.roster.tickets
         members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
         order = delegate_order(body.lineage, body.round, body.level, members)
         return sorted(order, key=lambda peer: not members[peer])
@@ -295,16 +295,16 @@ class Averager:
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
-    async def _represent(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _represent(self, head: Head, result: _LevelResult, wish: _Wish) -> tuple[Ascent, list[_LevelResult]]:
         """Take a group's result to the next level, and from there on up."""
-        body = stage.certificate.body
-        vector = await self._context.runtime.compute(self._decoded, body, stage.means)
+        body = result.certificate.body
+        vector = await self._context.runtime.compute(self._decoded, body, result.means)
         brought = replace(
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
         )  # fmt: skip
         source = self.history.source_of(self._context.peer_id, body, len(vector))
-        origin = Origin(stage.certificate, stage.means, source)
+        origin = Origin(result.certificate, result.means, source)
         upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
             return Ascent((upper.certificate,), upper.means), [upper]
@@ -318,14 +318,16 @@ class Averager:
         decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
         return vector
 
-    def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:
+    def _outcome(
+        self, ground: _LevelResult, ascent: Ascent, above: list[_LevelResult], seconds_above: float
+    ) -> RoundOutcome:
         body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._context.peer_id)
         last = ascent.path[-1] if ascent.path else ground.certificate
         contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
         encoded = self._encoded([ground, *above]) if contributed else ()
-        for stage in [ground, *above]:
-            if stage.certificate is not last:
-                stage.attempt.means = []
+        for result in [ground, *above]:
+            if result.certificate is not last:
+                result.attempt.means = []
         return RoundOutcome(
             result=Result(last, ascent.means),
             contributed=contributed,
@@ -337,12 +339,12 @@ class Averager:
             refusal=ground.session.refusal,
         )
 
-    def _encoded(self, stages: list[_Stage]) -> tuple[Encoded, ...]:
+    def _encoded(self, results: list[_LevelResult]) -> tuple[Encoded, ...]:
         """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
         encoded, scale = [], 1.0
-        for stage in stages:
-            body, session = stage.certificate.body, stage.session
-            own_index = stage.attempt.roster.index_of(self._context.peer_id)
+        for result in results:
+            body, session = result.certificate.body, result.session
+            own_index = result.attempt.roster.index_of(self._context.peer_id)
             indices = [index for index, *_ in body.contributors]
             if own_index not in indices:
                 break
@@ -357,8 +359,8 @@ class Averager:
                     scale,
                     own_index,
                     session.exact_mean,
-                    stage.means[own_index],
-                    dense_codec(stage.attempt.codec),
+                    result.means[own_index],
+                    dense_codec(result.attempt.codec),
                     mean_scale,
                 )
             )
