@@ -128,7 +128,8 @@ def cell_of(lineage: bytes, round_: int, level: int, peer: str, num_cells: int, 
     """
     if num_cells < 1:
         raise ValueError(f"there must be at least one cell, not {num_cells}")
-    return _draw(b"cell", num_cells, (round_, level, choice), lineage, peer)
+    # Uniform but for 2**-64 or so.
+    return int.from_bytes(_hash(b"cell", (round_, level, choice), lineage, peer)[:16], "big") * num_cells >> 128
 
 
 def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
@@ -141,7 +142,8 @@ def left_out(num_peers: int, num_cells: int, group_size: int) -> float:
     Raises:
         ValueError: A number is not positive.
     """
-    _check_counts(num_peers, num_cells, group_size)
+    if min(num_peers, num_cells, group_size) < 1:
+        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")
     if num_peers <= group_size:
         return 0.0
     if num_cells == 1:
@@ -169,7 +171,8 @@ def tree_cells(num_peers: int, group_size: int) -> int:
     Raises:
         ValueError: A number is out of range.
     """
-    _check_sizes(num_peers, group_size)
+    if num_peers < 1 or group_size < 1 or (group_size == 1 and num_peers > 1):
+        raise ValueError(f"{num_peers} peers cannot average in groups of {group_size}: groups need two members to mix")
     if num_peers <= group_size:
         return 1
     least = -(-100 * num_peers // (MOST_FILL_PERCENT * group_size))
@@ -217,18 +220,3 @@ def _hash(purpose: bytes, numbers: Iterable[int], shared: bytes, peer: str) -> b
     except OverflowError as error:
         raise ValueError("rounds, levels and choices are counted from 0, in 8 bytes") from error
     return hashlib.sha256(b"p2ptrain grid " + purpose + encoded + shared + peer.encode()).digest()
-
-
-def _draw(purpose: bytes, bound: int, numbers: Iterable[int], shared: bytes, peer: str) -> int:
-    """A number in ``[0, bound)``, uniform but for 2**-64 or so."""
-    return int.from_bytes(_hash(purpose, numbers, shared, peer)[:16], "big") * bound >> 128
-
-
-def _check_sizes(num_peers: int, group_size: int) -> None:
-    if num_peers < 1 or group_size < 1 or (group_size == 1 and num_peers > 1):
-        raise ValueError(f"{num_peers} peers cannot average in groups of {group_size}: groups need two members to mix")
-
-
-def _check_counts(num_peers: int, num_cells: int, group_size: int) -> None:
-    if min(num_peers, num_cells, group_size) < 1:
-        raise ValueError(f"{num_peers} peers in {num_cells} cells of {group_size} make no sense")

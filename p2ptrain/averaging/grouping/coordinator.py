@@ -24,6 +24,7 @@ from p2ptrain.averaging.grouping.messages import (
     REPORT,
     STEPS,
     TAKE_ON,
+    Ahead,
     Answer,
     BatchAdvice,
     BatchReport,
@@ -31,7 +32,6 @@ from p2ptrain.averaging.grouping.messages import (
     Grant,
     Join,
     Pass,
-    Passed,
     Redirected,
     Refused,
     StepsAdvice,
@@ -75,14 +75,6 @@ class Coordinator:
     def __init__(
         self, context: PeerContext, membership: Membership, leaders: Leaders, position: RoundPosition, goal: Goal
     ) -> None:
-        """
-        Args:
-            context: This peer.
-            membership: Who is there.
-            leaders: Whose turn it is.
-            position: Where this peer stands.
-            goal: With what a round is due.
-        """
         self._context = context
         self._spec = context.spec
         self._membership = membership
@@ -280,15 +272,15 @@ class Coordinator:
         closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
         return StepsAdvice(group.closing or group.over, closes_in)
 
-    async def _serve_pass(self, peer: str, request: Pass) -> Passed:
+    async def _serve_pass(self, peer: str, request: Pass) -> Ahead:
         """Note that a peer has nothing for the round after a head: nobody waits for it."""
         if self._position.is_ahead_of(request.head):
-            return Passed(is_over=True)
+            return Ahead(is_ahead=True)
         self._membership.heard_from(peer)
         group = self._group_of(peer, request.head)
         group.passed.add(peer)
         group.stir()
-        return Passed(is_over=False)
+        return Ahead(is_ahead=False)
 
     def _group_of(self, peer: str, head: Head) -> PendingGroup:
         """Return the pending group in which a peer averages after its head."""

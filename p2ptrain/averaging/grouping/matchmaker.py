@@ -77,13 +77,6 @@ class Matchmaker:
     """Finds groups for this peer; its `Coordinator` leads groups when it is its turn."""
 
     def __init__(self, context: PeerContext, membership: Membership, head: Head, goal: Goal = NO_GOAL) -> None:
-        """
-        Args:
-            context: This peer.
-            membership: Who is there.
-            head: This peer's.
-            goal: With what a round is due.
-        """
         self._context = context
         self._spec = context.spec
         self._membership = membership

@@ -1,7 +1,8 @@
 """Messages by which peers form groups.
 
 `p2ptrain.averaging.grouping.matchmaker` sends tickets and probes, `p2ptrain.averaging.grouping.pacing` and
-`p2ptrain.averaging.grouping.standby` send reports; `p2ptrain.averaging.grouping.coordinator` answers most of them.
+`p2ptrain.averaging.grouping.standby` send reports; `p2ptrain.averaging.grouping.coordinator` answers most of them. Each
+``head`` is the sender's, without proof.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ MAX_REASON_LENGTH = 200
 LONGEST_WAIT_SECONDS = 60.0
 Samples = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Seconds = Annotated[float, Meta(ge=0.0, le=LONGEST_BATCH_SECONDS)]
-Reason = Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
 Failures = Annotated[tuple[tuple[Name, Positive], ...], Meta(max_length=MAX_GOSSIP)]
 
 
@@ -36,8 +36,6 @@ class Join(Message, frozen=True):
     """A ticket for the leader of a round.
 
     Attributes:
-        ticket: The sender's.
-        head: The sender's, without proof.
         tried: Peers to which the leader must not redirect the sender.
         hops: How often the sender was redirected.
         avoid: Peers with which rounds broke for the sender.
@@ -51,7 +49,7 @@ class Join(Message, frozen=True):
 
 
 class Answer(Message, frozen=True, tag=True):
-    """What a leader answers a ticket with."""
+    """A leader's answer to a ticket."""
 
 
 class Waiting(Answer, Keepalive, frozen=True, tag="waiting"):
@@ -59,7 +57,7 @@ class Waiting(Answer, Keepalive, frozen=True, tag="waiting"):
 
 
 class Formed(Answer, frozen=True, tag="formed"):
-    """The group stands; these are its tickets, in the order of the roster."""
+    """The group stands; its tickets are in the order of the roster."""
 
     tickets: Annotated[tuple[Ticket, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
 
@@ -80,23 +78,17 @@ class Refused(Answer, frozen=True, tag="refused"):
     """No group for this ticket.
 
     Attributes:
-        reason: Why.
         mismatch: Whether the sender's state differs from the group's.
-        alone: Whether nobody else came to the leader.
+        alone: Whether no other peer came to the leader.
     """
 
-    reason: Reason
+    reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
     mismatch: bool = False
     alone: bool = False
 
 
 class Probe(Message, frozen=True):
-    """The sender is in this round; where do you stand?
-
-    Attributes:
-        key: The group.
-        closing: Whether its round is to be closed.
-    """
+    """The sender is in this round, which is perhaps to be closed; where do you stand?"""
 
     key: Key
     closing: bool
@@ -106,7 +98,6 @@ class ProbeReply(Message, frozen=True):
     """Where a peer stands; none of it is to be trusted.
 
     Attributes:
-        head: Its head, without proof.
         leader: The leader that it follows in the group of the probe; empty for none.
         failures: Leaders of that group that failed, as it sees it, and how often.
         is_averaging: Whether it is in an attempt to end that round.
@@ -119,14 +110,7 @@ class ProbeReply(Message, frozen=True):
 
 
 class BatchReport(Message, frozen=True):
-    """How far a trainer is in a round with a global batch.
-
-    Attributes:
-        head: The sender's, without proof.
-        samples: Samples that it has for the round.
-        batch_samples: Of which in its last local batch.
-        batch_seconds: How long that took.
-    """
+    """How far a trainer is in a round with a global batch; see `p2ptrain.averaging.timing.global_batch.Report`."""
 
     head: Head
     samples: Samples
@@ -149,7 +133,6 @@ class TakeOn(Message, frozen=True):
     """How far a host is in a round with a global batch, and how much others ask of it.
 
     Attributes:
-        head: The sender's, without proof.
         samples: Samples that it has done for the round.
         held: Samples that it has taken on for the round, done or not.
         wanted: Samples that others would like it to take on.
@@ -169,15 +152,7 @@ class Grant(Message, frozen=True):
 
 
 class StepsReport(Message, frozen=True):
-    """How far a trainer is in a round of local steps.
-
-    Attributes:
-        head: The sender's, without proof.
-        steps: Local steps that it has done for the round.
-        seconds: How long one takes; 0 if it has not done any.
-        age: Seconds since the step in progress began.
-        is_stepping: False if it waits for the end of the round.
-    """
+    """How far a trainer is in a round of local steps; see `p2ptrain.averaging.timing.local_steps.StepReport`."""
 
     head: Head
     steps: Samples
@@ -199,12 +174,6 @@ class Pass(Message, frozen=True):
     head: Head
 
 
-class Passed(Message, frozen=True):
-    """Tells whether that round is over."""
-
-    is_over: bool
-
-
 class AwaitMove(Message, frozen=True):
     """Answer once you are further on than this head, or after this time."""
 
@@ -212,7 +181,7 @@ class AwaitMove(Message, frozen=True):
     seconds: Annotated[float, Meta(ge=0.0, le=LONGEST_WAIT_SECONDS)]
 
 
-class Moved(Message, frozen=True):
-    """Tells whether the sender is further on."""
+class Ahead(Message, frozen=True):
+    """Tells whether the sender is further on than a head: the round after that is over."""
 
-    is_further: bool
+    is_ahead: bool

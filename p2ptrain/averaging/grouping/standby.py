@@ -17,7 +17,7 @@ from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.coordinator import Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders
 from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.messages import MOVED, PASS, TAKE_ON, AwaitMove, Grant, Moved, Pass, Passed, TakeOn
+from p2ptrain.averaging.grouping.messages import MOVED, PASS, TAKE_ON, Ahead, AwaitMove, Grant, Pass, TakeOn
 from p2ptrain.averaging.grouping.round_position import RoundPosition, probe, probe_seconds
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import DeadlineError, PeerError
@@ -93,7 +93,7 @@ class Standby:
         context, key, head = self._context, self._position.key, self._position.head.without_proof()
         leader = self._leaders.first(key)
         try:
-            if (await context.rpc.call(leader, PASS, Pass(head), Passed, probe_seconds(context.spec))).is_over:
+            if (await context.rpc.call(leader, PASS, Pass(head), Ahead, probe_seconds(context.spec))).is_ahead:
                 return leader
         except (PeerError, DeadlineError) as error:
             self._leaders.unanswered(key, leader, error)
@@ -127,7 +127,7 @@ class Standby:
         async def ask(peer: str) -> str:
             request = AwaitMove(head, seconds)
             with contextlib.suppress(PeerError, DeadlineError):
-                if (await self._context.rpc.call(peer, MOVED, request, Moved, 2 * seconds + 1)).is_further:
+                if (await self._context.rpc.call(peer, MOVED, request, Ahead, 2 * seconds + 1)).is_ahead:
                     return peer
             await asyncio.sleep(seconds)
             return ""
@@ -143,9 +143,9 @@ class Standby:
                         return peer
         return ""
 
-    async def _serve_moved(self, peer: str, question: AwaitMove) -> Moved:
+    async def _serve_moved(self, peer: str, question: AwaitMove) -> Ahead:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(question.seconds):
                 while not self._position.is_ahead_of(question.head):
                     await self._moved.wait()
-        return Moved(self._position.is_ahead_of(question.head))
+        return Ahead(self._position.is_ahead_of(question.head))

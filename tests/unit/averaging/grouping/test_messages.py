@@ -37,8 +37,7 @@ REPLIES = [
     messages.BatchAdvice,
     messages.Grant,
     messages.StepsAdvice,
-    messages.Passed,
-    messages.Moved,
+    messages.Ahead,
 ]
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
