@@ -23,10 +23,9 @@ from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.commit.round_log import History, Means, Result
 from p2ptrain.averaging.context import PeerContext
-from p2ptrain.averaging.grouping.absentees import ANSWER_SECONDS
+from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.tree import delegate_order
+from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS, Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.protocol.signed import MAX_PRESENT
@@ -37,10 +36,6 @@ from p2ptrain.averaging.vector.error_feedback import Encoded
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
-from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +86,7 @@ class _Wish:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _LevelResult:
     """A group's result on one level, as one member came to it."""
 
     attempt: Attempt
@@ -121,50 +116,44 @@ class Averager:
 
     def __init__(
         self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        spec: AveragingSpec,
-        codec: Codec,
+        context: PeerContext,
         membership: Membership,
         head: Head,
-        num_values: int,
+        parts: Sequence[tuple[Codec, int]],
         layout: bytes,
         goal: Goal = NO_GOAL,
     ) -> None:
         """
         Args:
-            rpc: To reach other peers.
-            runtime: Time, chance, arithmetic.
-            signer: This peer's key.
-            swarm: The manifest's digest, 32 bytes.
-            spec: Quorum, grace, deadlines.
-            codec: How tensors travel.
+            context: This peer.
             membership: Who is there.
             head: Where this peer stands.
-            num_values: Length of the longest vector to average.
+            parts: Of the model, which rounds average in turn, round r part r mod P: codec and number of values of each.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
             goal: With what a round is due.
         """
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._spec = spec
+        self._context = context
+        self._spec = spec = context.spec
         self._membership = membership
         self._layout = layout
-        history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
-        self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
-        self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, goal)
+        codecs = [codec for codec, _ in parts]
+        dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
+        self.history = History(
+            context.rpc, context.runtime, context.signer, context.swarm, codecs[0], spec,
+            max(MIN_HISTORY_BYTES, 2 * dense_bytes),
+        )  # fmt: skip
+        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
+        self.history.max_rounds = spec.history_rounds * len(codecs)
+        self.matchmaker = Matchmaker(context, membership, head, goal)
         self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
-        self.own_work = OwnWork(rpc.peer_id, self.matchmaker)
-        context = PeerContext(rpc, runtime, signer, swarm, spec)
-        self._attempts = Attempts(context, membership, self.matchmaker, self.history, self.own_work, num_values)
+        self.own_work = OwnWork(context.peer_id, self.matchmaker)
+        self.own_work.num_parts = len(parts)
+        sizes = [num_values for _, num_values in parts]
+        self._attempts = Attempts(context, membership, self.matchmaker, self.history, self.own_work, sizes)
         self._attempts.on_phase = self._enter
-        self._descent = Descent(rpc, runtime, self.history, spec.grace_seconds)
+        self._descent = Descent(context.rpc, context.runtime, self.history, spec.grace_seconds)
 
     @property
     def head(self) -> Head:
@@ -174,18 +163,6 @@ class Averager:
     def set_head(self, head: Head) -> None:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
         self.matchmaker.move(head)
-
-    def take_turns(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> None:
-        """Let rounds average different parts of a model in turn, round r part r mod P.
-
-        Args:
-            codecs: By part: how it travels.
-            sizes: By part: its number of values.
-        """
-        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
-        self.history.max_rounds = self._spec.history_rounds * len(codecs)
-        self._attempts.sizes = sizes
-        self.own_work.num_parts = len(sizes)
 
     @property
     def evidence(self) -> EvidenceStore:
@@ -217,7 +194,7 @@ class Averager:
         """
         loop, head = asyncio.get_running_loop(), self.head
         wish = _Wish(tokens, samples, bandwidth)
-        above: list[_Stage] = []
+        above: list[_LevelResult] = []
         try:
             ground = await self._average_level(head, vector, wish)
             risen = loop.time()
@@ -231,7 +208,7 @@ class Averager:
 
     async def _average_level(
         self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
-    ) -> _Stage:
+    ) -> _LevelResult:
         """Find a group on one level of the tree, and average with it.
 
         Raises:
@@ -256,27 +233,27 @@ class Averager:
             if certificate is not None:
                 if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
                     await self.matchmaker.check_alone()
-                return _Stage(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
+                return _LevelResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
-    async def _rise(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _rise(self, head: Head, result: _LevelResult, wish: _Wish) -> tuple[Ascent, list[_LevelResult]]:
         """See a group's result through to the end of the round: stand for the group, or wait for who does.
 
         Returns:
-            What became of it, and this peer's stages further up, the lowest first.
+            What became of it, and this peer's results further up, the lowest first.
 
         Raises:
             AttemptFailedError: Nothing that this peer knows of.
         """
-        body = stage.certificate.body
+        body = result.certificate.body
         if body.level == 0:
             self.own_work.add_result(body)
         self._descent.expect(body)
-        brought: tuple[Ascent, list[_Stage]] | None = None
-        delegates = self._delegates(stage)[:MAX_DELEGATES]
+        brought: tuple[Ascent, list[_LevelResult]] | None = None
+        delegates = self._delegates(result)[:MAX_DELEGATES]
         try:
             brought = await first_result(
-                [partial(self._bring, head, stage, wish, delegate) for delegate in delegates],
+                [partial(self._bring, head, result, wish, delegate) for delegate in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # Another delegate would end the round a second time.
@@ -290,13 +267,13 @@ class Averager:
         return brought
 
     async def _bring(
-        self, head: Head, stage: _Stage, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
-    ) -> tuple[Ascent, list[_Stage]]:
+        self, head: Head, result: _LevelResult, wish: _Wish, delegate: str, on_quiet: Callable[[], None]
+    ) -> tuple[Ascent, list[_LevelResult]]:
         """What became of a group's result by way of one delegate, which may be this peer."""
-        body, own = stage.certificate.body, delegate == self._rpc.peer_id
+        body, own = result.certificate.body, delegate == self._context.peer_id
         try:
             if own:
-                return await self._represent(head, stage, wish)
+                return await self._represent(head, result, wish)
             self._enter("gather")
             seconds = self._seconds_above(body)
             return await self._descent.fetch(delegate, body, body.bounds[-1], seconds, on_quiet), []
@@ -306,9 +283,9 @@ class Averager:
                 self._descent.conclude(body, None)
             raise
 
-    def _delegates(self, stage: _Stage) -> list[str]:
+    def _delegates(self, result: _LevelResult) -> list[str]:
         """Who stands for a group, in order: its contributors, those first that others can open streams to."""
-        body, tickets = stage.certificate.body, stage.attempt.roster.tickets
+        body, tickets = result.certificate.body, result.attempt.roster.tickets
         members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
         order = delegate_order(body.lineage, body.round, body.level, members)
         return sorted(order, key=lambda peer: not members[peer])
@@ -318,16 +295,16 @@ class Averager:
         spec, levels = self._spec, body.levels - 1 - body.level
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
-    async def _represent(self, head: Head, stage: _Stage, wish: _Wish) -> tuple[Ascent, list[_Stage]]:
+    async def _represent(self, head: Head, result: _LevelResult, wish: _Wish) -> tuple[Ascent, list[_LevelResult]]:
         """Take a group's result to the next level, and from there on up."""
-        body = stage.certificate.body
-        vector = await self._runtime.compute(self._decoded, body, stage.means)
+        body = result.certificate.body
+        vector = await self._context.runtime.compute(self._decoded, body, result.means)
         brought = replace(
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
         )  # fmt: skip
-        source = self.history.source_of(self._rpc.peer_id, body, len(vector))
-        origin = Origin(stage.certificate, stage.means, source)
+        source = self.history.source_of(self._context.peer_id, body, len(vector))
+        origin = Origin(result.certificate, result.means, source)
         upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
             return Ascent((upper.certificate,), upper.means), [upper]
@@ -341,14 +318,16 @@ class Averager:
         decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
         return vector
 
-    def _outcome(self, ground: _Stage, ascent: Ascent, above: list[_Stage], seconds_above: float) -> RoundOutcome:
-        body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._rpc.peer_id)
+    def _outcome(
+        self, ground: _LevelResult, ascent: Ascent, above: list[_LevelResult], seconds_above: float
+    ) -> RoundOutcome:
+        body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._context.peer_id)
         last = ascent.path[-1] if ascent.path else ground.certificate
         contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
         encoded = self._encoded([ground, *above]) if contributed else ()
-        for stage in [ground, *above]:
-            if stage.certificate is not last:
-                stage.attempt.means = []
+        for result in [ground, *above]:
+            if result.certificate is not last:
+                result.attempt.means = []
         return RoundOutcome(
             result=Result(last, ascent.means),
             contributed=contributed,
@@ -360,12 +339,12 @@ class Averager:
             refusal=ground.session.refusal,
         )
 
-    def _encoded(self, stages: list[_Stage]) -> tuple[Encoded, ...]:
+    def _encoded(self, results: list[_LevelResult]) -> tuple[Encoded, ...]:
         """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
         encoded, scale = [], 1.0
-        for stage in stages:
-            body, session = stage.certificate.body, stage.session
-            own_index = stage.attempt.roster.index_of(self._rpc.peer_id)
+        for result in results:
+            body, session = result.certificate.body, result.session
+            own_index = result.attempt.roster.index_of(self._context.peer_id)
             indices = [index for index, *_ in body.contributors]
             if own_index not in indices:
                 break
@@ -380,8 +359,8 @@ class Averager:
                     scale,
                     own_index,
                     session.exact_mean,
-                    stage.means[own_index],
-                    dense_codec(stage.attempt.codec),
+                    result.means[own_index],
+                    dense_codec(result.attempt.codec),
                     mean_scale,
                 )
             )
@@ -393,10 +372,11 @@ class Averager:
         self.on_phase(phase, self.head.round)
 
     def _ticket(self, head: Head, wish: _Wish) -> Ticket:
+        context = self._context
         ticket = Ticket(
-            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
-            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), self._runtime.random.randbytes(16),
+            context.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
+            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), context.runtime.random.randbytes(16),
             min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())), head.present, wish.level, wish.child,
             wish.peers,
         )  # fmt: skip
-        return ticket.signed(self._swarm, self._signer)
+        return ticket.signed(context.swarm, context.signer)

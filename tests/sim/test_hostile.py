@@ -17,10 +17,23 @@ from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BA
 from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
 from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.grouping.pending_group import Answer
+from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
+from p2ptrain.averaging.grouping.messages import (
+    JOIN,
+    REPORT,
+    Answer,
+    BatchAdvice,
+    BatchReport,
+    Behind,
+    Formed,
+    Join,
+    Redirected,
+    Refused,
+)
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import PeerRefusedError, TemporaryError
+from p2ptrain.network.schema import to_wire
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.lying import BulkLie, Lie
 from tests.support.sim.accounts import Accounts
@@ -176,54 +189,50 @@ def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, me
     simulate(main, seed=3)
 
 
-async def say_behind(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "behind", "peer": "nobody"}
+async def say_behind(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Behind("nobody")
 
 
-async def say_mismatch(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "refused", "reason": "your state differs from the group's", "mismatch": True}
+async def say_mismatch(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Refused("your state differs from the group's", mismatch=True)
 
 
-async def say_refused(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "refused", "reason": "I do not like you"}
+async def say_refused(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Refused("I do not like you")
 
 
-async def say_nonsense(requests: list[Message], request: Message) -> Answer:
-    return {"kind": ["roster"], "tickets": {"a": 1}}
+async def say_nonsense(tickets: list[Ticket], ticket: Ticket) -> object:
+    return {"type": ["formed"], "tickets": {"a": 1}}
 
 
-async def send_in_circles(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "redirect", "peer": request["ticket"][0]}
+async def send_in_circles(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Redirected(ticket.peer)
 
 
-async def different_rosters(requests: list[Message], request: Message) -> Answer:
+async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     """Each member is told of a group with another neighbour."""
     await asyncio.sleep(1.5)
-    tickets = {r["ticket"][0]: r["ticket"] for r in requests if r["ticket"][1:3] == request["ticket"][1:3]}
-    own = request["ticket"][0]
-    tickets[own] = request["ticket"]
-    names = sorted(tickets)
-    other = names[(names.index(own) + 1) % len(names)]
-    return {"kind": "roster", "tickets": [tickets[name] for name in sorted({own, other})]}
+    latest = {t.peer: t for t in [*tickets, ticket] if (t.round, t.lineage) == (ticket.round, ticket.lineage)}
+    names = sorted(latest)
+    other = names[(names.index(ticket.peer) + 1) % len(names)]
+    return Formed(tuple(latest[name] for name in sorted({ticket.peer, other})))
 
 
-async def made_up_members(requests: list[Message], request: Message) -> Answer:
-    ghost = ["ghost", *request["ticket"][1:]]
-    return {"kind": "roster", "tickets": sorted([request["ticket"], ghost], key=lambda ticket: str(ticket[0]))}
+async def made_up_members(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Formed(tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer)))
 
 
-async def endless_roster(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "roster", "tickets": [request["ticket"]] * 1000}
+async def endless_roster(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Formed((ticket,) * 1000)
 
 
-async def old_tickets(requests: list[Message], request: Message) -> Answer:
-    """Everybody's first ticket, which is of another round, and the right one of who asks."""
-    tickets = {r["ticket"][0]: r["ticket"] for r in reversed(requests)}
-    tickets[request["ticket"][0]] = request["ticket"]
-    return {"kind": "roster", "tickets": [tickets[name] for name in sorted(tickets)]}
+async def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
+    """Everybody's first ticket, which is of another round, and the right one of the peer that asks."""
+    first = {each.peer: each for each in reversed(tickets)} | {ticket.peer: ticket}
+    return Formed(tuple(first[name] for name in sorted(first)))
 
 
-LEADERS: dict[str, Callable[[list[Message], Message], Awaitable[Answer]]] = {
+LEADERS: dict[str, Callable[[list[Ticket], Ticket], Awaitable[object]]] = {
     "never answers": never,
     "says all are behind": say_behind,
     "says all differ": say_mismatch,
@@ -238,7 +247,7 @@ LEADERS: dict[str, Callable[[list[Message], Message], Awaitable[Answer]]] = {
 
 
 @pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
-def test_a_bad_leader_is_passed_over(answer: Callable[[list[Message], Message], Awaitable[Answer]]) -> None:
+def test_a_bad_leader_is_passed_over(answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> None:
     async def main(network: SimulatedNetwork) -> None:
         asked: list[list[str]] = []
         swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
@@ -249,11 +258,6 @@ def test_a_bad_leader_is_passed_over(answer: Callable[[list[Message], Message], 
     simulate(main, seed=4)
 
 
-def change_ticket(ticket: Ticket, evil: SimulatedTrainer, **fields: object) -> list[Any]:
-    changed = replace(ticket, **fields)  # type: ignore[arg-type]
-    return changed.signed(evil.swarm, evil.peer.signer).to_wire()
-
-
 def test_tickets_that_lie_are_refused_with_a_reason() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, lambda evil: None)
@@ -261,37 +265,23 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
         head = evil.sync.head
         own = evil.sync.averager._ticket(head, _Wish(10, 1, 0))
         stolen = victim.sync.averager._ticket(head, _Wish(10, 1, 0))
-        forged = [
-            change_ticket(own, evil, tokens=0),
-            change_ticket(own, evil, tokens=-5),
-            change_ticket(own, evil, tokens=10**12),
-            change_ticket(own, evil, tokens=math.nan),
-            change_ticket(own, evil, tokens=True),
-            change_ticket(own, evil, samples=1 << 61),
-            change_ticket(own, evil, lineage=b"short"),
-            change_ticket(own, evil, peer=victim.peer.peer_id),
-            replace(own, tokens=20).to_wire(),
-            stolen.to_wire(),
-            own.to_wire()[:-1],
-            ["x"] * 10,
-            [],
+        lies: list[dict[str, Any]] = [
+            {"tokens": 0},
+            {"tokens": 10**12},
+            {"tokens": 10, "samples": 1 << 61},
+            {"lineage": b"short"},
+            {"round": head.round + 1},
+            {"peer": victim.peer.peer_id},
         ]
-        plain = replace(head, members=(), certificate=b"").to_dict()
-        rest = {"tried": [], "hops": 9, "avoid": []}
-        requests = [{"ticket": ticket, "head": plain, **rest} for ticket in forged]
-        requests += [
-            {"ticket": own.to_wire(), "head": {**plain, "round": "1"}, **rest},
-            {"ticket": own.to_wire(), "head": [], **rest},
-            {"ticket": own.to_wire(), "head": plain, "tried": 5, "hops": 0, "avoid": []},
-            {"ticket": own.to_wire(), "head": plain, "tried": [], "hops": 0, "avoid": [[]]},
-            {},
-        ]
-        for request in requests:
+        signed = [replace(own, **lie).signed(evil.swarm, evil.peer.signer) for lie in lies]
+        for ticket in [*signed, replace(own, tokens=20), stolen]:
+            request = Join(ticket, head.without_proof(), (), 9, ())
             with pytest.raises(PeerRefusedError) as refusal:
-                async with evil.rpc.open(victim.peer.peer_id, "rally.join", request, 5.0) as channel:
-                    await channel.receive(dict, 5.0)
-            assert refusal.value.reason not in ("", "internal error"), request
-        assert victim.rpc.refusals[evil.peer.peer_id, "IntegrityError"] == len(requests)
+                async with evil.rpc.open(victim.peer.peer_id, JOIN, request, 5.0) as channel:
+                    await channel.receive(Answer, 5.0)
+            assert refusal.value.reason not in ("", "internal error"), ticket
+        refusals = [victim.rpc.refusals[evil.peer.peer_id, cause] for cause in ("malformed header", "IntegrityError")]
+        assert refusals == [2, 6]
         await go_on(swarm, honest)
         await swarm.end()
 
@@ -328,11 +318,11 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
             number = 0
             while True:
                 number += 1
-                head = replace(evil.sync.head, round=number, tokens=number, members=(), certificate=b"").to_dict()
+                head = replace(evil.sync.head, round=number, tokens=number).without_proof()
                 for victim in honest:
                     try:
-                        report = {"head": head, "samples": 1 << 39, "batch": 1, "seconds": 1.0}
-                        await evil.rpc.call(victim.peer.peer_id, "rally.report", report, dict, 3.0)
+                        report = BatchReport(head, 1 << 39, 1, 1.0)
+                        await evil.rpc.call(victim.peer.peer_id, REPORT, report, BatchAdvice, 3.0)
                     except TemporaryError:
                         await asyncio.sleep(0.1)
 
@@ -340,7 +330,7 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
         await go_on(swarm, honest)
         flooding.cancel()
         for trainer in honest:
-            assert len(trainer.sync.averager.matchmaker._conductor._rallies) <= 8
+            assert len(trainer.sync.averager.matchmaker._coordinator._groups) <= MAX_PENDING_GROUPS
         await swarm.end()
 
     simulate(main, seed=6)
@@ -414,7 +404,7 @@ def test_a_head_with_another_digest_misleads_nobody_for_long() -> None:
 
         async def info(peer: str, request: Message) -> Message:
             head = replace(evil.sync.head, digest=b"w" * 32)
-            return {"head": head.to_dict(), "layout": evil.state.layout.fingerprint}
+            return {"head": to_wire(head), "layout": evil.state.layout.fingerprint}
 
         evil.rpc.serve("state.info", dict, info)
 

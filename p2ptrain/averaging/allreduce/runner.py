@@ -52,7 +52,6 @@ class Attempts:
         on_phase: Called with each new phase of an attempt.
         speeds: How fast others send.
         evidence: Against owners that falsified a mean.
-        sizes: By part of the model: its number of values; round r averages part r mod P.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Attempts:
         matchmaker: Matchmaker,
         history: History,
         own_work: OwnWork,
-        num_values: int,
+        sizes: Sequence[int],
     ) -> None:
         """See `p2ptrain.averaging.averager.Averager`, whose arguments these are."""
         self._context = context
@@ -70,7 +69,7 @@ class Attempts:
         self._matchmaker = matchmaker
         self._history = history
         self._own_work = own_work
-        self.sizes: Sequence[int] = (num_values,)
+        self._sizes = sizes
         self.on_phase: Callable[[str], None] = lambda phase: None
         self.speeds = Speeds()
         self.evidence = EvidenceStore(context, self._rules_of, membership, self._on_conviction)
@@ -113,7 +112,7 @@ class Attempts:
 
     def _rules_of(self, share: Slice) -> Rules:
         """Return the arithmetic of the attempt that a share is of."""
-        codec, size = self._history.codec_of(share.round), self.sizes[share.round % len(self.sizes)]
+        codec, size = self._history.codec_of(share.round), self._sizes[share.round % len(self._sizes)]
         return Rules(self._context.swarm, self._context.spec, codec_at(codec, share.level), size)
 
     def _durations_of(self, level: int) -> deque[float]:

@@ -14,15 +14,17 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from p2ptrain.averaging.commit.round_log import History, Means
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
-from p2ptrain.averaging.timing.keepalive import Stage, answer_after_beats, beat_until
+from p2ptrain.averaging.timing.keepalive import Keepalive, KeepaliveStatus, Patience, answer_after_beats, beat_until
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -34,6 +36,7 @@ from p2ptrain.errors import (
 from p2ptrain.hashing import HASH_BYTES, bulk_hash
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Hash, Message
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
@@ -57,6 +60,32 @@ MAX_CELLS_KEPT = 8
 Known = TypeVar("Known")
 Path = tuple[Certificate, ...]
 """The certificates of the levels above a cell's, up to the one that ends the round."""
+
+
+class AskResult(Message, frozen=True):
+    """What became of the cell's result whose hash this is?"""
+
+    cell: Hash
+
+
+class FromDelegate(Message, frozen=True, tag=True):
+    """What a delegate says until its cell's result is in the round's, or is not."""
+
+
+class Waiting(FromDelegate, Keepalive, frozen=True, tag="waiting"):
+    """The answer will come."""
+
+
+class ResultAbove(FromDelegate, frozen=True, tag="result"):
+    """The round's result.
+
+    Attributes:
+        path: The certificates of the levels above the cell's.
+        pieces: A hash of each piece of the encoded means, joined.
+    """
+
+    path: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=MAX_LEVELS - 1)]
+    pieces: bytes
 
 
 class DecidedError(TemporaryError):
@@ -156,8 +185,8 @@ class Descent:
         self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
         self._kept: OrderedDict[bytes, _Pieces] = OrderedDict()
         self._changed = asyncio.Event()
-        self._stage = Stage()
-        rpc.serve_channel("descent.result", dict, self._serve_result)
+        self._status = KeepaliveStatus()
+        rpc.serve_channel("descent.result", AskResult, self._serve_result)
         rpc.serve_channel("descent.pieces", dict, self._serve_pieces)
 
     def expect(self, cell: Body) -> None:
@@ -178,7 +207,7 @@ class Descent:
 
     def stands(self, joined: bool) -> None:
         """Tell those that wait whether this peer is in a group of the level above."""
-        self._stage.set(joined)
+        self._status.set(joined)
 
     def close(self) -> None:
         """Nobody waits here any more."""
@@ -197,11 +226,11 @@ class Descent:
 
     # --- serving ---------------------------------------------------------------------------------------------------
 
-    async def _serve_result(self, channel: Channel, request: dict[str, Any]) -> None:
+    async def _serve_result(self, channel: Channel, request: AskResult) -> None:
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
         async with Tasks() as tasks:
-            end = tasks.call(self._end_of(request.get("cell")), "end of a result")
-            await beat_until(channel, end, self._grace_seconds, self._stage)
+            end = tasks.call(self._end_of(request.cell), "end of a result")
+            await beat_until(channel, end, self._grace_seconds, Waiting, self._status)
             if not end.done():
                 return
             path = end.result()
@@ -211,9 +240,9 @@ class Descent:
         if pieces is None:
             raise PeerRefusedError(self._rpc.peer_id, "this result is not kept here any more")
         hashes = await self._runtime.offload(_hash_all, pieces)
-        await channel.send({"path": [certificate.to_bytes() for certificate in path], "pieces": hashes})
+        await channel.send(ResultAbove(tuple(certificate.to_bytes() for certificate in path), hashes))
 
-    async def _end_of(self, cell: object) -> Path | None:
+    async def _end_of(self, cell: bytes) -> Path | None:
         """What became of a cell's result, once that is clear."""
         end = await self._wait_until_known(self._ends, cell, "this peer knows of no such result")
         await asyncio.wait({end})
@@ -271,12 +300,12 @@ class Descent:
         """
         reply = await self._ask(delegate, cell, seconds, on_quiet)
         try:
-            path = await self._runtime.offload(self._check_path, cell, reply.get("path"))
+            path = await self._runtime.offload(self._check_path, cell, reply.path)
         except IntegrityError as error:
             raise ProtocolError(delegate, f"sent a way to the result in which {error}") from error
         body = path[-1].body
         try:
-            return Ascent(path, await self._bring_down(delegate, cell, body, num_values, reply.get("pieces"), seconds))
+            return Ascent(path, await self._bring_down(delegate, cell, body, num_values, reply.pieces, seconds))
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.debug("round %d: the result did not come from %s: %s", body.round, delegate[-8:], error)
         with contextlib.suppress(TimeoutError):
@@ -295,7 +324,7 @@ class Descent:
         raise DecidedError("the round has ended, but nobody who made its result brings it")
 
     async def _bring_down(
-        self, delegate: str, cell: Body, body: Body, num_values: int, hashes: object, seconds: float
+        self, delegate: str, cell: Body, body: Body, num_values: int, hashes: bytes, seconds: float
     ) -> Means:
         """The result's encoded means, in pieces from all members of the cell."""
         codecs = self._history.codecs_of(delegate, body, num_values)
@@ -303,7 +332,7 @@ class Descent:
             codec.encoded_bytes(high - low) for codec, (low, high) in zip(codecs, pairwise(body.bounds), strict=True)
         ]
         cuts = cut_pieces(sizes)
-        if type(hashes) is not bytes or len(hashes) != HASH_BYTES * len(cuts):
+        if len(hashes) != HASH_BYTES * len(cuts):
             raise ProtocolError(delegate, "sent a malformed list of hashes")
         means: Means = [self._runtime.buffers.lend(size) for size in sizes]
         pieces = _Pieces(means, cuts, [False] * len(cuts))
@@ -317,24 +346,23 @@ class Descent:
             raise
         return means
 
-    async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> dict[str, Any]:
+    async def _ask(self, delegate: str, cell: Body, seconds: float, on_quiet: Callable[[], None]) -> ResultAbove:
         loop, grace, allowance = asyncio.get_running_loop(), self._grace_seconds, QUIET_GRACES * self._grace_seconds
         began = loop.time()
         unreached = loop.call_later(quiet_seconds(grace, allowance, 0.0, 0.0), on_quiet)
         try:
             async with self._rpc.open(
-                delegate, "descent.result", {"cell": cell.body_hash}, OPEN_TIMEOUT_SECONDS
+                delegate, "descent.result", AskResult(cell.body_hash), OPEN_TIMEOUT_SECONDS
             ) as channel:
                 unreached.cancel()
-                return await answer_after_beats(
-                    channel, seconds, grace, allowance, loop.time() - began, MAX_REPLY_BYTES, on_quiet
-                )
+                patience = Patience(seconds, grace, allowance, loop.time() - began)
+                answer = await answer_after_beats(channel, FromDelegate, patience, MAX_REPLY_BYTES, on_quiet)
+                assert isinstance(answer, ResultAbove), "the only other message is a keepalive"
+                return answer
         finally:
             unreached.cancel()
 
-    def _check_path(self, cell: Body, raw: Any) -> Path:
-        if not isinstance(raw, list) or not 0 < len(raw) < MAX_LEVELS or not all(type(item) is bytes for item in raw):
-            raise IntegrityError("certificates are missing")
+    def _check_path(self, cell: Body, raw: Sequence[bytes]) -> Path:
         path: list[Certificate] = []
         below = cell
         for item in raw:

@@ -19,6 +19,7 @@ from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.round_log import Means, Result
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.matchmaker import BehindError, MismatchError, NoGroupError
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.certificate import Body
@@ -111,13 +112,11 @@ class Synchronizer:
         self._bandwidth = bandwidth
         training = manifest.training
         goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
-        self.averager = Averager(
-            rpc, runtime, signer, swarm, self._spec, codec, membership, state.head,
-            state.layout.num_values, state.layout.fingerprint, goal,
-        )  # fmt: skip
         self._codecs = [vector_codec(self._spec, fragment.layout) for fragment in state.fragments]
         sizes = [fragment.num_values for fragment in state.fragments]
-        self.averager.take_turns(self._codecs, sizes)
+        parts = list(zip(self._codecs, sizes, strict=True))
+        context = PeerContext(rpc, runtime, signer, swarm, self._spec)
+        self.averager = Averager(context, membership, state.head, parts, state.layout.fingerprint, goal)
         self.feedback = ErrorFeedback(state.layout.num_values, codec, self._spec.feedback_decay)
         self._feedbacks = self.feedback.split(self._codecs, sizes)
         self._buffer: torch.Tensor | None = None

@@ -11,6 +11,8 @@ from typing import Any
 
 from p2ptrain.averaging.allreduce.member import ALLREDUCE
 from p2ptrain.averaging.allreduce.messages import Request
+from p2ptrain.averaging.grouping.messages import JOIN, Join
+from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.lying import BulkLie, Lie, LyingChannel, Message
 from tests.support.sim.trainers import SimulatedTrainer
@@ -39,18 +41,17 @@ def lie_in_rounds(
     trainer.rpc.open = opened  # type: ignore[method-assign]
 
 
-def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Message], Awaitable[Message]]) -> list[str]:
-    """Answer every ticket with ``answer(all requests so far, this one)``; the list fills with who asked."""
+def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> list[str]:
+    """Answer every ticket with ``answer(all tickets so far, this one)``; the list fills with who asked."""
     asked: list[str] = []
-    requests: list[Message] = []
+    tickets: list[Ticket] = []
 
-    async def join(channel: Channel, request: Message) -> None:
+    async def join(channel: Channel, request: Join) -> None:
         asked.append(channel.remote)
-        requests.append(request)
-        reply = await answer(requests, request)
-        await channel.send(reply)
+        tickets.append(request.ticket)
+        await channel.send(await answer(tickets, request.ticket))
 
-    trainer.rpc.serve_channel("rally.join", dict, join)
+    trainer.rpc.serve_channel(JOIN, Join, join)
     return asked
 
 

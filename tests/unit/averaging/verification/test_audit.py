@@ -196,7 +196,10 @@ def test_evidence_is_of_one_swarm() -> None:
 @pytest.mark.parametrize(("round_", "level"), [(3, 0), (3, 1)])
 def test_evidence_is_judged_by_the_rules_of_its_round_and_level(round_: int, level: int) -> None:
     group = make_group()
-    group.roster = Roster(tuple(replace(ticket, round=round_, level=level) for ticket in group.roster.tickets))
+    child = b"c" * 32 * level
+    group.roster = Roster(
+        tuple(replace(ticket, round=round_, level=level, child=child) for ticket in group.roster.tickets)
+    )
     with pytest.raises(FalseMeanError) as found:
         run_check(group, 1, flip, [0])
     asked = []
