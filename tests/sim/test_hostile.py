@@ -299,7 +299,7 @@ def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refus
         before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
         for group in groups:
             async with evil.rpc.open(victim.peer.peer_id, ALLREDUCE, Bring(group, "fp32"), 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match="not in that group"):
+                with pytest.raises(PeerRefusedError, match=r"not in that group|gave up"):
                     await channel.receive(FromOwner, 30.0)
         assert len(over) >= ROUNDS
         assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)

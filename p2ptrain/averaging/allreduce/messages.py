@@ -17,7 +17,7 @@ from p2ptrain.network.schema import Hash, Message
 
 MAX_REFUSAL_LENGTH = 120
 GAVE_UP = "gave up"
-"""What a member is refused with, in place of `GaveUp`, that has half of a mean from one that gave up."""
+"""What a member is refused with, in place of `GaveUp`, in the middle of a mean, or when the other one has gone."""
 Index = Annotated[int, Meta(ge=0, lt=MAX_MEMBERS)]
 """A member's place in the roster."""
 Indices = Annotated[tuple[Index, ...], Meta(max_length=MAX_MEMBERS)]

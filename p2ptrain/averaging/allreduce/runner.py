@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.bandwidth import Speeds, part_codec, plan_shares
 from p2ptrain.averaging.allreduce.member import ALLREDUCE, Trouble
-from p2ptrain.averaging.allreduce.messages import Bring, Request
+from p2ptrain.averaging.allreduce.messages import GAVE_UP, Bring, Request
 from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt, LateError, UnencodableError
 from p2ptrain.averaging.commit.contribution_log import OwnWork
@@ -278,14 +278,14 @@ class Sessions:
             is_over: True if this peer was in it, so that waiting is of no use.
 
         Raises:
-            PeerRefusedError: This peer is not in that group.
+            PeerRefusedError: This peer is not in that group, or not any more.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ROSTER_WAIT_SECONDS):
                 while group not in self._running and not is_over(group):
                     await self._arrived.wait()
         if group not in self._running:
-            raise PeerRefusedError(self._own_id, "this peer is not in that group")
+            raise PeerRefusedError(self._own_id, GAVE_UP if is_over(group) else "this peer is not in that group")
         return self._running[group]
 
     def leave(self, session: AllReduceSession, *, committed: bool) -> None:
