@@ -23,6 +23,7 @@ from benchmarks.peers import SWARM, LoopbackPeer, loopback_peer
 from benchmarks.vectors import initial_vector, quality
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.encodings import decode_means
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.codecs import get_codec, warm_up
@@ -54,10 +55,8 @@ class Peer:
             codec=options["codec"], grace_seconds=options["grace_seconds"], round_seconds=ROUND_SECONDS,
             spot_checks=options["spot_checks"],
         )  # fmt: skip
-        self.averager = Averager(
-            rpc, self._runtime, here.identity, SWARM, spec, self._codec, self._membership, _head(0),
-            len(self._vector), LAYOUT,
-        )  # fmt: skip
+        context = PeerContext(rpc, self._runtime, here.identity, SWARM, spec)
+        self.averager = Averager(context, self._membership, _head(0), [(self._codec, len(self._vector))], LAYOUT)
         self.averager.matchmaker.participates = True
         self.averager.on_phase = self._on_phase
         self._stood = 0.0

@@ -2,7 +2,7 @@
 
 Peers are drawn into the cells of a tree's first level by the product's own hash, in several rounds. Three ways:
 
-* **now**: `tree.tree_cells`; whoever comes to a full cell waits a round.
+* **now**: `tree_cells`; whoever comes to a full cell waits a round.
 * **safe**: so many cells that each overflows once in a thousand times.
 * **choices**: cells filled to 70 % on average; whoever comes to a full cell goes on to a second one, and a third. How
   many find no room is given twice: if all others wait for them, and if half of the other groups stand already by then.
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.grid import cells_for
 from benchmarks.harness import report
-from p2ptrain.averaging.grouping import tree
+from p2ptrain.averaging.grouping.cells import cell_of, tree_cells
 
 GROUP_SIZES = (4, 8, 16, 64)
 PEERS = (5, 12, 24, 64, 100, 200, 512, 1000, 2000)
@@ -49,7 +49,7 @@ def fill(num_peers: int, group_size: int, num_cells: int, choices: int, gone: fl
     for choice in range(choices):
         refused = []
         for peer in waiting:
-            cell = tree.cell_of(lineage, round_, 0, peer, num_cells, choice)
+            cell = cell_of(lineage, round_, 0, peer, num_cells, choice)
             if members[cell] < group_size and not (choice and chance.random() < gone):
                 members[cell] += 1
             else:
@@ -83,7 +83,7 @@ def measure() -> Iterator[dict[str, Any]]:
                 yield {
                     "peers": num_peers,
                     "group_size": group_size,
-                    "now": look_at(num_peers, group_size, tree.tree_cells(num_peers, group_size)),
+                    "now": look_at(num_peers, group_size, tree_cells(num_peers, group_size)),
                     "safe": look_at(num_peers, group_size, cells_for(num_peers, group_size, SAFE_TAIL)),
                     "choices": look_at(num_peers, group_size, filled, CHOICES),
                     "choices, late": look_at(num_peers, group_size, filled, CHOICES, 0.5),

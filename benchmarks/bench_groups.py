@@ -27,7 +27,7 @@ import torch
 from benchmarks.counting import CountingTransport, Messages
 from benchmarks.harness import Measured, format_table, progress, report
 from p2ptrain.averaging.grouping.cells import Cells
-from p2ptrain.averaging.grouping.pending_group import Rally
+from p2ptrain.averaging.grouping.pending_group import PendingGroup
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
@@ -83,12 +83,12 @@ class Watch:
 
     found: list[Found] = field(default_factory=list)
     messages: Messages = field(default_factory=Messages)
-    on_form: Callable[[AveragingPeer, Rally], bool] = lambda leader, rally: True
+    on_form: Callable[[AveragingPeer, PendingGroup], bool] = lambda leader, group: True
 
     def follow(self, each: AveragingPeer) -> None:
         """Note the groups that a peer finds, and ask `on_form` before it puts one together."""
-        matchmaker, conductor = each.averager.matchmaker, each.averager.matchmaker._conductor
-        find, finish = matchmaker.find_group, conductor._finish
+        matchmaker, coordinator = each.averager.matchmaker, each.averager.matchmaker._coordinator
+        find, finish = matchmaker.find_group, coordinator._finish
 
         async def find_group(ticket: Ticket) -> Roster:
             started = asyncio.get_running_loop().time()
@@ -98,12 +98,12 @@ class Watch:
             self.found.append(Found(ticket.level, cell, started, seconds, len(roster.members)))
             return roster
 
-        def finish_or_fail(rally: Rally, expected: list[str], reason: str) -> None:
-            if self.on_form(each, rally):
-                finish(rally, expected, reason)
+        def finish_or_fail(group: PendingGroup, expected: list[str], reason: str) -> None:
+            if self.on_form(each, group):
+                finish(group, expected, reason)
 
         matchmaker.find_group = find_group  # type: ignore[method-assign]
-        conductor._finish = finish_or_fail  # type: ignore[method-assign]
+        coordinator._finish = finish_or_fail  # type: ignore[method-assign]
 
 
 @dataclass
@@ -215,7 +215,7 @@ async def steady(swarm: Swarm, rounds: int) -> Steady:
         stood = {one.cell: one.members for one in found if not one.level}
         groups += len(there)
         full += sum(stood.get(cell, 0) == count for cell, count in there.items())
-        matchmaking += swarm.watch.messages.handled(ids, "rally.")
+        matchmaking += swarm.watch.messages.handled(ids, "group.")
         everything += swarm.watch.messages.handled(ids)
         requests += sum(event in ("publish", "look up") and who in watched for _, event, who, *_ in swarm.network.trace)
         counted.append(sum(each.outcomes[-1].contributed for each in taken) / len(ids))
@@ -237,18 +237,18 @@ async def without_leader(swarm: Swarm, level: int, fault: str) -> dict[str, Any]
     loop, watch = asyncio.get_running_loop(), swarm.watch
     failed: list[tuple[AveragingPeer, int, int, float]] = []
 
-    def fail(leader: AveragingPeer, rally: Rally) -> bool:
-        members = len(rally.members) - rally.has(leader.peer.peer_id)
-        if failed or rally.key.level != level or not members:
+    def fail(leader: AveragingPeer, group: PendingGroup) -> bool:
+        members = len(group.members) - group.has(leader.peer.peer_id)
+        if failed or group.key.level != level or not members:
             return all(leader is not each for each, *_ in failed)
-        failed.append((leader, rally.key.cell, members, loop.time()))
+        failed.append((leader, group.key.cell, members, loop.time()))
         FAULTS[fault](swarm.network, leader)
         return False
 
     watch.on_form = fail
     others = sum(each.peer.alive for each in swarm.peers) - 1
     taken = await swarm.round()
-    watch.on_form = lambda leader, rally: True
+    watch.on_form = lambda leader, group: True
     leader, cell, members, when = failed[0]
     again = [one for one in watch.found if (one.level, one.cell) == (level, cell)]
     ended = sorted(one.started + one.seconds - when for one in again if one.started + one.seconds >= when)

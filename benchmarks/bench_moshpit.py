@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks import grid
 from benchmarks.harness import Measured, format_table, report
 from benchmarks.mixing import Cells, Climbed, Fixed, Mixed, Mixer, PaperGrid, PaperRandom, climb, mix
-from p2ptrain.averaging.grouping.tree import level_cells
+from p2ptrain.averaging.grouping.cells import level_cells
 
 GROUP_SIZE = 32
 PAPER_SHAPE = (32, 32)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.harness import Measured, alternate, report, thread_seconds
 from p2ptrain.averaging.vector.reduce import OwnShare, RangeCheck
-from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.vector.streaming import EncodedStream
 from p2ptrain.codecs import Decoder, PartList, get_codec, warm_up
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -56,7 +56,7 @@ class Case:
             check = share.new_check(TOPK)
             check(memoryview(part), 0, len(self.out))
             share.add(index, part, check)
-        mean = Growing(bytearray(self.reader.encoded_bytes(len(self.out))))
+        mean = EncodedStream(bytearray(self.reader.encoded_bytes(len(self.out))))
         everybody = list(range(len(self.parts)))
 
         def work() -> None:

@@ -18,7 +18,7 @@ import torch
 from benchmarks.harness import Measured, alternate, report, thread_seconds
 from p2ptrain.averaging.vector import reduce as reduction
 from p2ptrain.averaging.vector.reduce import OwnShare
-from p2ptrain.averaging.vector.streaming import Growing, cut
+from p2ptrain.averaging.vector.streaming import EncodedStream, cut
 from p2ptrain.codecs import get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -42,7 +42,7 @@ def own_share(rule: str, codec_name: str, own: torch.Tensor, encoded: bytearray,
                 check(memoryview(encoded)[codec.encoded_bytes(low) : codec.encoded_bytes(high)], low, high)
             share.add(index, encoded, check)
         share.judge()
-        mean = Growing(bytearray(codec.encoded_bytes(size)))
+        mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
         asyncio.run(share.reduce(runtime, everybody, [1000] * peers, mean))
 
     return work

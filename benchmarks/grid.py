@@ -4,7 +4,7 @@ Peers meet others in every *sub-round*, and come closer by a constant factor (Ry
 https://arxiv.org/abs/2103.03239). With *fixed* coordinates (`start_coordinates`, `next_coordinates`) the peers of a
 d-dimensional grid that share all coordinates but one are a group, and that one rotates. If each place has one peer and
 no peer fails, all peers hold the exact mean after d sub-rounds. *Random* groups
-(`p2ptrain.averaging.grouping.tree.cell_of` with `cells_for`) are drawn anew each time and need no memory.
+(`p2ptrain.averaging.grouping.cells.cell_of` with `cells_for`) are drawn anew each time and need no memory.
 `choose_assignment` says which mixes faster.
 """
 

@@ -1,6 +1,6 @@
 """Peers that average single numbers or small vectors in groups, simulated: for `bench_moshpit`.
 
-The groups are those of `benchmarks.grid` and of `p2ptrain.averaging.grouping.tree`, asked for each peer; only the
+The groups are those of `benchmarks.grid` and of `p2ptrain.averaging.grouping.cells`, asked for each peer; only the
 arithmetic is done for all peers at once.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import grid
-from p2ptrain.averaging.grouping import tree
+from p2ptrain.averaging.grouping.cells import cell_of, delegate_order, level_cells, parent_cell
 
 Values = NDArray[np.float64]
 """What the peers hold: (peers, values)."""
@@ -93,7 +93,7 @@ class PaperRandom(Mixer):
 
     def groups(self, sub_round: int, alive: list[int]) -> Groups:
         place = {self.peers[member]: member for member in alive}
-        order = [place[peer] for peer in tree.delegate_order(self.lineage, 0, sub_round, place)]
+        order = [place[peer] for peer in delegate_order(self.lineage, 0, sub_round, place)]
         number = max(1, len(order) // self._group_size)
         whole = number * self._group_size
         groups = [order[first : first + self._group_size] for first in range(0, whole, self._group_size)]
@@ -120,7 +120,7 @@ class Fixed(Mixer):
         groups = []
         for key, members in found.items():
             place = {self.peers[member]: member for member in members}
-            names = tree.delegate_order(self.lineage, 0, sub_round, place)[: self._group_size]
+            names = delegate_order(self.lineage, 0, sub_round, place)[: self._group_size]
             offset = grid.slot_offset(self.shape, self.lineage, 0, sub_round, key) if self._offset else 0
             for name in names:
                 at = self._at[place[name]]
@@ -149,7 +149,7 @@ class Cells(Mixer):
             late: list[int] = []
             self.keys += len(waiting) if choice else 0
             for member in waiting:
-                cell = tree.cell_of(self.lineage, 0, sub_round, self.peers[member], self._num_cells, choice)
+                cell = cell_of(self.lineage, 0, sub_round, self.peers[member], self._num_cells, choice)
                 (cells[cell] if len(cells[cell]) < self._group_size else late).append(member)
             waiting = late
         return cells
@@ -259,7 +259,7 @@ def climb(count: int, group_size: int, failure_rate: float, tries: int, generato
         tries: Delegates that are tried for each group in each sub-round, one after the other.
         generator: Where values, weights and failures come from.
     """
-    levels = tree.level_cells(count, group_size)
+    levels = level_cells(count, group_size)
     draw = Cells(count, generator, levels[0], group_size, choices=1)  # In a tree, a peer has one cell.
     held, weights = generator.standard_normal(count), generator.integers(1, 17, count).astype(np.float64)
     alive = survivors(count, failure_rate, generator)
@@ -273,7 +273,7 @@ def climb(count: int, group_size: int, failure_rate: float, tries: int, generato
             sent[cell.members] += 2 - 2 / max(1, len(cell.members))
             delegate = cell.delegate(draw, level, tries, failure_rate, generator)
             if delegate is not None:
-                groups[tree.parent_cell(index, levels[level - 1], levels[level])].append((delegate, cell))
+                groups[parent_cell(index, levels[level - 1], levels[level])].append((delegate, cell))
         joined, keys = joined + sum(map(len, groups)), keys + sum(map(len, groups))
         cells = [_Cell.of_delegates(group) for group in groups]
     (top,) = cells
@@ -322,5 +322,5 @@ class _Cell:
     ) -> int | None:
         """Who takes what is known here to the next level; None when all that are tried fail."""
         place = {draw.peers[member]: member for member in self.members}
-        order = tree.delegate_order(draw.lineage, 0, level, place)[:tries]
+        order = delegate_order(draw.lineage, 0, level, place)[:tries]
         return next((place[peer] for peer in order if generator.random() >= failure_rate), None)

@@ -281,10 +281,10 @@ MUTANTS = (
     ),
     Mutant(
         "a leader that stood still takes nobody for silent",
-        "averaging/grouping/absentees.py",
+        "averaging/grouping/membership.py",
         "if now - asked <= 2 * patience_seconds:",
         "if True:",
-        "unit/averaging/grouping/test_absentees.py -k stood_still",
+        "unit/averaging/grouping/test_membership.py -k stood_still",
     ),
     Mutant(
         "older records are ignored",
@@ -401,8 +401,8 @@ MUTANTS = (
     Mutant(
         "a trainer far away is not taken for silent",
         "averaging/grouping/pacing.py",
-        "return min(MOST_PROBE_SECONDS, probe_seconds(self._spec) + DIALS * dial_seconds)",
-        "return probe_seconds(self._spec)",
+        "return min(MOST_PROBE_SECONDS, probe_seconds(self._context.spec) + DIALS * dial_seconds)",
+        "return probe_seconds(self._context.spec)",
         "unit/averaging/grouping/test_pacing.py -k slow_link",
     ),
     Mutant(

@@ -15,20 +15,21 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.allreduce.runner import Attempts
-from p2ptrain.averaging.allreduce.session import Butterfly
-from p2ptrain.averaging.commit.attempt import AttemptFailedError
+from p2ptrain.averaging.allreduce.session import SessionResult
+from p2ptrain.averaging.commit.attempt import Attempt, AttemptFailedError
 from p2ptrain.averaging.commit.broadcast import DecidedError, Path, ResultBroadcast, TreePath
 from p2ptrain.averaging.commit.contribution_log import OwnWork
 from p2ptrain.averaging.commit.encodings import decode_means
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.commit.result_chunks import Means
 from p2ptrain.averaging.commit.round_log import History, Result
-from p2ptrain.averaging.grouping.absentees import ANSWER_SECONDS
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.cells import delegate_order
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.grouping.membership import Membership
-from p2ptrain.averaging.grouping.tree import delegate_order
+from p2ptrain.averaging.grouping.membership import ANSWER_SECONDS, Membership
 from p2ptrain.averaging.protocol.certificate import Body, Certificate, Ticket
-from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.signed import MAX_PRESENT
 from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
 from p2ptrain.averaging.timing.keepalive import first_result
 from p2ptrain.averaging.vector.error_feedback import Encoded
@@ -36,10 +37,6 @@ from p2ptrain.averaging.vector.rules import feedback_scale
 from p2ptrain.averaging.verification.evidence import EvidenceStore
 from p2ptrain.codecs import Codec, dense_codec
 from p2ptrain.errors import IntegrityError, TemporaryError
-from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
     import torch
@@ -90,10 +87,11 @@ class _Wish:
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _LevelResult:
     """A group's result on one level, as one member came to it."""
 
-    butterfly: Butterfly
+    attempt: Attempt
+    session: SessionResult
     certificate: Certificate
     attempts: int
     matchmaking_seconds: float
@@ -102,7 +100,7 @@ class _Stage:
     @property
     def means(self) -> Means:
         """The encoded means of all shares."""
-        return [mean if mean is not None else b"" for mean in self.butterfly.attempt.means]
+        return [mean if mean is not None else b"" for mean in self.attempt.means]
 
 
 class Averager:
@@ -119,51 +117,44 @@ class Averager:
 
     def __init__(
         self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        spec: AveragingSpec,
-        codec: Codec,
+        context: PeerContext,
         membership: Membership,
         head: Head,
-        num_values: int,
+        parts: Sequence[tuple[Codec, int]],
         layout: bytes,
         goal: Goal = NO_GOAL,
     ) -> None:
         """
         Args:
-            rpc: To reach other peers.
-            runtime: Time, chance, arithmetic.
-            signer: This peer's key.
-            swarm: The manifest's digest, 32 bytes.
-            spec: Quorum, grace, deadlines.
-            codec: How tensors travel.
+            context: This peer.
             membership: Who is there.
             head: Where this peer stands.
-            num_values: Length of the longest vector to average.
+            parts: Of the model, which rounds average in turn, round r part r mod P: codec and number of values of each.
             layout: Fingerprint of codec and parameter layout, 32 bytes; members must agree on it.
             goal: With what a round is due.
         """
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._spec = spec
+        self._context = context
+        self._spec = spec = context.spec
         self._membership = membership
         self._layout = layout
-        history_bytes = max(MIN_HISTORY_BYTES, 2 * dense_codec(codec).encoded_bytes(num_values))
-        self.history = History(rpc, runtime, signer, swarm, codec, spec, history_bytes)
-        self.matchmaker = Matchmaker(rpc, runtime, signer, swarm, spec, membership, head, goal)
+        codecs = [codec for codec, _ in parts]
+        dense_bytes = sum(dense_codec(codec).encoded_bytes(num_values) for codec, num_values in parts)
+        self.history = History(
+            context.rpc, context.runtime, context.signer, context.swarm, codecs[0], spec,
+            max(MIN_HISTORY_BYTES, 2 * dense_bytes),
+        )  # fmt: skip
+        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
+        self.history.max_rounds = spec.history_rounds * len(codecs)
+        self.matchmaker = Matchmaker(context, membership, head, goal)
         self.is_reachable: Callable[[], bool] = lambda: True
         self.phase = "idle"
         self.on_phase: Callable[[str, int], None] = lambda phase, round_: None
-        self.own_work = OwnWork(rpc.peer_id, self.matchmaker)
-        self._attempts = Attempts(
-            rpc, runtime, signer, swarm, spec, membership, self.matchmaker, self.history, self.own_work, num_values
-        )
+        self.own_work = OwnWork(context.peer_id, self.matchmaker)
+        self.own_work.num_parts = len(parts)
+        sizes = [num_values for _, num_values in parts]
+        self._attempts = Attempts(context, membership, self.matchmaker, self.history, self.own_work, sizes)
         self._attempts.on_phase = self._enter
-        self._broadcast = ResultBroadcast(rpc, runtime, self.history, spec.grace_seconds)
+        self._broadcast = ResultBroadcast(context.rpc, context.runtime, self.history, spec.grace_seconds)
 
     @property
     def head(self) -> Head:
@@ -173,18 +164,6 @@ class Averager:
     def set_head(self, head: Head) -> None:
         """Tell matchmaking about a new head; rounds of the old one are answered with «behind» from now on."""
         self.matchmaker.move(head)
-
-    def take_turns(self, codecs: Sequence[Codec], sizes: Sequence[int]) -> None:
-        """Let rounds average different parts of a model in turn, round r part r mod P.
-
-        Args:
-            codecs: By part: how it travels.
-            sizes: By part: its number of values.
-        """
-        self.history.codec_of = lambda round_: codecs[round_ % len(codecs)]
-        self.history.max_rounds = self._spec.history_rounds * len(codecs)
-        self._attempts.sizes = sizes
-        self.own_work.num_parts = len(sizes)
 
     @property
     def evidence(self) -> EvidenceStore:
@@ -216,7 +195,7 @@ class Averager:
         """
         loop, head = asyncio.get_running_loop(), self.head
         wish = _Wish(tokens, samples, bandwidth)
-        above: list[_Stage] = []
+        above: list[_LevelResult] = []
         try:
             ground = await self._average_level(head, vector, wish)
             risen = loop.time()
@@ -230,7 +209,7 @@ class Averager:
 
     async def _average_level(
         self, head: Head, vector: torch.Tensor, wish: _Wish, origin: Origin | None = None
-    ) -> _Stage:
+    ) -> _LevelResult:
         """Find a group on one level of the tree, and average with it.
 
         Raises:
@@ -247,45 +226,45 @@ class Averager:
             self._broadcast.stands(joined=wish.level > 0)
             matched = loop.time()
             matchmaking += matched - started
-            butterfly = self._attempts.prepare(roster, head, vector, origin)
+            session = self._attempts.prepare(roster, head, vector, origin)
             self._enter("scatter")
-            certificate, failure = await self._attempts.run(butterfly, failure)
+            certificate, result = await self._attempts.run(session)
+            failure = result.failure or failure
             transfer += loop.time() - matched
             if certificate is not None:
                 if len(roster.members) == 1 and wish.level == 0 and loop.time() - matched > ANSWER_SECONDS:
                     await self.matchmaker.check_alone()
-                return _Stage(butterfly, certificate, attempt_number, matchmaking, transfer)
-            butterfly.release()
+                return _LevelResult(session.attempt, result, certificate, attempt_number, matchmaking, transfer)
         raise failure
 
     async def _rise(
-        self, head: Head, stage: _Stage, wish: _Wish, on_path: Callable[[Path], None] = lambda path: None
-    ) -> tuple[TreePath, list[_Stage]]:
+        self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None] = lambda path: None
+    ) -> tuple[TreePath, list[_LevelResult]]:
         """See a group's result through to the end of the round: stand for the group, or wait for who does.
 
         Those that wait for this peer hear of the certificates above as soon as it does (``on_path``), and fetch chunks
         of the last result while this peer does.
 
         Returns:
-            What became of it, and this peer's stages further up, the lowest first.
+            What became of it, and this peer's results further up, the lowest first.
 
         Raises:
             AttemptFailedError: Nothing that this peer knows of.
         """
-        body = stage.certificate.body
+        body = result.certificate.body
         if body.level == 0:
             self.own_work.add_result(body)
         self._broadcast.expect(body)
 
         def tell(path: Path) -> None:
             self._broadcast.tell(body, path)
-            on_path((stage.certificate, *path))
+            on_path((result.certificate, *path))
 
-        brought: tuple[TreePath, list[_Stage]] | None = None
-        delegates = self._delegates(stage)[:MAX_DELEGATES]
+        brought: tuple[TreePath, list[_LevelResult]] | None = None
+        delegates = self._delegates(result)[:MAX_DELEGATES]
         try:
             brought = await first_result(
-                [partial(self._bring, head, stage, wish, delegate, tell) for delegate in delegates],
+                [partial(self._bring, head, result, wish, delegate, tell) for delegate in delegates],
                 lambda error: isinstance(error, (TemporaryError, IntegrityError)) and type(error) is not DecidedError,
             )
         except DecidedError as error:  # Another delegate would end the round a second time.
@@ -301,17 +280,17 @@ class Averager:
     async def _bring(
         self,
         head: Head,
-        stage: _Stage,
+        result: _LevelResult,
         wish: _Wish,
         delegate: str,
         on_path: Callable[[Path], None],
         on_quiet: Callable[[], None],
-    ) -> tuple[TreePath, list[_Stage]]:
+    ) -> tuple[TreePath, list[_LevelResult]]:
         """What became of a group's result by way of one delegate, which may be this peer."""
-        body, own = stage.certificate.body, delegate == self._rpc.peer_id
+        body, own = result.certificate.body, delegate == self._context.peer_id
         try:
             if own:
-                return await self._represent(head, stage, wish, on_path)
+                return await self._represent(head, result, wish, on_path)
             self._enter("gather")
             seconds = self._seconds_above(body)
             return await self._broadcast.fetch(delegate, body, seconds, on_path, on_quiet), []
@@ -321,9 +300,9 @@ class Averager:
                 self._broadcast.conclude(body, None)
             raise
 
-    def _delegates(self, stage: _Stage) -> list[str]:
+    def _delegates(self, result: _LevelResult) -> list[str]:
         """Who stands for a group, in order: its contributors, those first that others can open streams to."""
-        body, tickets = stage.certificate.body, stage.butterfly.attempt.roster.tickets
+        body, tickets = result.certificate.body, result.attempt.roster.tickets
         members = {tickets[index].peer: tickets[index].reachable for index, *_ in body.contributors}
         order = delegate_order(body.lineage, body.round, body.level, members)
         return sorted(order, key=lambda peer: not members[peer])
@@ -334,17 +313,17 @@ class Averager:
         return levels * (spec.matchmaking_seconds + spec.round_seconds + (1 + body.levels) * spec.grace_seconds)
 
     async def _represent(
-        self, head: Head, stage: _Stage, wish: _Wish, on_path: Callable[[Path], None]
-    ) -> tuple[TreePath, list[_Stage]]:
+        self, head: Head, result: _LevelResult, wish: _Wish, on_path: Callable[[Path], None]
+    ) -> tuple[TreePath, list[_LevelResult]]:
         """Take a group's result to the next level, and from there on up."""
-        body = stage.certificate.body
-        vector = await self._runtime.compute(self._decoded, body, stage.means)
+        body = result.certificate.body
+        vector = await self._context.runtime.compute(self._decoded, body, result.means)
         brought = replace(
             wish, tokens=body.tokens, samples=body.most_samples, level=body.level + 1, child=body.body_hash,
             peers=sum(body.peers),
         )  # fmt: skip
-        source = self.history.source_of(self._rpc.peer_id, body, len(vector))
-        origin = Origin(stage.certificate, stage.means, source)
+        source = self.history.source_of(self._context.peer_id, body, len(vector))
+        origin = Origin(result.certificate, result.means, source)
         upper = await self._average_level(head, vector, brought, origin)
         if upper.certificate.body.is_last:
             return TreePath((upper.certificate,), upper.means), [upper]
@@ -358,16 +337,16 @@ class Averager:
         decode_means(self._spec, self.history.codec_of(body.round), body, means, vector)
         return vector
 
-    def _outcome(self, ground: _Stage, ascent: TreePath, above: list[_Stage], seconds_above: float) -> RoundOutcome:
-        body, butterfly = ground.certificate.body, ground.butterfly
-        own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+    def _outcome(
+        self, ground: _LevelResult, ascent: TreePath, above: list[_LevelResult], seconds_above: float
+    ) -> RoundOutcome:
+        body, own_index = ground.certificate.body, ground.attempt.roster.index_of(self._context.peer_id)
         last = ascent.path[-1] if ascent.path else ground.certificate
         contributed = ascent.counts(body) and own_index in [index for index, *_ in body.contributors]
         encoded = self._encoded([ground, *above]) if contributed else ()
-        for stage in [ground, *above]:
-            stage.butterfly.release()
-            if stage.certificate is not last:
-                stage.butterfly.attempt.means = []
+        for result in [ground, *above]:
+            if result.certificate is not last:
+                result.attempt.means = []
         return RoundOutcome(
             result=Result(last, ascent.means),
             contributed=contributed,
@@ -376,15 +355,15 @@ class Averager:
             attempts=ground.attempts,
             matchmaking_seconds=ground.matchmaking_seconds,
             transfer_seconds=ground.transfer_seconds + seconds_above,
-            refusal=butterfly.refusal,
+            refusal=ground.session.refusal,
         )
 
-    def _encoded(self, stages: list[_Stage]) -> tuple[Encoded, ...]:
+    def _encoded(self, results: list[_LevelResult]) -> tuple[Encoded, ...]:
         """What this peer encoded on each level; what was lost above weighs as much more as the result does."""
         encoded, scale = [], 1.0
-        for stage in stages:
-            body, butterfly = stage.certificate.body, stage.butterfly
-            own_index = butterfly.attempt.roster.index_of(self._rpc.peer_id)
+        for result in results:
+            body, session = result.certificate.body, result.session
+            own_index = result.attempt.roster.index_of(self._context.peer_id)
             indices = [index for index, *_ in body.contributors]
             if own_index not in indices:
                 break
@@ -392,15 +371,15 @@ class Averager:
             mean_scale = scale * feedback_scale(self._spec, tokens, indices.index(own_index))
             encoded.append(
                 Encoded(
-                    butterfly.exchange.vector,
+                    session.contribution.vector,
                     body.bounds,
-                    butterfly.exchange.sent_parts,
-                    butterfly.exchange.part_codec,
+                    session.sent_parts,
+                    session.contribution.codec,
                     scale,
                     own_index,
-                    butterfly.own_mean_exact,
-                    stage.means[own_index],
-                    dense_codec(butterfly.attempt.codec),
+                    session.exact_mean,
+                    result.means[own_index],
+                    dense_codec(result.attempt.codec),
                     mean_scale,
                 )
             )
@@ -412,10 +391,11 @@ class Averager:
         self.on_phase(phase, self.head.round)
 
     def _ticket(self, head: Head, wish: _Wish) -> Ticket:
+        context = self._context
         ticket = Ticket(
-            self._rpc.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
-            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), self._runtime.random.randbytes(16),
+            context.peer_id, head.round, head.lineage, head.digest, self._layout, wish.tokens, wish.samples,
+            wish.bandwidth, self.is_reachable(), self._attempts.speeds.told(), context.runtime.random.randbytes(16),
             min(MAX_PRESENT, 1 + len(self._membership.alive_trainers())), head.present, wish.level, wish.child,
             wish.peers,
         )  # fmt: skip
-        return ticket.signed(self._swarm, self._signer)
+        return ticket.signed(context.swarm, context.signer)

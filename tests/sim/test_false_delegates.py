@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.messages import Shown, Trace
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.grouping.cells import Cells
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.network.chunks.messages import Ask, FromReceiver, Open
@@ -85,18 +86,18 @@ def test_a_delegate_that_hands_in_something_else_than_its_cell_s_result_is_left_
     run(24, scenario, seed=2, spec=CHECKED)
 
 
-@pytest.mark.parametrize("demand", [[0, 0], [99], ["0"], [], [0] * 5, None])
-def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_without(demand: object) -> None:
+@pytest.mark.parametrize("demand", [(0, 0), (99,), (), (0,) * 5])
+def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_without(demand: tuple[int, ...]) -> None:
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
         await grow(started)
-        answers: list[dict[str, Any]] = []
+        answers: list[Shown] = []
 
-        def demand_more(butterfly: Butterfly) -> None:
+        def demand_more(session: AllReduceSession) -> None:
             async def demand_trace(channel: Channel, *rest: Any) -> None:
-                await channel.send({"trace": demand})
-                answers.append(await channel.receive(dict, SPEC.round_seconds))
+                await channel.send(Trace(demand))
+                answers.append(await channel.receive(Shown, SPEC.round_seconds))
 
-            butterfly._served._trace = demand_trace  # type: ignore[method-assign, assignment]
+            session._incoming._trace = demand_trace  # type: ignore[method-assign, assignment]
 
         hit = hit_first_delegate(started, lambda who: lie_above(who, demand_more))
         for _ in range(2):
@@ -111,9 +112,7 @@ def test_an_owner_that_asks_for_more_than_it_may_gets_nothing_and_is_done_withou
 
 
 def lie_above(who: AveragingPeer, lie: Corrupt) -> None:
-    corrupt_rounds(
-        who.averager, lambda butterfly: lie(butterfly) if butterfly.attempt.roster.tickets[0].level else None
-    )
+    corrupt_rounds(who.averager, lambda session: lie(session) if session.attempt.roster.tickets[0].level else None)
 
 
 def test_delegates_check_each_other_s_shares_and_convict_before_all() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.vector.reduce import CHUNK_VALUES
 from p2ptrain.averaging.verification.opening import TWO_MEANS, Rules, verify_evidence
-from p2ptrain.codecs import get_codec
+from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import LinkModel, SimulatedNetwork, simulate
 from tests.support.sim import false_owners
@@ -43,11 +44,14 @@ UNPROVABLE: dict[str, Corrupt] = {
 
 
 async def start(
-    network: SimulatedNetwork, corrupt: Corrupt, spec: AveragingSpec = SPEC
+    network: SimulatedNetwork,
+    corrupt: Corrupt,
+    spec: AveragingSpec = SPEC,
+    parts: Sequence[tuple[Codec, int]] = (),
 ) -> tuple[list[AveragingPeer], AveragingPeer]:
     """Four peers that averaged once, one of which is hostile from now on; the honest ones and that one."""
     peers = [network.add_peer(f"p{i}") for i in range(4)]
-    started = await start_averagers(network, peers, spec, NUM_VALUES)
+    started = await start_averagers(network, peers, spec, NUM_VALUES, parts=parts)
     await asyncio.gather(*(each.round() for each in started))
     honest, evil = started[:3], started[3]
     corrupt_rounds(evil.averager, corrupt)
@@ -120,8 +124,8 @@ def test_whenever_an_owner_tells_one_member_of_another_mean_nobody_honest_is_bla
     """When the others have signed by then, they show signatures in place of chunks: of another result."""
 
     async def main(network: SimulatedNetwork) -> None:
-        def late(butterfly: Butterfly) -> None:
-            false_owners.state_two_means(butterfly, delay_seconds)
+        def late(session: AllReduceSession) -> None:
+            false_owners.state_two_means(session, delay_seconds)
 
         honest, evil = await start(network, late, SPEC.model_copy(update={"spot_checks": 64}))
         for _ in range(3):
@@ -154,18 +158,15 @@ def test_who_does_not_show_what_is_false_brings_nothing_through_either(lie: Corr
 
 
 def test_owners_are_held_against_what_their_round_averages() -> None:
-    sizes, codecs = (NUM_VALUES, NUM_VALUES // 2), (get_codec("int8"), get_codec("int4"))
+    parts = [(get_codec("int8"), NUM_VALUES), (get_codec("int4"), NUM_VALUES // 2)]
 
-    def lie_about_the_shorter(butterfly: Butterfly) -> None:
-        if butterfly.attempt.head.round % 2:
-            falsify(None)(butterfly)
+    def lie_about_the_shorter(session: AllReduceSession) -> None:
+        if session.attempt.head.round % 2:
+            falsify(None)(session)
 
     async def main(network: SimulatedNetwork) -> None:
-        honest, evil = await start(network, lie_about_the_shorter)
-        rules = [Rules(SWARM, SPEC, codec, size) for codec, size in zip(codecs, sizes, strict=True)]
-        for each in (*honest, evil):
-            each.sizes = sizes
-            each.averager.take_turns(codecs, sizes)
+        honest, evil = await start(network, lie_about_the_shorter, parts=parts)
+        rules = [Rules(SWARM, SPEC, codec, size) for codec, size in parts]
         accused = evil.peer.peer_id
         for _ in range(8):
             await average_honestly(honest, evil, 1)

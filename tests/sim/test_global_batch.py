@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 
+from p2ptrain.averaging.grouping.messages import REPORT, BatchAdvice, BatchReport
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.accounts import Accounts
 from tests.support.sim.trainers import BASE_RATE, SimulatedSwarm, SimulatedTrainer, make_manifest, rate_factor
@@ -104,8 +105,8 @@ def test_a_survivor_does_not_wait_for_a_dead_leader_to_tell_it_that_the_batch_is
         one, two = swarm.trainers.values()
 
         def has_called(a: SimulatedTrainer, b: SimulatedTrainer) -> bool:
-            leaders, key = b.sync.averager.matchmaker._leaders, b.sync.averager.matchmaker._place.key
-            return a.peer.peer_id in leaders.nudgers(key) and leaders.candidates(key, [])[0] == a.peer.peer_id
+            leaders, key = b.sync.averager.matchmaker._leaders, b.sync.averager.matchmaker._position.key
+            return a.peer.peer_id in leaders.probers(key) and leaders.candidates(key, [])[0] == a.peer.peer_id
 
         await swarm.until(lambda: has_called(one, two) or has_called(two, one), 90, "a leader has shown itself")
         dead, survivor = (one, two) if has_called(one, two) else (two, one)
@@ -124,18 +125,16 @@ def test_a_trainer_that_waits_for_a_full_batch_sees_that_the_others_are_ahead() 
         late = swarm.trainers["t3"]
         network.cut(late.peer)
         others = [trainer for trainer in swarm.alive if trainer is not late]
-        matchmaker = late.sync.averager.matchmaker
         # By itself it leads, and would wait for what the others were about to bring, which they do not any more.
-        conductor, asked = matchmaker._conductor, []
-        take_report = conductor.take_report
+        serve_report, asked = late.sync.averager.matchmaker._coordinator._serve_report, []
 
-        async def never_full(*args: object, **more: object) -> dict[str, object]:
-            asked.append(args)
-            await take_report(*args, **more)  # type: ignore[arg-type]
+        async def never_full(peer: str, report: BatchReport) -> BatchAdvice:
+            asked.append(peer)
+            await serve_report(peer, report)
             await asyncio.sleep(1.0)
-            return {"closing": False, "wait": True}
+            return BatchAdvice(closing=False, wait=True)
 
-        conductor.take_report = never_full  # type: ignore[method-assign]
+        late.rpc.serve(REPORT, BatchReport, never_full)
         await swarm.until(lambda: len(asked) > 3, 120, "the late trainer waits")
         front = max(trainer.sync.head.round for trainer in others)
         network.mend(late.peer)

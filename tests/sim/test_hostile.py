@@ -11,11 +11,25 @@ from typing import Any
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Bring, FromOwner, Mask, Request, Signature
 from p2ptrain.averaging.allreduce.outgoing import ANOTHER_RESULT, BAD_ANSWER, BAD_SIGNATURE
-from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, Butterfly
+from p2ptrain.averaging.allreduce.session import OUT_OF_PROPORTION, AllReduceSession
 from p2ptrain.averaging.averager import _Wish
 from p2ptrain.averaging.commit.provenance import Origin
-from p2ptrain.averaging.grouping.pending_group import Answer
+from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
+from p2ptrain.averaging.grouping.messages import (
+    JOIN,
+    REPORT,
+    Answer,
+    BatchAdvice,
+    BatchReport,
+    Behind,
+    Formed,
+    Join,
+    Redirected,
+    Refused,
+)
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import PeerRefusedError, TemporaryError
@@ -87,7 +101,7 @@ def exaggerate(trainer: SimulatedTrainer, times: float = math.inf) -> None:
     """Contribute the thousandfold, in so many rounds; to a simulated trainer's noise nothing worse can be done."""
     prepare, left = trainer.sync.averager._attempts.prepare, times
 
-    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> Butterfly:
+    def prepare_more(roster: Roster, head: Head, vector: torch.Tensor, origin: Origin | None) -> AllReduceSession:
         nonlocal left
         if len(roster.members) < 3 or left <= 0:
             return prepare(roster, head, vector, origin)
@@ -148,23 +162,23 @@ def test_bad_masks_and_signatures_do_not_stop_the_others(lie: Lie) -> None:
     simulate(main, seed=2)
 
 
-@pytest.mark.parametrize(("silent_about", "members"), [("mask", 3), ("proof", 4)])
-def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: str, members: int) -> None:
+@pytest.mark.parametrize(("silent_about", "members"), [(Mask, 3), (Signature, 4)])
+def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: type, members: int) -> None:
     """Rounds need everybody's mask. A majority of signatures is enough."""
 
     def fall_silent(evil: SimulatedTrainer) -> None:
-        serve = evil.sync.averager._attempts._serve_butterfly
+        serve = evil.sync.averager._attempts._serve
 
-        async def silent(channel: Any, request: Message) -> None:
+        async def silent(channel: Any, request: Request) -> None:
             send = channel.send
 
-            async def send_or_not(message: Message) -> None:
-                await (never() if silent_about in message else send(message))
+            async def send_or_not(message: object) -> None:
+                await (never() if isinstance(message, silent_about) else send(message))
 
             channel.send = send_or_not
             await serve(channel, request)
 
-        evil.rpc.serve_channel("butterfly", dict, silent)
+        evil.rpc.serve_channel(ALLREDUCE, Request, silent)
 
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, accounts = await start(network, fall_silent)
@@ -177,54 +191,50 @@ def test_who_falls_silent_is_left_out_if_it_is_waited_for(silent_about: str, mem
     simulate(main, seed=3)
 
 
-async def say_behind(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "behind", "peer": "nobody"}
+async def say_behind(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Behind("nobody")
 
 
-async def say_mismatch(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "refused", "reason": "your state differs from the group's", "mismatch": True}
+async def say_mismatch(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Refused("your state differs from the group's", mismatch=True)
 
 
-async def say_refused(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "refused", "reason": "I do not like you"}
+async def say_refused(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Refused("I do not like you")
 
 
-async def say_nonsense(requests: list[Message], request: Message) -> Answer:
-    return {"kind": ["roster"], "tickets": {"a": 1}}
+async def say_nonsense(tickets: list[Ticket], ticket: Ticket) -> object:
+    return {"type": ["formed"], "tickets": {"a": 1}}
 
 
-async def send_in_circles(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "redirect", "peer": request["ticket"][0]}
+async def send_in_circles(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Redirected(ticket.peer)
 
 
-async def different_rosters(requests: list[Message], request: Message) -> Answer:
+async def different_rosters(tickets: list[Ticket], ticket: Ticket) -> object:
     """Each member is told of a group with another neighbour."""
     await asyncio.sleep(1.5)
-    tickets = {r["ticket"][0]: r["ticket"] for r in requests if r["ticket"][1:3] == request["ticket"][1:3]}
-    own = request["ticket"][0]
-    tickets[own] = request["ticket"]
-    names = sorted(tickets)
-    other = names[(names.index(own) + 1) % len(names)]
-    return {"kind": "roster", "tickets": [tickets[name] for name in sorted({own, other})]}
+    latest = {t.peer: t for t in [*tickets, ticket] if (t.round, t.lineage) == (ticket.round, ticket.lineage)}
+    names = sorted(latest)
+    other = names[(names.index(ticket.peer) + 1) % len(names)]
+    return Formed(tuple(latest[name] for name in sorted({ticket.peer, other})))
 
 
-async def made_up_members(requests: list[Message], request: Message) -> Answer:
-    ghost = ["ghost", *request["ticket"][1:]]
-    return {"kind": "roster", "tickets": sorted([request["ticket"], ghost], key=lambda ticket: str(ticket[0]))}
+async def made_up_members(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Formed(tuple(sorted([ticket, replace(ticket, peer="ghost")], key=lambda each: each.peer)))
 
 
-async def endless_roster(requests: list[Message], request: Message) -> Answer:
-    return {"kind": "roster", "tickets": [request["ticket"]] * 1000}
+async def endless_roster(tickets: list[Ticket], ticket: Ticket) -> object:
+    return Formed((ticket,) * 1000)
 
 
-async def old_tickets(requests: list[Message], request: Message) -> Answer:
-    """Everybody's first ticket, which is of another round, and the right one of who asks."""
-    tickets = {r["ticket"][0]: r["ticket"] for r in reversed(requests)}
-    tickets[request["ticket"][0]] = request["ticket"]
-    return {"kind": "roster", "tickets": [tickets[name] for name in sorted(tickets)]}
+async def old_tickets(tickets: list[Ticket], ticket: Ticket) -> object:
+    """Everybody's first ticket, which is of another round, and the right one of the peer that asks."""
+    first = {each.peer: each for each in reversed(tickets)} | {ticket.peer: ticket}
+    return Formed(tuple(first[name] for name in sorted(first)))
 
 
-LEADERS: dict[str, Callable[[list[Message], Message], Awaitable[Answer]]] = {
+LEADERS: dict[str, Callable[[list[Ticket], Ticket], Awaitable[object]]] = {
     "never answers": never,
     "says all are behind": say_behind,
     "says all differ": say_mismatch,
@@ -239,7 +249,7 @@ LEADERS: dict[str, Callable[[list[Message], Message], Awaitable[Answer]]] = {
 
 
 @pytest.mark.parametrize("answer", LEADERS.values(), ids=LEADERS.keys())
-def test_a_bad_leader_is_passed_over(answer: Callable[[list[Message], Message], Awaitable[Answer]]) -> None:
+def test_a_bad_leader_is_passed_over(answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> None:
     async def main(network: SimulatedNetwork) -> None:
         asked: list[list[str]] = []
         swarm, honest, _ = await start(network, lambda evil: asked.append(lead_badly(evil, answer)))
@@ -250,11 +260,6 @@ def test_a_bad_leader_is_passed_over(answer: Callable[[list[Message], Message], 
     simulate(main, seed=4)
 
 
-def change_ticket(ticket: Ticket, evil: SimulatedTrainer, **fields: object) -> list[Any]:
-    changed = replace(ticket, **fields)  # type: ignore[arg-type]
-    return changed.signed(evil.swarm, evil.peer.signer).to_wire()
-
-
 def test_tickets_that_lie_are_refused_with_a_reason() -> None:
     async def main(network: SimulatedNetwork) -> None:
         swarm, honest, _ = await start(network, lambda evil: None)
@@ -262,37 +267,23 @@ def test_tickets_that_lie_are_refused_with_a_reason() -> None:
         head = evil.sync.head
         own = evil.sync.averager._ticket(head, _Wish(10, 1, 0))
         stolen = victim.sync.averager._ticket(head, _Wish(10, 1, 0))
-        forged = [
-            change_ticket(own, evil, tokens=0),
-            change_ticket(own, evil, tokens=-5),
-            change_ticket(own, evil, tokens=10**12),
-            change_ticket(own, evil, tokens=math.nan),
-            change_ticket(own, evil, tokens=True),
-            change_ticket(own, evil, samples=1 << 61),
-            change_ticket(own, evil, lineage=b"short"),
-            change_ticket(own, evil, peer=victim.peer.peer_id),
-            replace(own, tokens=20).to_wire(),
-            stolen.to_wire(),
-            own.to_wire()[:-1],
-            ["x"] * 10,
-            [],
+        lies: list[dict[str, Any]] = [
+            {"tokens": 0},
+            {"tokens": 10**12},
+            {"tokens": 10, "samples": 1 << 61},
+            {"lineage": b"short"},
+            {"round": head.round + 1},
+            {"peer": victim.peer.peer_id},
         ]
-        plain = replace(head, members=(), certificate=b"").to_dict()
-        rest = {"tried": [], "hops": 9, "avoid": []}
-        requests = [{"ticket": ticket, "head": plain, **rest} for ticket in forged]
-        requests += [
-            {"ticket": own.to_wire(), "head": {**plain, "round": "1"}, **rest},
-            {"ticket": own.to_wire(), "head": [], **rest},
-            {"ticket": own.to_wire(), "head": plain, "tried": 5, "hops": 0, "avoid": []},
-            {"ticket": own.to_wire(), "head": plain, "tried": [], "hops": 0, "avoid": [[]]},
-            {},
-        ]
-        for request in requests:
+        signed = [replace(own, **lie).signed(evil.swarm, evil.peer.signer) for lie in lies]
+        for ticket in [*signed, replace(own, tokens=20), stolen]:
+            request = Join(ticket, head.without_proof(), (), 9, ())
             with pytest.raises(PeerRefusedError) as refusal:
-                async with evil.rpc.open(victim.peer.peer_id, "rally.join", request, 5.0) as channel:
-                    await channel.receive(dict, 5.0)
-            assert refusal.value.reason not in ("", "internal error"), request
-        assert victim.rpc.refusals[evil.peer.peer_id, "IntegrityError"] == len(requests)
+                async with evil.rpc.open(victim.peer.peer_id, JOIN, request, 5.0) as channel:
+                    await channel.receive(Answer, 5.0)
+            assert refusal.value.reason not in ("", "internal error"), ticket
+        refusals = [victim.rpc.refusals[evil.peer.peer_id, cause] for cause in ("malformed header", "IntegrityError")]
+        assert refusals == [2, 6]
         await go_on(swarm, honest)
         await swarm.end()
 
@@ -306,13 +297,12 @@ def test_streams_of_rounds_that_are_over_and_of_groups_that_never_were_are_refus
         await go_on(swarm, honest)
         over = [body.group_id for body in accounts.bodies.values() if evil.peer.peer_id in body.members]
         await asyncio.sleep(3.0)  # Whoever could still fetch something of the last one has done so.
-        groups: list[object] = [*over[:-1], b"g" * 32, b"", "group", None, 7, [b"g"]]
+        groups = [*over[:-1], b"g" * 32]
         before = victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"]
         for group in groups:
-            request = {"group": group, "codec": "fp32"}
-            async with evil.rpc.open(victim.peer.peer_id, "butterfly", request, 5.0) as channel:
-                with pytest.raises(PeerRefusedError, match=r"not in that group|malformed group id"):
-                    await channel.receive(dict, 30.0)
+            async with evil.rpc.open(victim.peer.peer_id, ALLREDUCE, Bring(group, "fp32"), 5.0) as channel:
+                with pytest.raises(PeerRefusedError, match=r"not in that group|gave up"):
+                    await channel.receive(FromOwner, 30.0)
         assert len(over) >= ROUNDS
         assert victim.rpc.refusals[evil.peer.peer_id, "PeerRefusedError"] == before + len(groups)
         await go_on(swarm, honest)
@@ -330,11 +320,11 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
             number = 0
             while True:
                 number += 1
-                head = replace(evil.sync.head, round=number, tokens=number, members=(), certificate=b"").to_dict()
+                head = replace(evil.sync.head, round=number, tokens=number).without_proof()
                 for victim in honest:
                     try:
-                        report = {"head": head, "samples": 1 << 39, "batch": 1, "seconds": 1.0}
-                        await evil.rpc.call(victim.peer.peer_id, "rally.report", report, dict, 3.0)
+                        report = BatchReport(head, 1 << 39, 1, 1.0)
+                        await evil.rpc.call(victim.peer.peer_id, REPORT, report, BatchAdvice, 3.0)
                     except TemporaryError:
                         await asyncio.sleep(0.1)
 
@@ -342,7 +332,7 @@ def test_made_up_rounds_do_not_push_out_the_real_one() -> None:
         await go_on(swarm, honest)
         flooding.cancel()
         for trainer in honest:
-            assert len(trainer.sync.averager.matchmaker._conductor._rallies) <= 8
+            assert len(trainer.sync.averager.matchmaker._coordinator._groups) <= MAX_PENDING_GROUPS
         await swarm.end()
 
     simulate(main, seed=6)

@@ -296,8 +296,7 @@ def test_a_slow_directory_only_slows_joining(seconds: float) -> None:
         late = swarm.start("late")
         late.peer.directory.delay_seconds = seconds
         await come_back(swarm, [])
-        await swarm.until(lambda: late.sync.rounds_committed >= 2, 90, "the newcomer takes part")
-        assert any(result.contributed for result in late.results)
+        await swarm.until(lambda: any(result.contributed for result in late.results), 90, "the newcomer takes part")
         assert same_lineage(swarm)
         await swarm.end()
 

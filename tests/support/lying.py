@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import to_wire
 
 Message = dict[str, Any]
 Lie = Callable[[str, Message], Message]
@@ -26,9 +27,9 @@ class LyingChannel:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
-    async def send(self, message: Message) -> None:
+    async def send(self, message: object) -> None:
         """Send something else."""
-        await self._channel.send(self._lie(self._channel.remote, message))
+        await self._channel.send(self._lie(self._channel.remote, to_wire(message)))
 
     async def send_bytes(self, data: bytes, **options: Any) -> None:
         """Send other bytes."""

@@ -217,8 +217,8 @@ def plant(root: Path, files: dict[str, str]) -> Path:
     [
         ("network/rpc/client.py", "import p2ptrain.node.peer"),
         ("network/rpc/client.py", "def f():\n    from p2ptrain.averaging import grid"),
-        ("averaging/grouping/tree.py", "from p2ptrain import pipeline"),
-        ("averaging/grouping/tree.py", "from ...pipeline import stage"),
+        ("averaging/grouping/cells.py", "from p2ptrain import pipeline"),
+        ("averaging/grouping/cells.py", "from ...pipeline import stage"),
         ("averaging/averager.py", "from p2ptrain.pipeline.stage import x"),
         ("errors.py", "if TYPE_CHECKING:\n    from p2ptrain.models import llama"),
         ("misc.py", ""),

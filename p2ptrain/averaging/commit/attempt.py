@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median_low
-from typing import Any
 
 from p2ptrain.averaging.commit.encodings import lists_parts, mean_codec
-from p2ptrain.averaging.protocol.certificate import MAX_PROOF_BYTES, Body, Certificate, Roster, vote
-from p2ptrain.averaging.protocol.head import MAX_PRESENT, Head
+from p2ptrain.averaging.protocol.certificate import Body, Certificate, Roster, vote
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.signed import MAX_PRESENT
 from p2ptrain.averaging.vector.reduce import chunk_span, chunk_values, num_chunks
 from p2ptrain.averaging.vector.rules import get_rule
 from p2ptrain.buffers import Buffer
@@ -93,7 +94,7 @@ class Attempt:
         swarm: The manifest's digest, 32 bytes.
         spec: The rule by which shares are reduced.
         levels: Of the round's tree.
-        credential: Above level 0: the certificate of the result that this peer brings, in wire form.
+        seconds: Its deadline, from when it begins; that of ``spec`` unless given.
         means: Encoded mean of each share, as far as they arrived.
         hashes: What names them; see `p2ptrain.averaging.vector.reduce.mean_tree`.
         contributors: Indices into the roster, once agreed.
@@ -121,7 +122,7 @@ class Attempt:
     swarm: bytes
     spec: AveragingSpec
     levels: int = 1
-    credential: bytes = b""
+    seconds: float = 0.0
     means: list[Buffer | None] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     contributors: tuple[int, ...] | None = None
@@ -140,8 +141,10 @@ class Attempt:
     silent: set[str] = field(default_factory=set)
     fell_silent: dict[str, str] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _passed_on: list[tuple[str, bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.seconds = self.seconds or self.spec.round_seconds
         self.means = [b"" if self.size(i) == 0 else None for i in range(len(self.roster.members))]
         self.hashes = [EMPTY_HASH] * len(self.means)
 
@@ -149,13 +152,18 @@ class Attempt:
         """Values in a member's share."""
         return self.bounds[index + 1] - self.bounds[index]
 
+    @property
+    def chunk(self) -> int:
+        """Values in a chunk; see `p2ptrain.averaging.vector.reduce.chunk_values`."""
+        return chunk_values(self.codec)
+
     def num_chunks(self, index: int) -> int:
-        """Chunks of a member's share; see `p2ptrain.averaging.vector.reduce.chunk_values`."""
-        return num_chunks(self.size(index), chunk_values(self.codec))
+        """Chunks of a member's share."""
+        return num_chunks(self.size(index), self.chunk)
 
     def span(self, index: int, chunk: int) -> tuple[int, int]:
         """First value of a chunk of a member's share in the vector, and the value after its last."""
-        return chunk_span(self.bounds[index], self.bounds[index + 1], chunk, chunk_values(self.codec))
+        return chunk_span(self.bounds[index], self.bounds[index + 1], chunk, self.chunk)
 
     @property
     def lists_parts(self) -> bool:
@@ -206,11 +214,18 @@ class Attempt:
         """Whether every share's mean is here."""
         return all(mean is not None for mean in self.means)
 
-    def make_body(self) -> Body:
-        """The body for what is held."""
+    def make_result(self, verifier: Signer) -> None:
+        """Make the body of what is held, and take in the signatures of it that others passed on."""
         assert self.contributors is not None
         assert self.is_complete()
-        return self.body_of(self.contributors, tuple(self.hashes))
+        self.body = self.body_of(self.contributors, tuple(self.hashes))
+        self.pass_on((), verifier)
+        self.changed.set()
+
+    def sign(self, signer: Signer) -> None:
+        """Sign the body."""
+        assert self.body is not None
+        self.proofs[signer.peer_id] = signer.sign(vote(self.body.body_hash))
 
     def body_of(self, contributors: tuple[int, ...], hashes: tuple[bytes, ...]) -> Body:
         """The only body that this roster can have with these contributors and means."""
@@ -235,11 +250,9 @@ class Attempt:
             children=tuple(ticket.child for ticket in tickets) if level else (),
         )
 
-    def add_proof(self, peer: str, proof: Any, verifier: Signer) -> bool:
-        """Keep a member's signature if it is one of this body; whether it was."""
+    def add_proof(self, peer: str, proof: bytes, verifier: Signer) -> bool:
+        """Keep a member's signature if it is one of this body; return True if it was."""
         if self.body is None or peer not in self.roster.members:
-            return False
-        if type(proof) is not bytes or len(proof) > MAX_PROOF_BYTES:
             return False
         if peer not in self.proofs:
             if not verifier.verify(peer, vote(self.body.body_hash), proof):
@@ -247,6 +260,14 @@ class Attempt:
             self.proofs[peer] = proof
             self.changed.set()
         return True
+
+    def pass_on(self, proofs: Iterable[tuple[str, bytes]], verifier: Signer) -> None:
+        """Keep signatures that another member passes on, as soon as the body is known that they are of."""
+        self._passed_on.extend(proofs)
+        if self.body is not None:
+            for peer, proof in self._passed_on:
+                self.add_proof(peer, proof, verifier)
+            self._passed_on.clear()
 
     def certificate(self) -> Certificate | None:
         """The certificate, once a majority signed."""

@@ -25,7 +25,7 @@ from p2ptrain.averaging.commit.result_chunks import RESULT, Means, ResultChunks
 from p2ptrain.averaging.commit.round_log import KNOWN_WAIT_SECONDS, History
 from p2ptrain.averaging.protocol.certificate import MAX_LEVELS, Body, Certificate
 from p2ptrain.averaging.timing.deadlines import patience_seconds, quiet_seconds, quorum_of_others
-from p2ptrain.averaging.timing.keepalive import Stage, answer_after_beats, beat_until
+from p2ptrain.averaging.timing.keepalive import Keepalive, KeepaliveStatus, Patience, answer_after_beats, beat_until
 from p2ptrain.errors import (
     DeadlineError,
     IntegrityError,
@@ -36,7 +36,7 @@ from p2ptrain.errors import (
 )
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.network.schema import Hash, Message, from_wire
+from p2ptrain.network.schema import Hash, Message
 from p2ptrain.runtime import Runtime
 from p2ptrain.tasks import Tasks
 
@@ -63,7 +63,15 @@ class AskOutcome(Message, frozen=True):
     cell: Hash
 
 
-class Outcome(Message, frozen=True):
+class FromDelegate(Message, frozen=True, tag=True):
+    """What a delegate says until it knows how its cell's result ended, and then."""
+
+
+class Waiting(FromDelegate, Keepalive, frozen=True, tag="waiting"):
+    """The answer will come."""
+
+
+class Outcome(FromDelegate, frozen=True, tag="outcome"):
     """The certificates above a cell's result, and the hashes of the last one's chunks."""
 
     path: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=MAX_LEVELS - 1)]
@@ -127,7 +135,7 @@ class ResultBroadcast:
         self._grace_seconds = grace_seconds
         self._ends: OrderedDict[bytes, asyncio.Future[Path | None]] = OrderedDict()
         self._changed = asyncio.Event()
-        self._stage = Stage()
+        self._status = KeepaliveStatus()
         rpc.serve_channel(OUTCOME, AskOutcome, self._serve)
 
     def expect(self, cell: Body) -> None:
@@ -155,7 +163,7 @@ class ResultBroadcast:
 
     def stands(self, joined: bool) -> None:
         """Tell those that wait whether this peer is in a group of the level above."""
-        self._stage.set(joined)
+        self._status.set(joined)
 
     def close(self) -> None:
         """Nobody waits here any more."""
@@ -168,7 +176,7 @@ class ResultBroadcast:
         # `expect` is followed by `conclude` within the deadlines of the levels above; and the asker has one of its own.
         async with Tasks() as tasks:
             end = tasks.call(self._end_of(request.cell), "end of a result")
-            await beat_until(channel, end, self._grace_seconds, self._stage)
+            await beat_until(channel, end, self._grace_seconds, Waiting, self._status)
             if not end.done():
                 return
             path = end.result()
@@ -289,15 +297,12 @@ class ResultBroadcast:
         try:
             async with self._rpc.open(delegate, OUTCOME, AskOutcome(cell.body_hash), OPEN_TIMEOUT_SECONDS) as channel:
                 unreached.cancel()
-                answer = await answer_after_beats(
-                    channel, seconds, grace, allowance, loop.time() - began, MAX_REPLY_BYTES, on_quiet
-                )
+                patience = Patience(seconds, grace, allowance, loop.time() - began)
+                answer = await answer_after_beats(channel, FromDelegate, patience, MAX_REPLY_BYTES, on_quiet)
+                assert isinstance(answer, Outcome), "the only other message is a keepalive"
+                return answer
         finally:
             unreached.cancel()
-        try:
-            return from_wire(Outcome, answer)
-        except IntegrityError as error:
-            raise ProtocolError(delegate, f"sent a malformed way to the result: {error}") from error
 
     def _check_path(self, cell: Body, raw: tuple[bytes, ...]) -> Path:
         path: list[Certificate] = []

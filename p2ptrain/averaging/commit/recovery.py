@@ -30,16 +30,21 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated
+
+from msgspec import Meta
 
 from p2ptrain.averaging.commit.attempt import Attempt, Standing
 from p2ptrain.averaging.commit.round_log import History
-from p2ptrain.averaging.protocol.certificate import Body, Certificate, vote
+from p2ptrain.averaging.protocol.certificate import Body, Certificate
+from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Name, Proof
 from p2ptrain.averaging.timing.deadlines import patience_seconds, silence_seconds
+from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import CodecError
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerLostError
 from p2ptrain.network.rpc.client import Rpc
+from p2ptrain.network.schema import Hash, Message
 from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks, together
 
@@ -71,6 +76,34 @@ def may_renounce(others: Mapping[str, Standing], silent: Collection[str]) -> boo
     return all(standing.is_over for peer, standing in others.items() if peer not in silent)
 
 
+class WhereNow(Message, frozen=True):
+    """A member's question about an attempt that broke.
+
+    Attributes:
+        group: The roster's id.
+        standing: Where the member stands itself.
+        proof: Its signature of the result; empty if it has not signed.
+    """
+
+    group: Hash
+    standing: Standing
+    proof: Proof = b""
+
+
+class StandsAt(Message, frozen=True):
+    """The answer.
+
+    Attributes:
+        standing: Where the member stands.
+        body: The result that it holds; empty if it holds none.
+        proofs: All signatures of that: (who, signature).
+    """
+
+    standing: Standing
+    body: bytes = b""
+    proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)] = ()
+
+
 class Settlements:
     """Remembers this peer's last attempts, answers for them, and settles broken ones."""
 
@@ -80,7 +113,7 @@ class Settlements:
         self._history = history
         self._attempts: OrderedDict[bytes, Attempt] = OrderedDict()
         history.find_attempt = self.find
-        rpc.serve("settle", dict, self._serve)
+        rpc.serve("settle", WhereNow, self._serve)
 
     def remember(self, attempt: Attempt) -> None:
         """Keep an attempt so that others can complete theirs from it; only a few are kept."""
@@ -124,11 +157,8 @@ class Settlements:
             return Standing.RENOUNCED
         return Standing.FETCHING if attempt.is_fetching else Standing.OPEN
 
-    def _note(self, attempt: Attempt, peer: str, said: object) -> None:
+    def _note(self, attempt: Attempt, peer: str, standing: Standing) -> None:
         """Take down where another member stands, and draw the conclusion for this one."""
-        standing = Standing.LOST
-        with contextlib.suppress(ValueError):
-            standing = Standing(said)  # type: ignore[arg-type]
         attempt.standings[peer] = standing
         if standing is not Standing.LOST:
             attempt.silent.discard(peer)
@@ -142,18 +172,16 @@ class Settlements:
             attempt.has_renounced = may_renounce(attempt.standings, attempt.silent)
         attempt.changed.set()
 
-    async def _serve(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        group = request.get("group")
-        attempt = self._attempts.get(group) if type(group) is bytes else None
+    async def _serve(self, peer: str, question: WhereNow) -> StandsAt:
+        attempt = self._attempts.get(question.group)
         if attempt is None or peer not in attempt.roster.members:
-            return {"standing": Standing.UNKNOWN.value}
-        attempt.add_proof(peer, request.get("proof"), self._signer)
-        self._note(attempt, peer, request.get("standing"))
-        reply: dict[str, Any] = {"standing": self._standing(attempt).value}
-        if attempt.body is not None:
-            reply["body"] = attempt.body.to_bytes()
-            reply["proofs"] = [[member, proof] for member, proof in sorted(attempt.proofs.items())]
-        return reply
+            return StandsAt(Standing.UNKNOWN)
+        attempt.add_proof(peer, question.proof, self._signer)
+        self._note(attempt, peer, question.standing)
+        standing = self._standing(attempt)
+        if attempt.body is None:
+            return StandsAt(standing)
+        return StandsAt(standing, attempt.body.to_bytes(), tuple(sorted(attempt.proofs.items())))
 
     async def settle(
         self, attempt: Attempt, elapsed_seconds: float = 0.0, silent: Collection[str] = ()
@@ -236,14 +264,17 @@ class Settlements:
 
     async def _ask(self, attempt: Attempt, peer: str, timeout_seconds: float, fetch_seconds: float = 0.0) -> None:
         """Ask where one member stands, and take over what it holds and this one does not."""
-        request: dict[str, Any] = {"group": attempt.roster.group_id, "standing": self._standing(attempt).value}
-        if (own := attempt.proofs.get(self._rpc.peer_id)) is not None:
-            request["proof"] = own
+        own = attempt.proofs.get(self._rpc.peer_id, b"")
         try:
-            reply = await self._rpc.call(peer, "settle", request, dict, timeout_seconds)
-            raw, proofs = reply.get("body"), reply.get("proofs")
-            if type(raw) is bytes and isinstance(proofs, list):
-                await self._take_over(attempt, peer, Body.from_bytes(raw), proofs, fetch_seconds)
+            reply = await self._rpc.call(
+                peer,
+                "settle",
+                WhereNow(attempt.roster.group_id, self._standing(attempt), own),
+                StandsAt,
+                timeout_seconds,
+            )
+            if reply.body:
+                await self._take_over(attempt, peer, reply, fetch_seconds)
         except (PeerError, DeadlineError, IntegrityError) as error:
             logger.info("settling with peer %s failed: %s", peer[-8:], error)
             attempt.silent.add(peer)
@@ -251,12 +282,11 @@ class Settlements:
                 attempt.fell_silent[peer] = str(error)
             self._note(attempt, peer, Standing.LOST)
             return
-        self._note(attempt, peer, reply.get("standing"))
+        self._note(attempt, peer, reply.standing)
 
-    async def _take_over(
-        self, attempt: Attempt, peer: str, body: Body, proofs: list[Any], timeout_seconds: float
-    ) -> None:
+    async def _take_over(self, attempt: Attempt, peer: str, reply: StandsAt, timeout_seconds: float) -> None:
         """Adopt a signer's body if it is this attempt's, fetch its means, and sign it."""
+        body = Body.from_bytes(reply.body)
         if attempt.body is None and not attempt.is_fetching:
             contributors = tuple(index for index, *_ in body.contributors)
             if body.members != attempt.roster.members or body != attempt.body_of(contributors, body.hashes):
@@ -267,11 +297,10 @@ class Settlements:
                 self._adopt(attempt, body, contributors, means)
             finally:
                 attempt.is_fetching = False
-        for entry in proofs[: len(attempt.roster.tickets)]:
-            if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str):
-                attempt.add_proof(entry[0], entry[1], self._signer)
+        for member, proof in reply.proofs:
+            attempt.add_proof(member, proof, self._signer)
 
-    def _adopt(self, attempt: Attempt, body: Body, contributors: tuple[int, ...], means: list[Any]) -> None:
+    def _adopt(self, attempt: Attempt, body: Body, contributors: tuple[int, ...], means: Sequence[Buffer]) -> None:
         """Hold a result that another member made as the own one, and sign it if this member may."""
         if attempt.body is not None or attempt.left_as is not None:
             return
@@ -285,4 +314,4 @@ class Settlements:
         attempt.means = list(means)
         attempt.body = body
         if not (attempt.audited or attempt.has_renounced):
-            attempt.proofs[self._rpc.peer_id] = self._signer.sign(vote(body.body_hash))
+            attempt.sign(self._signer)

@@ -1,8 +1,9 @@
-"""Forming a group, the leader's side over the network: rallies for the rounds that this peer leads.
+"""Forming a group, the leader's side over the network: pending groups of the rounds that this peer leads.
 
-Every trainer runs a `Conductor`. It takes tickets and reports of all who think that this peer leads, or sends them on
-to a leader that goes first. A task for each rally runs until `p2ptrain.averaging.grouping.pending_group.decide` says
-how it ends, and asks missing peers whether they live, which also hurries them and tells of a swarm that is ahead.
+Every trainer runs a `Coordinator`. It takes tickets and reports of all peers that follow this one, or redirects them to
+a leader that goes first. A task for each pending group runs until
+`p2ptrain.averaging.grouping.pending_group.decide` says how it ends. It probes missing peers, which also hurries them
+and tells of a swarm that is ahead.
 """
 
 from __future__ import annotations
@@ -10,27 +11,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
 
 from p2ptrain.averaging.commit.broadcast import QUIET_GRACES
-from p2ptrain.averaging.grouping.absentees import Absent
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.leaders import Leaders
-from p2ptrain.averaging.grouping.membership import MAX_AVOIDED_PEERS, Membership, rank
-from p2ptrain.averaging.grouping.pending_group import Answer, Rally, decide
-from p2ptrain.averaging.grouping.round_position import Place, nudge, probe_seconds
+from p2ptrain.averaging.grouping.membership import Absentees, Membership, rank
+from p2ptrain.averaging.grouping.messages import (
+    JOIN,
+    PASS,
+    REPORT,
+    STEPS,
+    TAKE_ON,
+    Ahead,
+    Answer,
+    BatchAdvice,
+    BatchReport,
+    Behind,
+    Grant,
+    Join,
+    Pass,
+    Redirected,
+    Refused,
+    StepsAdvice,
+    StepsReport,
+    TakeOn,
+    Waiting,
+)
+from p2ptrain.averaging.grouping.pending_group import PendingGroup, decide
+from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.deadlines import LEAST_QUIET_SECONDS
 from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, GlobalBatch, Goal, Report
-from p2ptrain.averaging.timing.keepalive import Stage, beat_until
+from p2ptrain.averaging.timing.keepalive import KeepaliveStatus, beat_until
 from p2ptrain.averaging.timing.local_steps import Closing, StepReport
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.signing import Signer
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -39,58 +58,41 @@ PROBE_SECONDS = 1.0
 MIN_PAUSE_SECONDS = 0.05
 REPORT_WAIT_SECONDS = 1.0
 FORESIGHT_SECONDS = 0.25
-IDLE_RALLY_SECONDS = 120.0
-MAX_RALLIES = 8
+IDLE_GROUP_SECONDS = 120.0
+MAX_PENDING_GROUPS = 8
 MAX_HOPS = 4
 CONVICTED = "there is evidence that you falsified a mean"
 
 
-class Conductor:
-    """Leads rallies for others, and for this peer itself, when it is its turn."""
+class Coordinator:
+    """Leads groups of other peers, and of this one, when it is its turn.
+
+    Attributes:
+        closed: Whether this peer leads nobody any more.
+        on_misled: Called with a peer of a pending group, and the convicted leader that it follows.
+    """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        signer: Signer,
-        swarm: bytes,
-        spec: AveragingSpec,
-        membership: Membership,
-        leaders: Leaders,
-        place: Place,
-        goal: Goal,
+        self, context: PeerContext, membership: Membership, leaders: Leaders, position: RoundPosition, goal: Goal
     ) -> None:
-        """
-        Args:
-            rpc: To serve and probe other peers.
-            signer: Checks tickets.
-            swarm: The manifest's digest, 32 bytes.
-            spec: Quorum, grace, deadlines.
-            membership: Who is there.
-            leaders: Whose turn it is.
-            place: Where this peer stands.
-            goal: With what a round is due.
-        """
-        self._rpc = rpc
-        self._signer = signer
-        self._swarm = swarm
-        self._spec = spec
+        self._context = context
+        self._spec = context.spec
         self._membership = membership
         self._leaders = leaders
-        self._place = place
+        self._position = position
         self._goal = goal
-        self._cells = place.cells
-        self._stage = Stage()
-        self._absent = Absent()
+        self._cells = position.cells
+        self._absentees = Absentees()
         self._pace: dict[str, float] = {}
-        self._rallies: dict[Key, Rally] = {}
+        self._groups: dict[Key, PendingGroup] = {}
         self._tasks = Tasks()
         self.on_misled: Callable[[str, str], None] = lambda peer, leader: None
-        """Called with a peer of this group that follows a leader which is convicted here."""
         self.closed = False
-        """Whether this peer leads nobody any more."""
-        rpc.serve_channel("rally.join", dict, self._serve_join)
-        rpc.serve("rally.report", dict, self._serve_report)
-        rpc.serve("rally.pass", dict, self._serve_pass)
+        context.rpc.serve_channel(JOIN, Join, self._serve_join)
+        context.rpc.serve(REPORT, BatchReport, self._serve_report)
+        context.rpc.serve(TAKE_ON, TakeOn, self._serve_take_on)
+        context.rpc.serve(STEPS, StepsReport, self._serve_steps)
+        context.rpc.serve(PASS, Pass, self._serve_pass)
 
     async def close(self) -> None:
         """Stop leading, for good; followers move on to the next leader."""
@@ -99,65 +101,65 @@ class Conductor:
 
     def heard_from(self, peer: str) -> None:
         """Note that a peer asked something: it is there."""
-        self._absent.heard_from(peer)
+        self._absentees.heard_from(peer)
 
     def give_way(self, key: Key, peer: str, closing: bool) -> bool:
-        """Send the members of a rally on to a peer that leads the round rather than this one; whether there is one.
+        """Redirect the members of a group to a peer that leads the round rather than this one; True if there is one.
 
-        A leader that nobody came to also gives way to one that is ``closing`` its rally, which has a quorum: which
-        leaders failed is what they see differently. Of two that both have a quorum, the one leads of which less often
-        nothing came, or whose `rank` is smaller. But none gives way to one that has just failed in a group.
+        A leader that nobody came to also gives way to one that is ``closing`` its group, which has a quorum: peers
+        differ in which leaders they saw fail. Of two that both have a quorum, the one leads of which fewer groups
+        failed, or whose `rank` is smaller. But none gives way to one that has just failed in a group.
         """
-        rally, own = self._rallies.get(key), self._rpc.peer_id
-        if rally is None or rally.over or self._membership.is_suspect(peer):
+        group, own = self._groups.get(key), self._context.peer_id
+        if group is None or group.over or self._membership.is_suspect(peer):
             return False
-        alone = rally.members.keys() <= {rally.slot_of(own)}
-        outranked = self._leaders.merit(key, peer) < self._leaders.merit(key, own)
+        alone = group.members.keys() <= {group.slot_of(own)}
+        outranked = self._leaders.priority(key, peer) < self._leaders.priority(key, own)
         if not (self.goes_before(key, peer) or (closing and (alone or outranked))):
             return False
-        rally.answer_all({"kind": "redirect", "peer": peer})
+        group.answer_all(Redirected(peer))
         return True
 
     def settle_on(self, key: Key, leader: str) -> str:
-        """Whom to hand in to, once ``leader`` has been chosen; those that handed in here are sent on to it.
+        """Return the leader to hand in to, once ``leader`` has been chosen; redirect those that handed in here to it.
 
         If the chosen one has itself handed in here, each takes the other for the leader, and both would wait for the
         other's ticket: then the smaller `rank` leads.
         """
-        own, rally = self._rpc.peer_id, self._rallies.get(key)
-        if leader == own or rally is None or rally.over or not rally.members:
+        own, group = self._context.peer_id, self._groups.get(key)
+        if leader == own or group is None or group.over or not group.members:
             return leader
-        if rally.has(leader) and rank(own, key) < rank(leader, key):
+        if group.has(leader) and rank(own, key) < rank(leader, key):
             return own
-        rally.answer_all({"kind": "redirect", "peer": leader})
+        group.answer_all(Redirected(leader))
         return leader
 
-    def rally(self, head: Head, key: Key) -> Rally:
-        """The rally for a group of the round after this head, opened when there is none.
+    def group(self, head: Head, key: Key) -> PendingGroup:
+        """Return the pending group of the round after this head; open one if there is none.
 
         Raises:
             PeerRefusedError: This peer leads nobody any more.
         """
         if self.closed:
-            raise PeerRefusedError(self._rpc.peer_id, "this peer is leaving")
-        rally = self._rallies.get(key)
-        if rally is None or rally.over:
-            while len(self._rallies) >= MAX_RALLIES:
+            raise PeerRefusedError(self._context.peer_id, "this peer is leaving")
+        group = self._groups.get(key)
+        if group is None or group.over:
+            while len(self._groups) >= MAX_PENDING_GROUPS:
                 # Never let tickets for made-up rounds push out the real one.
-                oldest = min(self._rallies, key=lambda k: (self._place.is_of(k), self._rallies[k].last_activity))
-                self._rallies.pop(oldest).answer_all({"kind": "refused", "reason": "too many rallies at once"})
+                oldest = min(self._groups, key=lambda k: (self._position.is_of(k), self._groups[k].last_activity))
+                self._groups.pop(oldest).answer_all(Refused("too many groups at once"))
             now, goal = asyncio.get_running_loop().time(), NO_GOAL if key.level else self._goal
             target = -(-goal.samples // self._cells.num_cells(key))
-            rally = self._rallies[key] = Rally(
+            group = self._groups[key] = PendingGroup(
                 head, key, self._spec_of(key), GlobalBatch(target, self._pace),
                 lambda peer: self._cells.slot(key, peer), Closing(goal.steps, now, self._pace),
             )  # fmt: skip
-            rally.last_activity = now
-            self._tasks.start(self._conduct(key, rally), f"rally-{head.round}")
-        return rally
+            group.last_activity = now
+            self._tasks.start(self._conduct(key, group), f"group-{head.round}")
+        return group
 
     def _spec_of(self, key: Key) -> AveragingSpec:
-        """Quorum, grace, deadlines of one group.
+        """Return quorum, grace, deadlines of one group.
 
         A small cell is as good as a large one: the minimum is that of the swarm. Groups of delegates get theirs after
         others took up their grace periods.
@@ -166,213 +168,185 @@ class Conductor:
         grace = self._spec.grace_seconds * (1 + key.level)
         return self._spec if alone else self._spec.model_copy(update={"min_peers": 1, "grace_seconds": grace})
 
-    async def _serve_join(self, channel: Channel, request: dict[str, Any]) -> None:
-        ticket = Ticket.from_wire(request.get("ticket"), self._swarm, self._signer, self._spec.max_weight)
-        head = Head.from_dict(request.get("head"))
+    async def _serve_join(self, channel: Channel, request: Join) -> None:
+        ticket, head = request.ticket, request.head
         same = (head.round, head.lineage, head.present) == (ticket.round, ticket.lineage, ticket.present)
         if ticket.peer != channel.remote or not same or ticket.level >= self._cells.num_levels(ticket.present):
             raise IntegrityError("this ticket is not yours, or not for your head")
-        tried, hops, avoid = request.get("tried"), request.get("hops"), request.get("avoid")
-        if not (isinstance(tried, list) and type(hops) is int and isinstance(avoid, list)):
-            raise IntegrityError("malformed ticket request")
-        if not all(type(peer) is str for peer in [*tried, *avoid]):
-            raise IntegrityError("malformed ticket request")
+        ticket.verify(self._context.swarm, self._context.signer)
+        ticket.check_weight(self._spec.max_weight)
         if self._membership.is_convicted(ticket.peer):
-            raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
+            raise PeerRefusedError(self._context.peer_id, CONVICTED)
         self._membership.heard_from(ticket.peer)
         self._leaders.reached(ticket.peer)
         self.heard_from(ticket.peer)
         async with Tasks() as tasks:
-            answer = tasks.call(self.enlist(ticket, head, tried, hops, avoid), "enlist")
+            answer = tasks.call(self.enlist(ticket, head, request.tried, request.hops, request.avoid), "enlist")
             # A leader that hangs says nothing, and is passed over soon.
-            await beat_until(channel, answer, self._spec.grace_seconds, self._stage)
+            await beat_until(channel, answer, self._spec.grace_seconds, Waiting, KeepaliveStatus())
             if answer.done():
                 await channel.send(answer.result())
 
-    async def enlist(self, ticket: Ticket, head: Head, tried: list[str], hops: int, avoid: list[str]) -> Answer:
-        """The final answer to one ticket."""
-        own = self._rpc.peer_id
-        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
-            return {"kind": "behind", "peer": own}
+    async def enlist(
+        self, ticket: Ticket, head: Head, tried: Collection[str], hops: int, avoid: Collection[str]
+    ) -> Answer:
+        """Return the final answer to one ticket; see `Join`."""
+        own = self._context.peer_id
+        if self._position.is_ahead_of(head):
+            return Behind(own)
         key = self._cells.key_of(ticket, ticket.peer, ticket.level)
-        if self._place.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
-            return {"kind": "redirect", "peer": ticket.peer}  # Tickets crossed: see `settle_on`.
+        if self._position.following == (key, ticket.peer) and rank(ticket.peer, key) < rank(own, key):
+            return Redirected(ticket.peer)  # Tickets crossed: see `settle_on`.
         if hops < MAX_HOPS:
-            follows, leader = self._place.following or (None, own)
+            follows, leader = self._position.following or (None, own)
             if follows == key and leader not in (own, ticket.peer, *tried):
-                return {"kind": "redirect", "peer": leader}  # As those were that came before: see `settle_on`.
-            best = self._leaders.candidates(key, [*tried, *self._place.passed_over(key, ticket.peer)])[0]
+                return Redirected(leader)  # As those were that came before: see `settle_on`.
+            best = self._leaders.candidates(key, [*tried, *self._position.passed_over(key, ticket.peer)])[0]
             if best not in (own, ticket.peer):
-                return {"kind": "redirect", "peer": best}
-        await self._make_room(self.rally(head, key), ticket.peer)
-        rally = self.rally(head, key)
-        answer = rally.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid[:MAX_AVOIDED_PEERS]))
+                return Redirected(best)
+        await self._make_room(self.group(head, key), ticket.peer)
+        group = self.group(head, key)
+        answer = group.add(ticket, asyncio.get_running_loop().time(), frozenset(avoid))
         try:
             return await answer
         finally:
-            rally.remove(ticket.peer, answer) if not rally.over else None
+            group.remove(ticket.peer, answer) if not group.over else None
 
-    async def _make_room(self, rally: Rally, peer: str) -> None:
-        """If another peer speaks for a delegate's cell, ask whether it is there still; if not, it speaks no more."""
-        holder = rally.holder(peer)
-        if holder in ("", self._rpc.peer_id):
+    async def _make_room(self, group: PendingGroup, peer: str) -> None:
+        """If another peer speaks for a delegate's cell, ask whether it is there still; if not, dismiss it."""
+        holder = group.holder(peer)
+        if holder in ("", self._context.peer_id):
             return
         patience = max(LEAST_QUIET_SECONDS, QUIET_GRACES * self._spec.grace_seconds)
         try:
-            await nudge(self._rpc, holder, rally.key, rally.closing, patience)
-        except (PeerError, DeadlineError, IntegrityError):
-            rally.dismiss(holder, "another delegate of your cell came when you did not answer")
+            await probe(self._context.rpc, holder, group.key, patience, closing=group.closing)
+        except (PeerError, DeadlineError):
+            group.dismiss(holder, "another delegate of your cell came when you did not answer")
 
-    async def _serve_report(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        head = Head.from_dict(request.get("head"))
-        samples, batch, seconds = request.get("samples"), request.get("batch"), request.get("seconds")
-        held, wanted = request.get("held", 0), request.get("wanted", 0)
-        if not (type(samples) is int and type(batch) is int and type(seconds) is float):
-            raise IntegrityError("malformed report")
-        if not (0 <= batch <= samples < 1 << 40 and 0.0 <= seconds <= LONGEST_BATCH_SECONDS):
-            raise IntegrityError("a report with values out of range")
-        if self._goal.steps:
-            return self._serve_steps(peer, head, request)
-        if not all(type(count) is int and 0 <= count < 1 << 40 for count in (held, wanted)):
-            raise IntegrityError("a report with values out of range")
+    async def _serve_report(self, peer: str, report: BatchReport) -> BatchAdvice:
+        """Note how far a trainer is, and answer once it is clear what it should do."""
         self._membership.heard_from(peer)
         self._leaders.reached(peer)
-        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
-            return {"closing": True}
-        return await self.take_report(peer, head, (samples, batch, seconds), held, wanted)
+        if self._position.is_ahead_of(report.head):
+            return BatchAdvice(closing=True)
+        loop = asyncio.get_running_loop()
+        group = self._group_of(peer, report.head)
+        group.passed.discard(peer)
+        group.report(peer, Report(report.samples, report.batch_samples, report.batch_seconds, loop.time()))
+        deadline = loop.time() + REPORT_WAIT_SECONDS
+        while not (group.closing or group.batch.is_full or group.over):
+            if group.batch.should_begin(peer, self._expected(group), loop.time()):
+                return BatchAdvice(closing=False)
+            if loop.time() >= deadline:
+                return BatchAdvice(closing=False, wait=True)
+            await group.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
+        return BatchAdvice(closing=True)
 
-    def _serve_steps(self, peer: str, head: Head, request: dict[str, Any]) -> dict[str, Any]:
-        age, is_stepping = request.get("age"), request.get("stepping")
-        if not (type(age) is float and 0.0 <= age <= LONGEST_BATCH_SECONDS and type(is_stepping) is bool):
-            raise IntegrityError("a malformed report")
-        self._leaders.reached(peer)
-        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
-            return {"closing": True}  # Its process lives, but its training does not come along: it is not waited for.
+    async def _serve_take_on(self, peer: str, request: TakeOn) -> Grant:
+        """Note how far a host is, and grant it samples (see `GlobalBatch.grant`)."""
         self._membership.heard_from(peer)
-        return self.take_steps(peer, head, request)
-
-    def take_steps(self, peer: str, head: Head, told: dict[str, Any]) -> dict[str, Any]:
-        """Note how far a trainer is in a round of local steps, and say in how many seconds the round closes.
-
-        Args:
-            peer: Which.
-            head: Its head.
-            told: ``samples`` (steps), ``seconds``, ``age`` and ``stepping`` of a `StepReport`.
-
-        Raises:
-            PeerRefusedError: This peer leads nobody any more.
-        """
+        self._leaders.reached(peer)
+        if self._position.is_ahead_of(request.head):
+            return Grant(closing=True, granted=0)
         now = asyncio.get_running_loop().time()
-        rally = self.rally(head, self._cells.key_of(head, peer))
-        if not rally.has(peer):
-            report = StepReport(told["samples"], told["seconds"], told["age"], now, told["stepping"])
-            rally.report_steps(peer, report)
-        rally.steps.foresee(self._expected(rally), now)
-        reply: dict[str, Any] = {"closing": rally.closing or rally.over}
-        if rally.steps.at is not None:
-            reply["closes_in"] = max(0.0, rally.steps.at - now)
-        return reply
+        group = self._group_of(peer, request.head)
+        group.passed.discard(peer)
+        group.report(peer, Report(request.samples, 0, 0.0, now))
+        closing, asks = group.closing or group.over, request.held or request.wanted
+        granted = group.batch.grant(peer, request.held, request.wanted, now) if asks and not closing else 0
+        return Grant(closing or group.batch.is_full, granted)
 
-    async def _serve_pass(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        head = Head.from_dict(request.get("head"))
-        if self._place.head.lineage != head.lineage and self._place.head.outranks(head):
-            return {"behind": True}
+    async def _serve_steps(self, peer: str, report: StepsReport) -> StepsAdvice:
+        """Note how far a trainer is in a round of local steps, and say in how many seconds the round closes."""
+        self._leaders.reached(peer)
+        if self._position.is_ahead_of(report.head):
+            # Its process lives, but its training does not come along: it is not waited for.
+            return StepsAdvice(closing=True)
         self._membership.heard_from(peer)
-        self.take_pass(peer, head)
-        return {"behind": False}
+        now = asyncio.get_running_loop().time()
+        group = self._group_of(peer, report.head)
+        if not group.has(peer):
+            group.report_steps(peer, StepReport(report.steps, report.seconds, report.age, now, report.is_stepping))
+        group.steps.foresee(self._expected(group), now)
+        at = group.steps.at
+        closes_in = None if at is None or at - now > LONGEST_BATCH_SECONDS else max(0.0, at - now)
+        return StepsAdvice(group.closing or group.over, closes_in)
+
+    async def _serve_pass(self, peer: str, request: Pass) -> Ahead:
+        """Note that a peer has nothing for the round after a head: nobody waits for it."""
+        if self._position.is_ahead_of(request.head):
+            return Ahead(is_ahead=True)
+        self._membership.heard_from(peer)
+        group = self._group_of(peer, request.head)
+        group.passed.add(peer)
+        group.stir()
+        return Ahead(is_ahead=False)
+
+    def _group_of(self, peer: str, head: Head) -> PendingGroup:
+        """Return the pending group in which a peer averages after its head."""
+        return self.group(head, self._cells.key_of(head, peer))
 
     def reopen(self, key: Key) -> None:
-        """Forget what was reported for a group that was to be closed, unless somebody handed in a ticket for it."""
-        rally = self._rallies.get(key)
-        if rally is not None and not rally.members:
-            rally.answer_all({"kind": "refused", "reason": "nothing is left of the round: it begins again"})
-
-    def take_pass(self, peer: str, head: Head) -> None:
-        """Note that a peer has nothing for the round after a head: nobody waits for it."""
-        rally = self.rally(head, self._cells.key_of(head, peer))
-        rally.passed.add(peer)
-        rally.stir()
-
-    async def take_report(
-        self, peer: str, head: Head, told: tuple[int, int, float], held: int = 0, wanted: int = 0
-    ) -> dict[str, Any]:
-        """Note how far a peer is: samples, those of its last batch, its seconds. Answer once it is clear what to do.
-
-        Returns:
-            ``closing``: hand in what there is; ``wait``: ask again; neither: compute another local batch. ``granted``:
-            of the samples that it would like to take on (see `GlobalBatch.grant`), how many it should.
-        """
-        loop = asyncio.get_running_loop()
-        rally = self.rally(head, self._cells.key_of(head, peer))
-        rally.passed.discard(peer)
-        rally.report(peer, Report(*told, loop.time()))
-        if held or wanted:
-            granted = 0 if rally.closing or rally.over else rally.batch.grant(peer, held, wanted, loop.time())
-            return {"closing": rally.closing or rally.batch.is_full or rally.over, "wait": False, "granted": granted}
-        deadline = loop.time() + REPORT_WAIT_SECONDS
-        while not (rally.closing or rally.batch.is_full or rally.over):
-            if rally.batch.should_begin(peer, self._expected(rally), loop.time()):
-                return {"closing": False, "wait": False}
-            if loop.time() >= deadline:
-                return {"closing": False, "wait": True}
-            await rally.wait_for_change(min(FORESIGHT_SECONDS, deadline - loop.time()))
-        return {"closing": True, "wait": False}
+        """Forget the reports for a group that was to be closed, unless it has a ticket."""
+        group = self._groups.get(key)
+        if group is not None and not group.members:
+            group.answer_all(Refused("nothing is left of the round: it begins again"))
 
     def goes_before(self, key: Key, peer: str) -> bool:
-        """Whether another peer leads this round rather than this one."""
-        return self._leaders.order(key, peer) < self._leaders.order(key, self._rpc.peer_id)
+        """Return True if another peer leads this round rather than this one."""
+        return self._leaders.order(key, peer) < self._leaders.order(key, self._context.peer_id)
 
-    def _expected(self, rally: Rally) -> list[str]:
-        """The slots that a rally waits for."""
-        told = {*rally.reporters, *self._leaders.nudgers(rally.key)}
+    def _expected(self, group: PendingGroup) -> list[str]:
+        """Return the slots that a group waits for."""
+        told = {*group.reporters, *self._leaders.probers(group.key)}
         peers = {*self._membership.expected(), *(peer for peer in told if not self._membership.is_suspect(peer))}
-        peers.discard(self._rpc.peer_id)
-        if self._place.participates and self._place.is_of(rally.key):
-            peers.add(self._rpc.peer_id)
-        peers -= rally.passed
-        return sorted({rally.slot_of(peer) for peer in peers if self._cells.includes(rally.key, peer)})
+        peers.discard(self._context.peer_id)
+        if self._position.participates and self._position.is_of(group.key):
+            peers.add(self._context.peer_id)
+        peers -= group.passed
+        return sorted({group.slot_of(peer) for peer in peers if self._cells.includes(group.key, peer)})
 
-    async def _conduct(self, key: Key, rally: Rally) -> None:
-        """Run one rally to its end; the leader's main loop."""
+    async def _conduct(self, key: Key, group: PendingGroup) -> None:
+        """Run one pending group to its end; the leader's main loop."""
         loop = asyncio.get_running_loop()
         asking = Tasks()
         probes: dict[str, asyncio.Task[None]] = {}
         probed_at: dict[str, float] = {}
         try:
-            while not rally.over:
-                rally.changed.clear()
+            while not group.over:
+                group.changed.clear()
                 now = loop.time()
-                if self._place.head.lineage != rally.head.lineage and self._place.head.outranks(rally.head):
-                    rally.answer_all({"kind": "behind", "peer": self._rpc.peer_id})
+                if self._position.is_ahead_of(group.head):
+                    group.answer_all(Behind(self._context.peer_id))
                     break
-                expected = self._expected(rally)
-                if not rally.closing:
-                    rally.steps.foresee(expected, now)
-                decision = decide(rally.situation(expected, now), rally.spec)
-                if decision.action == "close" and not rally.closing:
-                    rally.closing = True
+                expected = self._expected(group)
+                if not group.closing:
+                    group.steps.foresee(expected, now)
+                decision = decide(group.situation(expected, now), group.spec)
+                if decision.action == "close" and not group.closing:
+                    group.closing = True
                     behind = {each.peer for each in self._membership.records() if each.round < key.round}
-                    behind.difference_update(self._place.head.members)
-                    rally.passed |= rally.steps.absentees(expected, behind, now, rally.spec.grace_seconds)
+                    behind.difference_update(self._position.head.members)
+                    group.passed |= group.steps.absentees(expected, behind, now, group.spec.grace_seconds)
                     probed_at.clear()
-                    self._place.close(key)
-                unasked = self._unasked(rally, now) if decision.action == "form" else []
+                    self._position.close(key)
+                unasked = self._unasked(group, now) if decision.action == "form" else []
                 if decision.action == "form" and not unasked:
-                    self._finish(rally, expected, decision.reason)
+                    self._finish(group, expected, decision.reason)
                     break
                 if decision.action == "give up":
-                    alone = len(rally.members) == 1
-                    rally.answer_all({"kind": "refused", "reason": decision.reason, "alone": alone})
+                    alone = len(group.members) == 1
+                    group.answer_all(Refused(decision.reason, alone=alone))
                     break
-                if not rally.members and now - rally.last_activity > IDLE_RALLY_SECONDS:
+                if not group.members and now - group.last_activity > IDLE_GROUP_SECONDS:
                     break
                 # Above level 0 nobody is asked: who stands for a cell is the cell's business.
-                missing = [] if key.level else [peer for peer in expected if peer not in rally.members]
-                missing = unasked or [peer for peer in missing if peer != self._rpc.peer_id]
-                for peer in missing if rally.members or rally.closing else []:
+                missing = [] if key.level else [peer for peer in expected if peer not in group.members]
+                missing = unasked or [peer for peer in missing if peer != self._context.peer_id]
+                for peer in missing if group.members or group.closing else []:
                     if peer not in probes and now - probed_at.get(peer, -PROBE_SECONDS) >= PROBE_SECONDS:
                         probed_at[peer] = now
-                        probes[peer] = asking.start(self._probe(peer, key, rally), f"probe-{peer[-8:]}")
+                        probes[peer] = asking.start(self._probe(peer, key, group), f"probe-{peer[-8:]}")
                         probes[peer].add_done_callback(lambda _, peer=peer: probes.pop(peer, None))  # type: ignore[misc]
                 next_probe = min(
                     (probed_at[peer] + PROBE_SECONDS - now for peer in missing if peer in probed_at),
@@ -380,62 +354,62 @@ class Conductor:
                 )
                 pause = max(next_probe, MIN_PAUSE_SECONDS)
                 if not unasked:  # Whose answers alone are waited for: the time for everything else is over.
-                    pause = min(pause, rally.next_change(now))
+                    pause = min(pause, group.next_change(now))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
-                        await rally.changed.wait()
+                        await group.changed.wait()
         finally:
             await asking.close()
-            if not rally.over:
-                rally.answer_all({"kind": "refused", "reason": "the leader stopped"})
-            if self._rallies.get(key) is rally:
-                del self._rallies[key]
+            if not group.over:
+                group.answer_all(Refused("the leader stopped"))
+            if self._groups.get(key) is group:
+                del self._groups[key]
 
-    def _unasked(self, rally: Rally, now: float) -> list[str]:
-        """Whom to ask whether the swarm is ahead, before this group ends the round without them."""
-        if rally.key.level:
+    def _unasked(self, group: PendingGroup, now: float) -> list[str]:
+        """Return the absent peers to ask whether the swarm is ahead, before this group ends the round without them."""
+        if group.key.level:
             return []
-        rally.asking_since = now if rally.asking_since is None else rally.asking_since
-        if now - rally.asking_since > rally.spec.matchmaking_seconds:
+        group.asking_since = now if group.asking_since is None else group.asking_since
+        if now - group.asking_since > group.spec.matchmaking_seconds:
             return []
         # After a long stop all records have run out; but who was in the last round is known.
-        trainers = {*self._membership.trainers(), *self._place.head.members} - {self._rpc.peer_id}
-        absent = [peer for peer in sorted(trainers - rally.members.keys()) if self._cells.includes(rally.key, peer)]
-        return self._absent.to_ask(rally.key, len(rally.members), absent, now)
+        trainers = {*self._membership.trainers(), *self._position.head.members} - {self._context.peer_id}
+        absent = [peer for peer in sorted(trainers - group.members.keys()) if self._cells.includes(group.key, peer)]
+        return self._absentees.to_ask(group.key, len(group.members), absent, now)
 
-    def _finish(self, rally: Rally, expected: list[str], reason: str) -> None:
-        late = [] if rally.key.level else [peer for peer in expected if peer not in rally.members]
-        members = rally.form()
+    def _finish(self, group: PendingGroup, expected: list[str], reason: str) -> None:
+        late = [] if group.key.level else [peer for peer in expected if peer not in group.members]
+        members = group.form()
         for peer in late:
             self._membership.missed_round(peer)
-        logger.debug("round %d: group of %d: %s", rally.head.round, len(members), reason)
+        logger.debug("round %d: group of %d: %s", group.head.round, len(members), reason)
 
-    async def _probe(self, peer: str, key: Key, rally: Rally) -> None:
+    async def _probe(self, peer: str, key: Key, group: PendingGroup) -> None:
         """Ask a missing peer whether it lives; hurry it; learn of a leader that goes first or a swarm that is ahead."""
         loop, patience = asyncio.get_running_loop(), probe_seconds(self._spec)
         asked = loop.time()
         try:
-            said = await nudge(self._rpc, peer, key, rally.closing, patience)
+            said = await probe(self._context.rpc, peer, key, patience, closing=group.closing)
         except PeerRefusedError:
-            self._absent.answered(peer, key, asked)
+            self._absentees.answered(peer, key, asked)
             return
-        except (PeerError, DeadlineError, IntegrityError) as error:
+        except (PeerError, DeadlineError) as error:
             self._membership.suspect(peer, str(error))
             self._leaders.lost(peer)
-            self._absent.silent(peer, asked, loop.time(), patience)
+            self._absentees.silent(peer, asked, loop.time(), patience)
             return
         finally:
-            rally.changed.set()
+            group.changed.set()
         self._leaders.reached(peer)
         self._membership.answered(peer)
         leader = said.leader
         if self._membership.is_convicted(leader):
             self.on_misled(peer, leader)
         if not said.is_averaging:
-            self._absent.answered(peer, key, asked)
-        if rally.over:
+            self._absentees.answered(peer, key, asked)
+        if group.over:
             return
-        if said.head.lineage != rally.head.lineage and said.head.outranks(rally.head):
-            rally.answer_all({"kind": "behind", "peer": peer})
+        if is_ahead(said.head, group.head):
+            group.answer_all(Behind(peer))
         elif leader and self.goes_before(key, leader) and not self._membership.is_suspect(leader):
-            rally.answer_all({"kind": "redirect", "peer": leader})
+            group.answer_all(Redirected(leader))

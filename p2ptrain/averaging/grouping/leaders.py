@@ -1,26 +1,29 @@
 """Who leads the round in progress: in order of rank, but a leader that failed goes to the end of the line.
 
-Everybody in a group sees it break, so all its members pass over the same leader when they try again; one that was not
-in it is sent on by the leader itself. Without that, one peer that leads badly, by malice or because somebody cannot
+All members of a group see it break, so they pass over the same leader when they try again. A peer that was not in the
+group is redirected by the leader itself. Without that, a peer that leads badly, by malice or because others cannot
 reach it, would hold up its round for ever: ranks change only with the round.
 
-Who failed is each peer's own view, and views differ where a peer comes late or comes again: two may each take the other
-for the leader, or both insist. Rank alone, which everybody agrees on, decides between two that hand in to each other
-(`Conductor.settle_on`). Between two that both have followers, failures of groups and rank decide (`Leaders.merit`),
-which they mostly see alike. That a peer could not be reached counts only until it is.
+Each peer has its own view of the failures, and views differ where a peer comes late or comes again: two may each take
+the other for the leader, or both insist. Rank, on which all agree, decides between two that hand in to each other
+(`p2ptrain.averaging.grouping.coordinator.Coordinator.settle_on`). Between two that both have followers, failures of
+groups and rank decide (`Leaders.priority`), which they mostly see alike. That a peer could not be reached counts only
+until it is reached.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import Membership, rank
+from p2ptrain.averaging.grouping.messages import MAX_GOSSIP, Failures
+from p2ptrain.errors import PeerUnreachableError
 
-MAX_NUDGERS = 64
+MAX_PROBERS = 64
 MAX_FAILED = 1024
-MAX_TOLD = 16
 MOST_BELIEVED = 3
 
 
@@ -31,7 +34,7 @@ class _Seen:
     failures: Counter[str] = field(default_factory=Counter)
     detours: Counter[str] = field(default_factory=Counter)
     unreachable: set[str] = field(default_factory=set)
-    nudgers: set[str] = field(default_factory=set)
+    probers: set[str] = field(default_factory=set)
 
 
 class Leaders:
@@ -52,7 +55,7 @@ class Leaders:
         return self._seen[key.level][1]
 
     def _seen_of(self, key: Key) -> _Seen:
-        """What was seen of this group; nothing of one that was not turned to."""
+        """Return the view of this group; an empty one if it is not the one that is remembered."""
         known, seen = self._seen.get(key.level, (None, _Seen()))
         return seen if known == key else _Seen()
 
@@ -62,37 +65,36 @@ class Leaders:
         if leader in seen.failures or len(seen.failures) < MAX_FAILED:
             seen.failures[leader] += 1
 
-    def led_astray(self, key: Key, leader: str) -> None:
-        """Note that a leader sent this peer to one further back in the line, or in circles."""
+    def redirect_loop(self, key: Key, leader: str) -> None:
+        """Note that a leader redirected this peer to one further back in the line, or in circles."""
         seen = self._turn_to(key)
         if leader in seen.detours or len(seen.detours) < MAX_FAILED:
             seen.detours[leader] += 1
 
-    def merit(self, key: Key, peer: str) -> tuple[int, bytes]:
-        """As `order`, without what concerns this peer alone: detours, and whom it could not reach."""
+    def priority(self, key: Key, peer: str) -> tuple[int, bytes]:
+        """As `order`, without what concerns this peer alone: detours, and which leaders it could not reach."""
         return (self._seen_of(key).failures[peer], rank(peer, key))
 
-    def told(self, key: Key) -> dict[str, int]:
-        """How often each leader of this group failed, for a peer that comes new; bounded."""
-        return dict(self._seen_of(key).failures.most_common(MAX_TOLD))
+    def gossip(self, key: Key) -> Failures:
+        """Return how often leaders of this group failed, for a peer that comes new; the worst ones."""
+        return tuple(self._seen_of(key).failures.most_common(MAX_GOSSIP))
 
-    def learn(self, key: Key, failures: object) -> None:
-        """Take over what another peer `told`, if this one saw nothing of the round itself; nonsense is ignored.
+    def learn(self, key: Key, failures: Failures) -> None:
+        """Take over another peer's `gossip`, if this one saw no failure in the round itself.
 
-        Otherwise one that comes late would send the others back to leaders of which nothing came. A lie can make this
-        peer follow the liar for an attempt or two; what it sees itself soon outweighs `MOST_BELIEVED` failures.
+        Otherwise a peer that comes late would send the others back to leaders that failed. A lie can make this peer
+        follow the liar for an attempt or two; its own view soon outweighs `MOST_BELIEVED` failures.
         """
-        if not isinstance(failures, dict) or len(failures) > MAX_TOLD:
-            return
         seen = self._turn_to(key)
-        if not seen.failures and all(type(p) is str and type(n) is int and n > 0 for p, n in failures.items()):
-            seen.failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures.items()})
+        if not seen.failures:
+            seen.failures.update({peer: min(number, MOST_BELIEVED) for peer, number in failures})
 
-    def not_reached(self, key: Key, leader: str) -> None:
-        """Note that a leader could not be asked."""
-        seen = self._turn_to(key)
-        if len(seen.unreachable) < MAX_FAILED:
-            seen.unreachable.add(leader)
+    def unanswered(self, key: Key, leader: str, error: Exception) -> None:
+        """Note that a leader did not answer: it is a suspect, and last in line if it could not be reached."""
+        self._membership.suspect(leader, str(error))
+        self.lost(leader)
+        if isinstance(error, PeerUnreachableError) and len(self._turn_to(key).unreachable) < MAX_FAILED:
+            self._turn_to(key).unreachable.add(leader)
 
     def unreachable(self, key: Key) -> set[str]:
         """Leaders of this group that could not be asked, and were not `reached` since."""
@@ -103,34 +105,38 @@ class Leaders:
         for _, seen in self._seen.values():
             seen.unreachable.discard(peer)
 
-    def nudged_by(self, key: Key, peer: str) -> None:
-        """Note that a peer is in this round, though no record may have told of it yet: it asked, or was in the last."""
+    def probed_by(self, key: Key, peer: str) -> None:
+        """Note that a peer is in this round, even if no record says so yet: it sent a probe, or was in the last one."""
         seen = self._turn_to(key)
         self.reached(peer)
-        if len(seen.nudgers) < MAX_NUDGERS:
-            seen.nudgers.add(peer)
+        if len(seen.probers) < MAX_PROBERS:
+            seen.probers.add(peer)
 
     def lost(self, peer: str) -> None:
         """Note that a peer does not answer; the membership knows only those that have a record."""
         for _, seen in self._seen.values():
-            seen.nudgers.discard(peer)
+            seen.probers.discard(peer)
 
-    def nudgers(self, key: Key) -> set[str]:
-        """Peers that are in this round by their own account."""
-        return self._seen_of(key).nudgers
+    def probers(self, key: Key) -> set[str]:
+        """Return the peers that are in this round by their own account."""
+        return self._seen_of(key).probers
 
     def order(self, key: Key, peer: str) -> tuple[int, bytes]:
-        """A peer's place in line; the smallest leads."""
+        """Return a peer's sort key in the line of leaders; the smallest leads."""
         seen = self._seen_of(key)
         return (seen.failures[peer] + seen.detours[peer] + (peer in seen.unreachable), rank(peer, key))
 
-    def candidates(self, key: Key, excluded: list[str]) -> list[str]:
-        """All that may lead, the first in line first: those of the cell, and at least this peer.
+    def candidates(self, key: Key, excluded: Collection[str]) -> list[str]:
+        """Return the peers of the cell that may lead, the first in line first; at least this peer.
 
-        Also those that are not waited for: if peers that left each other out did not ask each other, they would go on
-        as lone lineages for ever.
+        Absentees are among them: if peers that left each other out did not ask each other, they would go on as lone
+        lineages for ever.
         """
-        others = {*self._membership.alive_trainers(), *self.nudgers(key)}.difference(excluded)
+        others = {*self._membership.alive_trainers(), *self.probers(key)}.difference(excluded)
         others = {peer for peer in others if not self._membership.is_convicted(peer)}
         there = {peer for peer in {*others, self._own_id} if self._cells.includes(key, peer)} or {self._own_id}
         return sorted(there, key=lambda peer: self.order(key, peer))
+
+    def first(self, key: Key) -> str:
+        """Return the peer to report to: the first in line that could be reached so far."""
+        return self.candidates(key, self.unreachable(key))[0]

@@ -1,8 +1,8 @@
 """Forming a group, a member's side over the network: who leads, who follows, who is too late or ahead.
 
 Every trainer runs a `Matchmaker`. `find_group` hands a ticket to the round's leader (possibly itself) and returns the
-roster. Views of who is there may differ, so two peers may both think they lead: a follower is redirected to a leader of
-smaller rank, and leaders that probe each other's followers merge into the one of smaller rank.
+roster. Views of who is there may differ, so two peers may both think that they lead: a follower is redirected to a
+leader of smaller rank, and leaders that probe each other's followers merge into the one of smaller rank.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import Any
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Cells, Key
-from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Conductor
+from p2ptrain.averaging.grouping.coordinator import CONVICTED, MAX_HOPS, Coordinator
 from p2ptrain.averaging.grouping.leaders import Leaders
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.messages import (
+    JOIN,
+    MAX_TRIED,
+    PROBE,
+    REPORT,
+    Answer,
+    BatchAdvice,
+    BatchReport,
+    Behind,
+    Formed,
+    Join,
+    Probe,
+    ProbeReply,
+    Redirected,
+    Refused,
+)
 from p2ptrain.averaging.grouping.pacing import Pacing
-from p2ptrain.averaging.grouping.pending_group import Answer, agrees_with_itself, roster_from_wire
-from p2ptrain.averaging.grouping.round_position import Place, nudge, probe_seconds
+from p2ptrain.averaging.grouping.pending_group import agrees_with_itself
+from p2ptrain.averaging.grouping.round_position import RoundPosition, is_ahead, probe, probe_seconds
 from p2ptrain.averaging.grouping.standby import Standby
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.deadlines import leader_allowance_seconds, leader_dial_seconds, silence_seconds
 from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS, NO_GOAL, Goal
-from p2ptrain.averaging.timing.keepalive import answer_after_beats
-from p2ptrain.errors import (
-    DeadlineError,
-    IntegrityError,
-    PeerError,
-    PeerRefusedError,
-    PeerUnreachableError,
-    ProtocolError,
-    TemporaryError,
-)
-from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
+from p2ptrain.averaging.timing.keepalive import Patience, answer_after_beats
+from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError, TemporaryError
 from p2ptrain.tasks import Tasks, together
 
 logger = logging.getLogger(__name__)
 
 OPEN_TIMEOUT_SECONDS = 8.0
 MAX_GREETED = 64
-MAX_EXCLUDED = 8
 RETRY_SECONDS = 0.25
 MAX_ROSTER_BYTES = 1 << 20
 
@@ -71,47 +74,31 @@ class NoGroupError(TemporaryError):
 
 
 class Matchmaker:
-    """Finds groups for this peer; its `Conductor` leads rallies for others when it is its turn."""
+    """Finds groups for this peer; its `Coordinator` leads groups when it is its turn."""
 
-    def __init__(
-        self,
-        rpc: Rpc,
-        runtime: Runtime,
-        signer: Signer,
-        swarm: bytes,
-        spec: AveragingSpec,
-        membership: Membership,
-        head: Head,
-        goal: Goal = NO_GOAL,
-    ) -> None:
-        self._rpc = rpc
-        self._runtime = runtime
-        self._signer = signer
-        self._swarm = swarm
-        self._spec = spec
+    def __init__(self, context: PeerContext, membership: Membership, head: Head, goal: Goal = NO_GOAL) -> None:
+        self._context = context
+        self._spec = context.spec
         self._membership = membership
-        self.cells = Cells(spec.group_size)
-        """Who averages where."""
-        self._place = Place(head, rpc.peer_id, self.cells)
+        self.cells = Cells(context.spec.group_size)
+        self._position = RoundPosition(head, context.peer_id, self.cells)
         self._last_leader: tuple[Key, str] | None = None
-        self._leaders = Leaders(rpc.peer_id, membership, self.cells)
-        self._conductor = Conductor(rpc, signer, swarm, spec, membership, self._leaders, self._place, goal)
+        self._leaders = Leaders(context.peer_id, membership, self.cells)
+        self._coordinator = Coordinator(context, membership, self._leaders, self._position, goal)
         self._tasks = Tasks()
         self._asking: tuple[str, asyncio.Task[Answer]] | None = None
-        self.standby = Standby(rpc, runtime, spec, membership, self._leaders, self._conductor, self._place)
-        """For who computes what others bring."""
-        self.pacing = Pacing(rpc, spec, self.standby, self._conductor, self._place, goal.steps)
-        """For who does local steps."""
-        rpc.serve("rally.nudge", dict, self._serve_nudge)
+        self.standby = Standby(context, membership, self._leaders, self._coordinator, self._position)
+        self.pacing = Pacing(context, self._leaders, self._position, goal.steps)
+        context.rpc.serve(PROBE, Probe, self._serve_probe)
 
     @property
     def head(self) -> Head:
         """This peer's head; its owner keeps it current with `move`."""
-        return self._place.head
+        return self._position.head
 
     def on_misled(self, show: Callable[[str, str], None]) -> None:
-        """Have ``show`` called with a peer of this peer's rally that follows a leader which is convicted here."""
-        self._conductor.on_misled = show
+        """Have ``show`` called with each peer that follows a leader which is convicted here, and that leader."""
+        self._coordinator.on_misled = show
 
     def abandon(self, leader: str) -> None:
         """Follow a peer no longer: it was proved to have falsified a mean."""
@@ -121,11 +108,11 @@ class Matchmaker:
     @property
     def participates(self) -> bool:
         """Whether this peer trains: a leader then waits for itself too."""
-        return self._place.participates
+        return self._position.participates
 
     @participates.setter
     def participates(self, value: bool) -> None:
-        self._place.participates = value
+        self._position.participates = value
         (self.pacing.start if value else self.pacing.stop)()
 
     @property
@@ -134,24 +121,24 @@ class Matchmaker:
         return self._last_leader[1] if self._last_leader is not None else ""
 
     def is_closing(self) -> bool:
-        """Whether the round in progress should be closed with what this peer has."""
-        return self._place.closing == self._place.key
+        """Return True if the round in progress should be closed with what this peer has."""
+        return self._position.is_closing
 
     def move(self, head: Head) -> None:
-        """Go on to another head, with those that were in its last round, of whom no record may have told yet."""
-        self._place.head = head
-        self._place.running = None
+        """Go on to another head, with the members of its last round, even if no record says so yet."""
+        self._position.head = head
+        self._position.running = None
         self.standby.moved()
         for peer in head.members:
-            here = self.cells.includes(self._place.key, peer)
-            if here and peer != self._rpc.peer_id and self._membership.is_news(peer):
-                self._leaders.nudged_by(self._place.key, peer)
+            here = self.cells.includes(self._position.key, peer)
+            if here and peer != self._context.peer_id and self._membership.is_news(peer):
+                self._leaders.probed_by(self._position.key, peer)
 
     async def close(self) -> None:
         """Stop leading; followers move on to the next leader."""
         await self.pacing.close()
         await self._tasks.close()
-        await self._conductor.close()
+        await self._coordinator.close()
 
     def announce_soon(self, head: Head) -> None:
         """`announce`, while this peer is still on its way to ``head``: the others wait a grace period for it."""
@@ -165,7 +152,7 @@ class Matchmaker:
         Args:
             head: None for the head of this peer.
         """
-        key = self.cells.key_of(head or self._place.head, self._rpc.peer_id)
+        key = self.cells.key_of(head or self._position.head, self._context.peer_id)
         peers = [peer for peer in self._membership.present() if self.cells.includes(key, peer)][:MAX_GREETED]
         await together("greet", (self._greet(peer, key) for peer in peers))
 
@@ -177,15 +164,14 @@ class Matchmaker:
         Raises:
             BehindError: They have.
         """
-        key, ahead = self._place.key, list[str]()
+        key, ahead, seconds = self._position.key, list[str](), probe_seconds(self._spec)
 
         async def ask(peer: str) -> None:
-            with contextlib.suppress(PeerError, DeadlineError, IntegrityError):
-                said = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
-                if said.head.lineage != self.head.lineage and said.head.outranks(self.head):
+            with contextlib.suppress(PeerError, DeadlineError):
+                if is_ahead((await probe(self._context.rpc, peer, key, seconds)).head, self.head):
                     ahead.append(peer)
 
-        trainers = {*self._membership.trainers(), *self.head.members} - {self._rpc.peer_id}
+        trainers = {*self._membership.trainers(), *self.head.members} - {self._context.peer_id}
         there = [peer for peer in sorted(trainers) if self.cells.includes(key, peer)]
         await together("ask", (ask(peer) for peer in there[:MAX_GREETED]))
         if ahead:
@@ -201,46 +187,41 @@ class Matchmaker:
             self._tasks.start(self._ask_absentee(peer, key), "absentee")
 
     async def _ask_absentee(self, peer: str, key: Key) -> None:
-        timeout_seconds = silence_seconds(self._spec.grace_seconds)
         try:
-            await nudge(self._rpc, peer, key, closing=False, timeout_seconds=timeout_seconds)
+            await probe(self._context.rpc, peer, key, silence_seconds(self._spec.grace_seconds))
         except PeerRefusedError:
             return
-        except (PeerError, DeadlineError, IntegrityError) as error:
+        except (PeerError, DeadlineError) as error:
             self._membership.suspect(peer, str(error))
             self._leaders.lost(peer)
 
     async def _greet(self, peer: str, key: Key) -> None:
         try:
-            said = await nudge(self._rpc, peer, key, closing=False, timeout_seconds=probe_seconds(self._spec))
-            if key == self._place.key:
-                self._leaders.learn(key, said.failed)
+            said = await probe(self._context.rpc, peer, key, probe_seconds(self._spec))
+            if key == self._position.key:
+                self._leaders.learn(key, said.failures)
         except PeerRefusedError as error:
             logger.debug("peer %s takes no part: %s", peer[-8:], error)
-        except (PeerError, DeadlineError, IntegrityError) as error:
+        except (PeerError, DeadlineError) as error:
             self._leaders.lost(peer)  # It may have said that it takes part, and died since.
             logger.debug("peer %s was not told that this one takes part: %s", peer[-8:], error)
 
-    async def _serve_nudge(self, peer: str, request: dict[str, Any]) -> dict[str, Any]:
-        key = self.cells.check(request.get("key"))
+    async def _serve_probe(self, peer: str, question: Probe) -> ProbeReply:
+        key, closing = question.key, question.closing
+        self.cells.check(key)
         if self._membership.is_convicted(peer):
-            raise PeerRefusedError(self._rpc.peer_id, CONVICTED)
-        self._conductor.heard_from(peer)
-        if request.get("closing") is True:
-            self._place.close(key)
-        if key == self._place.key and self.cells.includes(key, peer):
-            self._leaders.nudged_by(key, peer)
-        followed = self._place.following
-        following = followed[1] if followed is not None and followed[0] == key else ""
-        if following == self._rpc.peer_id and self._conductor.give_way(key, peer, request.get("closing") is True):
-            following = peer
-        running = self._place.running
-        return {
-            "head": self.head.without_proof().to_dict(),
-            "leader": following,
-            "failed": self._leaders.told(key),
-            "averaging": running is not None and running[0] == key,
-        }
+            raise PeerRefusedError(self._context.peer_id, CONVICTED)
+        self._coordinator.heard_from(peer)
+        if closing:
+            self._position.close(key)
+        if key == self._position.key and self.cells.includes(key, peer):
+            self._leaders.probed_by(key, peer)
+        followed, running = self._position.following, self._position.running
+        leader = followed[1] if followed is not None and followed[0] == key else ""
+        if leader == self._context.peer_id and self._coordinator.give_way(key, peer, closing):
+            leader = peer
+        is_averaging = running is not None and running[0] == key
+        return ProbeReply(self.head.without_proof(), leader, self._leaders.gossip(key), is_averaging)
 
     def lost(self, peer: str) -> None:
         """Note that a peer did not do its part in a group: it is not asked to lead until it shows itself again."""
@@ -249,8 +230,8 @@ class Matchmaker:
     # --- following -----------------------------------------------------------------------------------------------
 
     def group_broke(self) -> None:
-        """Note that the group found last came to nothing: another peer leads the next attempt."""
-        self._place.running = None
+        """Note that the group found last broke: another peer leads the next attempt."""
+        self._position.running = None
         if self._last_leader is not None:
             self._leaders.failed(*self._last_leader)
 
@@ -270,46 +251,45 @@ class Matchmaker:
         target, hops = "", 0
         try:
             while (remaining := deadline - loop.time()) > 0:
-                if self._conductor.closed:
+                if self._coordinator.closed:
                     raise NoGroupError("this peer is leaving")
                 excluded = [*tried, *sorted(self._leaders.unreachable(key))]
-                leader = self._conductor.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
-                self._place.following = self._last_leader = (key, leader)
+                leader = self._coordinator.settle_on(key, target or self._leaders.candidates(key, excluded)[0])
+                self._position.following = self._last_leader = (key, leader)
                 answer = await self._hand_in(leader, ticket, [*self._suspects(key), *excluded], hops, remaining)
-                if answer is not None and answer["kind"] != "redirect":
+                if answer is not None and not isinstance(answer, Redirected):
                     roster = self._accept(answer, ticket, leader)
-                    self._place.running = (key, leader, roster.members)
-                    if leader != self._rpc.peer_id:
+                    self._position.running = (key, leader, roster.members)
+                    if leader != self._context.peer_id:
                         self._ask_absentees(key, roster.members)
                     return roster
                 hops += answer is not None
-                target = self._next_leader(key, leader, answer, tried, hops) if answer else ""
+                target = self._next_leader(key, leader, answer.peer, tried, hops) if answer else ""
                 worse = not target or self._leaders.order(key, target) > self._leaders.order(key, leader)
                 if worse and leader not in self._leaders.unreachable(key):
                     # It failed, leads no more, or leads in circles; nor must this peer send others there.
                     tried.append(leader)
-                    (self._leaders.led_astray if answer else self._leaders.failed)(key, leader)
+                    (self._leaders.redirect_loop if answer else self._leaders.failed)(key, leader)
                 if hops > MAX_HOPS:
                     await asyncio.sleep(RETRY_SECONDS)
         except TemporaryError:
             self.group_broke()
             raise
         finally:
-            self._place.following = None
+            self._position.following = None
         self.group_broke()
         raise NoGroupError("no group was found before the matchmaking deadline")
 
     def _suspects(self, key: Key) -> list[str]:
-        """Whom this peer would not follow now, the first in line last; a leader must not send it there."""
+        """Return the peers that this one would not follow now, the first in line last."""
         there = [peer for peer in self._membership.suspects() if self.cells.includes(key, peer)]
         return sorted(there, key=lambda peer: self._leaders.order(key, peer), reverse=True)
 
-    def _next_leader(self, key: Key, leader: str, answer: Answer, tried: list[str], hops: int) -> str:
-        """Where a leader's redirection leads; empty when it is of no use."""
-        wanted = answer.get("peer")
-        if not isinstance(wanted, str) or wanted in self._leaders.unreachable(key):
+    def _next_leader(self, key: Key, leader: str, wanted: str, tried: list[str], hops: int) -> str:
+        """Return the peer to which a leader redirected; empty if that is of no use."""
+        if wanted in self._leaders.unreachable(key):
             return ""
-        if leader == self._rpc.peer_id:  # Its own conductor heard from the other that it leads now.
+        if leader == self._context.peer_id:  # Its own coordinator heard from the other that it leads now.
             return wanted
         useless = hops > MAX_HOPS or wanted in tried or self._membership.is_suspect(wanted)
         return "" if useless else wanted
@@ -317,84 +297,78 @@ class Matchmaker:
     async def _hand_in(
         self, leader: str, ticket: Ticket, excluded: list[str], hops: int, timeout_seconds: float
     ) -> Answer | None:
-        """One leader's answer; None when it failed and the next should be asked."""
+        """Return one leader's answer; None when it failed and the next should be asked."""
+        avoid = self._membership.avoided()
         try:
-            if leader == self._rpc.peer_id:
+            if leader == self._context.peer_id:
                 async with asyncio.timeout(timeout_seconds):
-                    return await self._conductor.enlist(
-                        ticket, self.head, excluded, MAX_HOPS, self._membership.avoided()
-                    )
-            request = {
-                "ticket": ticket.to_wire(),
-                "head": self.head.without_proof().to_dict(),
-                "tried": excluded[-MAX_EXCLUDED:],
-                "hops": hops,
-                "avoid": self._membership.avoided(),
-            }
+                    return await self._coordinator.enlist(ticket, self.head, excluded, MAX_HOPS, avoid)
+            request = Join(ticket, self.head.without_proof(), tuple(excluded[-MAX_TRIED:]), hops, tuple(avoid))
             try:
                 async with Tasks() as tasks:
                     asking = tasks.call(self._ask(leader, request, timeout_seconds), f"join-{leader[-8:]}")
                     self._asking = leader, asking
                     await asyncio.wait({asking})
-                    if asking.cancelled():
-                        return None
-                    answer = asking.result()
+                    return None if asking.cancelled() else asking.result()
             finally:
                 self._asking = None
-            if answer.get("kind") not in ("roster", "redirect", "behind", "refused"):
-                raise ProtocolError(leader, "answered a ticket with nonsense")
-            return answer
         except PeerRefusedError as error:
             logger.info("peer %s does not lead round %d: %s", leader[-8:], ticket.round, error.reason)
         except (PeerError, DeadlineError) as error:
-            self._membership.suspect(leader, str(error))
-            self._leaders.lost(leader)
-            if isinstance(error, PeerUnreachableError):
-                self._leaders.not_reached(self.cells.key_of(ticket, ticket.peer, ticket.level), leader)
+            self._leaders.unanswered(self.cells.key_of(ticket, ticket.peer, ticket.level), leader, error)
             logger.info("leader %s of round %d failed: %s", leader[-8:], ticket.round, error)
         except TimeoutError:
             logger.info("no group for round %d within the deadline", ticket.round)
         return None
 
-    async def _ask(self, leader: str, request: dict[str, Any], timeout_seconds: float) -> Answer:
-        """Another peer's answer to a ticket, which it may take long to give as long as it says that it is at it."""
-        began, grace = asyncio.get_running_loop().time(), self._spec.grace_seconds
-        dial_seconds = leader_dial_seconds(grace, self._rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
-        async with self._rpc.open(leader, "rally.join", request, dial_seconds) as channel:
-            opened = asyncio.get_running_loop().time()
-            return await answer_after_beats(
-                channel,
-                began + timeout_seconds - opened,
-                grace,
-                leader_allowance_seconds(grace),
-                opened - began,
-                MAX_ROSTER_BYTES,
-            )
+    async def _ask(self, leader: str, request: Join, timeout_seconds: float) -> Answer:
+        """Return another peer's answer to a ticket; keepalives extend the wait."""
+        loop, rpc, grace = asyncio.get_running_loop(), self._context.rpc, self._spec.grace_seconds
+        began = loop.time()
+        dial_seconds = leader_dial_seconds(grace, rpc.dial_seconds(leader), OPEN_TIMEOUT_SECONDS)
+        async with rpc.open(leader, JOIN, request, dial_seconds) as channel:
+            dialled = loop.time() - began
+            patience = Patience(timeout_seconds - dialled, grace, leader_allowance_seconds(grace), dialled)
+            return await answer_after_beats(channel, Answer, patience, MAX_ROSTER_BYTES)
 
     def _accept(self, answer: Answer, ticket: Ticket, leader: str) -> Roster:
         """Turn a leader's final answer into a roster or a typed error; nothing in it is trusted."""
-        kind = answer["kind"]
-        reason = str(answer.get("reason", ""))[:200]
-        if kind == "behind":
-            source = answer.get("peer")
-            raise BehindError(source if isinstance(source, str) and source else leader)
-        if kind == "refused":
-            if leader == self._rpc.peer_id and answer.get("alone") is True:
-                self._last_leader = None  # Nobody came to this peer: that says nothing against it.
-            raise MismatchError(reason) if answer.get("mismatch") else NoGroupError(reason)
+        match answer:
+            case Formed(tickets):
+                return self._check_roster(Roster(tickets), ticket, leader)
+            case Refused(reason, mismatch, alone):
+                if leader == self._context.peer_id and alone:
+                    self._last_leader = None  # Nobody came to this peer: that says nothing against it.
+                raise MismatchError(reason) if mismatch else NoGroupError(reason)
+            case Behind(peer):
+                raise BehindError(peer or leader)
+        raise AssertionError(f"{answer} is no final answer")
+
+    def _check_roster(self, roster: Roster, own: Ticket, leader: str) -> Roster:
+        """Return a roster if this peer may take part in it.
+
+        Raises:
+            NoGroupError: It must not.
+        """
+        context, spec = self._context, self._spec
         try:
-            roster = roster_from_wire(answer, ticket, self._spec, self._swarm, self._signer)
+            if len(roster.tickets) > spec.group_size:
+                raise IntegrityError("more members than a group may have")
+            for ticket in roster.tickets:
+                if ticket != own:
+                    ticket.verify(context.swarm, context.signer)
+                    ticket.check_weight(spec.max_weight)
         except IntegrityError as error:
             self._membership.suspect(leader, str(error))
             raise NoGroupError(f"the leader sent a roster with {error}") from error
-        if ticket not in roster.tickets or not agrees_with_itself(roster, self.cells):
+        if own not in roster.tickets or not agrees_with_itself(roster, self.cells):
             raise NoGroupError("the leader sent a roster that does not agree with itself")
         if any(self._membership.is_convicted(peer) for peer in roster.members):
             raise NoGroupError("the leader sent a roster with a peer that was proved to have falsified a mean")
-        key = self.cells.key_of(ticket, ticket.peer, ticket.level)
+        key = self.cells.key_of(own, own.peer, own.level)
         peers, is_last = sum(t.peers for t in roster.tickets), key.level == self.cells.num_levels(key.present) - 1
-        if is_last and peers < self._spec.min_peers:
-            raise NoGroupError(f"{peers} of at least {self._spec.min_peers} peers are ready")
+        if is_last and peers < spec.min_peers:
+            raise NoGroupError(f"{peers} of at least {spec.min_peers} peers are ready")
         return roster
 
     async def report(
@@ -412,25 +386,21 @@ class Matchmaker:
             True when the round should be closed now, or is over elsewhere; False when this peer should compute another
             local batch.
         """
-        key = self._place.key
+        key, rpc = self._position.key, self._context.rpc
         seconds = min(batch_seconds, LONGEST_BATCH_SECONDS)
-        while key == self._place.key:
-            leader = self.standby.leader(key)
+        while key == self._position.key:
+            leader = self._leaders.first(key)
+            report = BatchReport(self.head.without_proof(), samples, min(batch_samples, samples), seconds)
             try:
-                if leader == self._rpc.peer_id:
-                    reply = await self._conductor.take_report(leader, self.head, (samples, batch_samples, seconds))
-                else:
-                    head = self.head.without_proof().to_dict()
-                    request = {"head": head, "samples": samples, "batch": batch_samples, "seconds": seconds}
-                    reply = await self._rpc.call(leader, "rally.report", request, dict, probe_seconds(self._spec))
+                advice = await rpc.call(leader, REPORT, report, BatchAdvice, probe_seconds(self._spec))
             except PeerRefusedError:
                 return False
             except (PeerError, DeadlineError) as error:
-                self.standby.leader_failed(key, leader, error)
+                self._leaders.unanswered(key, leader, error)
                 return False
-            if reply.get("closing") is True:
-                self._place.close(key)
-            if self.is_closing() or reply.get("wait") is not True:
+            if advice.closing:
+                self._position.close(key)
+            if self.is_closing() or not advice.wait:
                 break
             if is_behind():
                 return True

@@ -16,6 +16,7 @@ nobody waits for, that it holds what it announces (`Membership.vouch`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Key
@@ -34,6 +35,10 @@ FIRST_MISTRUST_SECONDS = 5.0
 LONGEST_MISTRUST_SECONDS = 240.0
 MAX_AVOIDED_PEERS = 16
 MAX_KNOWN_PEERS = 4096
+ANSWER_SECONDS = 2.0
+"""A peer that answered is not asked again about the same round for so long: others wait longer for a leader."""
+SILENCE_SECONDS = 10.0
+"""A peer that did not answer is not asked again about any round for so long."""
 ARRIVING_STATES = ("starting", "syncing")
 """States of a peer that will hand in tickets."""
 ACTIVE_STATES = ("training", "paused")
@@ -275,7 +280,53 @@ class Membership:
         ]
 
 
+class Absentees:
+    """Tells which absent peers a leader asks before few peers end a round. Times are the event loop's.
+
+    A peer that was stopped for a while goes on with old news: its deadlines have passed, nobody seems to answer, and it
+    would end alone a round that the others have ended meanwhile. That makes two lineages, of which one is lost. So
+    unless most of the peers came, each absent one that says that it trains is asked once more first. A silent one costs
+    a few seconds, and not in each round. One that is ending the round with others is waited for, for a while.
+    """
+
+    def __init__(self) -> None:
+        self._answers: dict[str, tuple[Key, float]] = {}
+        self._silences: dict[str, float] = {}
+
+    def to_ask(self, key: Key, present: int, absent: Sequence[str], now: float) -> list[str]:
+        """Return the peers to ask before a round ends without them.
+
+        Args:
+            key: Which group of which round.
+            present: How many peers are here.
+            absent: The others that say that they train, suspects included.
+            now: The time.
+        """
+        self._answers = {
+            peer: (about, until) for peer, (about, until) in self._answers.items() if about == key and until > now
+        }
+        self._silences = {peer: until for peer, until in self._silences.items() if until > now}
+        known = self._answers.keys() | self._silences.keys()
+        return [] if present > len(absent) else [peer for peer in absent if peer not in known]
+
+    def answered(self, peer: str, key: Key, asked: float) -> None:
+        """Note that a peer was asked then, and is neither ahead nor ending the round with others."""
+        self._answers[peer] = (key, asked + ANSWER_SECONDS)
+
+    def silent(self, peer: str, asked: float, now: float, patience_seconds: float) -> None:
+        """Note that a peer was asked then, and did not answer in time.
+
+        If that took much longer than it should have, it was this peer that stood still, and the answer may be waiting.
+        """
+        if now - asked <= 2 * patience_seconds:
+            self._silences[peer] = asked + SILENCE_SECONDS
+
+    def heard_from(self, peer: str) -> None:
+        """Note that a peer is not silent any more."""
+        self._silences.pop(peer, None)
+
+
 def rank(peer: str, key: Key) -> bytes:
-    """A peer's place in the order in which peers lead a group; the smallest leads. Differs from round to round."""
+    """Return a peer's rank in a group, 32 bytes; the smallest leads. Differs from round to round."""
     numbers = b"".join(number.to_bytes(8, "big") for number in (key.round, key.present, key.level, key.cell))
     return hashlib.sha256(key.lineage + numbers + peer.encode()).digest()

@@ -1,6 +1,6 @@
 """How far a trainer goes in a round of local steps (``every = H``): it reports, and learns when the round closes.
 
-A background task tells the round's leader every few seconds how many steps this peer has done; the answer says in how
+A background task tells the round's leader every few seconds how many steps this peer has done. The answer says in how
 many seconds the round closes (`p2ptrain.averaging.timing.local_steps`). The training thread never waits for it: after
 each step it asks `Pacing.is_due`, which is true once another step would end after that instant. A peer that knows of no
 such instant, because it is alone or no leader answers, does its own H steps.
@@ -11,17 +11,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.coordinator import Conductor
-from p2ptrain.averaging.grouping.round_position import MOST_PROBE_SECONDS, Place, probe_seconds
-from p2ptrain.averaging.grouping.standby import Standby
+from p2ptrain.averaging.grouping.leaders import Leaders
+from p2ptrain.averaging.grouping.messages import STEPS, StepsAdvice, StepsReport
+from p2ptrain.averaging.grouping.round_position import MOST_PROBE_SECONDS, RoundPosition, probe_seconds
 from p2ptrain.averaging.timing.global_batch import LONGEST_BATCH_SECONDS
 from p2ptrain.averaging.timing.local_steps import MOST_ROUNDS, SILENT_SECONDS
 from p2ptrain.errors import DeadlineError, PeerError, PeerRefusedError
-from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.tasks import Tasks
 
 REPORT_SECONDS = 2.0
@@ -38,25 +36,23 @@ NEW_SHARE = 0.5
 
 
 class Pacing:
-    """One peer's side of it; `p2ptrain.averaging.grouping.matchmaker.Matchmaker` makes it of its own parts.
+    """One trainer's side of it; `p2ptrain.averaging.grouping.matchmaker.Matchmaker` makes it of its own parts.
+
+    Attributes:
+        is_behind: True if others are known to be ahead: then nobody comes to close this round.
 
     Args:
         steps: H, the steps of a round; 0 without local steps.
     """
 
-    def __init__(
-        self, rpc: Rpc, spec: AveragingSpec, standby: Standby, conductor: Conductor, place: Place, steps: int
-    ) -> None:
-        self._rpc = rpc
-        self._spec = spec
-        self._standby = standby
-        self._conductor = conductor
-        self._place = place
+    def __init__(self, context: PeerContext, leaders: Leaders, position: RoundPosition, steps: int) -> None:
+        self._context = context
+        self._leaders = leaders
+        self._position = position
         self._every = steps
         self.is_behind: Callable[[], bool] = lambda: False
-        """True if others are known to be ahead: then nobody comes to close this round."""
         self._tasks = Tasks()
-        self._task: asyncio.Task[Any] | None = None
+        self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._steps = 0
@@ -85,8 +81,8 @@ class Pacing:
         await self._tasks.close()
 
     def is_due(self, steps: int) -> bool:
-        """Whether this peer should hand in what it has rather than begin another step; from any thread."""
-        plan, key = self._plan, self._place.key
+        """Return True if this peer should hand in what it has rather than begin another step; from any thread."""
+        plan, key = self._plan, self._position.key
         if self._over == key:
             return True
         if plan is None or plan[0] != key:
@@ -94,7 +90,7 @@ class Pacing:
         return steps >= MOST_ROUNDS * self._every
 
     def note(self, steps: int, seconds: float = 0.0) -> None:
-        """Take note of the steps done for the round in progress.
+        """Note the steps done for the round in progress.
 
         Args:
             steps: How many.
@@ -113,21 +109,22 @@ class Pacing:
     @property
     def seconds_left(self) -> float | None:
         """Until the round in progress closes; None where that is not known."""
-        if self._plan is None or self._plan[0] != self._place.key:
+        if self._plan is None or self._plan[0] != self._position.key:
             return None
         return max(0.0, self._plan[1] - asyncio.get_running_loop().time())
 
     @property
     def _shortest_seconds(self) -> float:
         """What has to be left for another step: it may end a little late, within what the others wait for it."""
-        return self._seconds - min(OVERLAP * self._seconds, self._spec.grace_seconds / 2)
+        return self._seconds - min(OVERLAP * self._seconds, self._context.spec.grace_seconds / 2)
 
     @property
     def has_time(self) -> bool:
         """Whether another step fits into the round in progress, as far as that is known."""
         left = self.seconds_left
-        is_closing = self._place.closing == self._place.key
-        return not is_closing and left is not None and self._seconds > 0 and left > self._shortest_seconds
+        return (
+            not self._position.is_closing and left is not None and self._seconds > 0 and left > self._shortest_seconds
+        )
 
     @contextlib.contextmanager
     def handing_in(self) -> Iterator[None]:
@@ -160,7 +157,7 @@ class Pacing:
         self._is_silent = False
         self._changed.set()
         try:
-            while self.seconds_left and self._place.closing != self._place.key:
+            while self.seconds_left and not self._position.is_closing:
                 pause = min(self.seconds_left, deadline - self._loop.time(), LEAST_PAUSE_SECONDS)
                 if pause <= 0:
                     return
@@ -195,41 +192,35 @@ class Pacing:
             self._plan = None
         left = self.seconds_left
         is_over = self.is_behind() or (left is not None and left <= self._shortest_seconds)
-        self._over = self._place.key if is_over else None
+        self._over = self._position.key if is_over else None
 
     def _answer_seconds(self, leader: str) -> float:
         """Return the timeout of a report: nobody waits for its answer, and the link to the leader may be slow."""
-        dial_seconds = self._rpc.dial_seconds(leader)
+        dial_seconds = self._context.rpc.dial_seconds(leader)
         if dial_seconds is None:
             return MOST_PROBE_SECONDS
-        return min(MOST_PROBE_SECONDS, probe_seconds(self._spec) + DIALS * dial_seconds)
+        return min(MOST_PROBE_SECONDS, probe_seconds(self._context.spec) + DIALS * dial_seconds)
 
     async def _report(self) -> None:
         """Tell the leader how far this peer is, and take in when the round closes."""
-        loop, key, place = asyncio.get_running_loop(), self._place.key, self._place
-        age = min(max(0.0, loop.time() - self._step_began), LONGEST_BATCH_SECONDS)
-        is_stepping = self._resting is None
-        told = {
-            "samples": self._steps if self._resting is None else self._resting, "batch": 0, "seconds": self._seconds,
-            "age": age if is_stepping else 0.0, "stepping": is_stepping,
-        }  # fmt: skip
-        leader, asked_at = self._standby.leader(key), loop.time()
+        loop, key, position = asyncio.get_running_loop(), self._position.key, self._position
+        head, asked_at, leader = position.head.without_proof(), loop.time(), self._leaders.first(key)
+        if self._resting is None:
+            age = min(max(0.0, asked_at - self._step_began), LONGEST_BATCH_SECONDS)
+            report = StepsReport(head, self._steps, self._seconds, age, is_stepping=True)
+        else:
+            report = StepsReport(head, self._resting, self._seconds, 0.0, is_stepping=False)
         try:
-            if leader == self._rpc.peer_id:
-                reply = self._conductor.take_steps(leader, place.head, told)
-            else:
-                request = {"head": place.head.without_proof().to_dict(), **told}
-                reply = await self._rpc.call(leader, "rally.report", request, dict, self._answer_seconds(leader))
+            advice = await self._context.rpc.call(leader, STEPS, report, StepsAdvice, self._answer_seconds(leader))
         except PeerRefusedError:
-            self._standby.led_astray(key, leader)
+            self._leaders.redirect_loop(key, leader)
             return
         except (PeerError, DeadlineError) as error:
-            self._standby.leader_failed(key, leader, error)
+            self._leaders.unanswered(key, leader, error)
             return
-        if reply.get("closing") is True:
-            place.close(key)
-        left = reply.get("closes_in")
-        if type(left) is float and 0.0 <= left <= LONGEST_BATCH_SECONDS and key == place.key:
+        if advice.closing:
+            position.close(key)
+        if advice.closes_in is not None and key == position.key:
             # Early by the way of the answer, which a ticket takes too.
-            self._plan = (key, asked_at + left, loop.time())
+            self._plan = (key, asked_at + advice.closes_in, loop.time())
         self._look_at_clock()

@@ -1,59 +1,31 @@
-"""Forming a group, the leader's side: a rally collects tickets until the round should close.
+"""A group that its leader is forming: it collects tickets until the round should close.
 
-For each round one peer leads: the smallest `rank` among those that are there. Leading is independent of training, costs
-a few small messages, and moves on every round; when a leader fails, its followers go to the next in rank. `decide`
-is the whole policy, a pure function; the rest of this file is the shell that feeds it.
+For each round the peer of the smallest `rank` leads. Leading is independent of training, costs a few small messages,
+and moves on every round; when a leader fails, its followers go to the next in rank. `decide` is the whole policy, a
+pure function; the rest of this file is the shell that feeds it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
 from p2ptrain.averaging.grouping.membership import rank
+from p2ptrain.averaging.grouping.messages import Answer, Formed, Refused
 from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.global_batch import MAX_REPORTS, GlobalBatch, Report
 from p2ptrain.averaging.timing.local_steps import Closing, StepReport
-from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.signing import Signer
-
-logger = logging.getLogger(__name__)
-
-Answer = dict[str, Any]
-"""What a rally tells a member: ``kind`` is ``roster``, ``redirect``, ``behind`` or ``refused``."""
-
-
-def roster_from_wire(answer: Answer, own: Ticket, spec: AveragingSpec, swarm: bytes, verifier: Signer) -> Roster:
-    """The roster in a leader's answer; see `agrees_with_itself` too.
-
-    Args:
-        answer: Of kind ``roster``.
-        own: This peer's ticket, whose signature need not be checked.
-        spec: How many peers a roster has at most.
-        swarm: The manifest's digest, 32 bytes.
-        verifier: Checks the others' signatures.
-
-    Raises:
-        IntegrityError: It has an impossible size, or a ticket in it is malformed or not signed.
-    """
-    raw, known = answer.get("tickets"), own.to_wire()
-    if not isinstance(raw, list) or not 0 < len(raw) <= spec.group_size:
-        raise IntegrityError("members of an impossible number")
-    return Roster(
-        tuple(own if values == known else Ticket.from_wire(values, swarm, verifier, spec.max_weight) for values in raw)
-    )
 
 
 def agrees_with_itself(roster: Roster, cells: Cells) -> bool:
-    """Whether the tickets of a roster belong together, and are in the order in which everybody has them."""
+    """Return True if the tickets of a roster belong together, and are in the order of the peers' ids."""
     first = roster.tickets[0]
     key = cells.key_of(first, first.peer, first.level)
     slots = {cells.slot(key, peer) for peer in roster.members}
@@ -69,7 +41,7 @@ class Situation:
     Attributes:
         ready: Peers that handed in a ticket.
         missing: Peers that are expected to, but did not yet.
-        batch_is_full: Whether the peers have done what the round's goal asks of all together.
+        batch_is_full: Whether the peers have reached the round's goal together.
         seconds_waiting: Since the first ticket; 0 without tickets.
         seconds_since_quorum: Since the quorum was ready; None before.
         of_delegates: Whether the peers are delegates. Two halves of them would end the round in two lineages, so half
@@ -93,7 +65,7 @@ class Decision:
 
 
 def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
-    """Whether enough of the expected peers are ready for the round to close without the rest."""
+    """Return True if enough of the expected peers are ready for the round to close without the rest."""
     in_time = situation.seconds_waiting < spec.matchmaking_seconds
     if situation.of_delegates and in_time and situation.ready <= situation.missing:
         return False
@@ -101,7 +73,7 @@ def has_quorum(situation: Situation, spec: AveragingSpec) -> bool:
 
 
 def decide(situation: Situation, spec: AveragingSpec) -> Decision:
-    """Whether to wait, to hurry the rest (``close``), to form the group from who is ready, or to give up."""
+    """Decide to wait, to hurry the rest (``close``), to form the group of the peers that are ready, or to give up."""
     total = situation.ready + situation.missing
     out_of_time = situation.seconds_waiting >= spec.matchmaking_seconds
     if not situation.ready:
@@ -124,13 +96,13 @@ def decide(situation: Situation, spec: AveragingSpec) -> Decision:
 
 
 def without_conflicts(avoid: Mapping[str, frozenset[str]], least: int = 1) -> list[str]:
-    """The peers that can be in one group, in the order given, where pairs of them cannot work together.
+    """Return the peers that can be in one group, in the order given, where pairs of them cannot work together.
 
-    Whoever is in most such pairs is left out first, so that one who complains about everybody leaves out itself; among
+    The peer in most such pairs is left out first, so that one that complains about everybody leaves out itself; among
     equals the last in order, which changes from round to round.
 
     Args:
-        avoid: By peer: those with which rounds broke for it.
+        avoid: By peer: the peers with which rounds broke for it.
         least: So many are kept in any case.
     """
     kept = list(avoid)
@@ -153,7 +125,7 @@ class _Member:
 
 
 @dataclass
-class Rally:
+class PendingGroup:
     """The tickets and reports for one group of one round, held by its leader.
 
     Attributes:
@@ -161,13 +133,15 @@ class Rally:
         key: Which group of that round.
         spec: Quorum, grace, deadlines.
         batch: The global batch, as far as it was reported or handed in.
-        steps: When the round closes, going by the local steps that were reported.
         slot_of: For whom a peer speaks in this group; see `p2ptrain.averaging.grouping.cells.Cells.slot`.
+        steps: When the round closes, going by the local steps that were reported.
         members: By slot: tickets handed in, in order of arrival.
         passed: Peers that have nothing for this round. Nobody waits for them.
         closing: Whether the rest was told to come with what they have.
-        over: Whether members got their answers; later arrivals open a new rally.
-        asking_since: When those that are absent were first asked before the group is formed; None before.
+        over: Whether members got their answers; later arrivals open a new group.
+        changed: Set by every change; the leader's loop clears it.
+        last_activity: When a ticket or report came last.
+        asking_since: When absent peers were first asked before the group is formed; None before.
     """
 
     head: Head
@@ -176,19 +150,19 @@ class Rally:
     batch: GlobalBatch
     slot_of: Callable[[str], str] = lambda peer: peer
     steps: Closing = field(default_factory=Closing)
-    members: dict[str, _Member] = field(default_factory=dict)
-    passed: set[str] = field(default_factory=set)
-    closing: bool = False
-    over: bool = False
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    last_activity: float = 0.0
-    asking_since: float | None = None
-    _stirred: asyncio.Event = field(default_factory=asyncio.Event)
-    _first_ticket_at: float | None = None
-    _quorum_at: float | None = None
+    members: dict[str, _Member] = field(default_factory=dict, init=False)
+    passed: set[str] = field(default_factory=set, init=False)
+    closing: bool = field(default=False, init=False)
+    over: bool = field(default=False, init=False)
+    changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    last_activity: float = field(default=0.0, init=False)
+    asking_since: float | None = field(default=None, init=False)
+    _stirred: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _first_ticket_at: float | None = field(default=None, init=False)
+    _quorum_at: float | None = field(default=None, init=False)
 
     def add(self, ticket: Ticket, now: float, avoid: frozenset[str] = frozenset()) -> asyncio.Future[Answer]:
-        """Take a ticket; the future resolves with the rally's answer.
+        """Take a ticket; the future resolves with the final answer.
 
         A peer's newer ticket replaces its older. Two peers cannot speak for one cell: the second is refused.
         """
@@ -196,10 +170,10 @@ class Rally:
         slot = self.slot_of(ticket.peer)
         previous = self.members.get(slot)
         if previous is not None and previous.ticket.peer != ticket.peer:
-            answer.set_result({"kind": "refused", "reason": "another peer speaks for your cell"})
+            answer.set_result(Refused("another peer speaks for your cell"))
             return answer
         if previous is not None and not previous.answer.done():
-            previous.answer.set_result({"kind": "refused", "reason": "a newer ticket replaced this one"})
+            previous.answer.set_result(Refused("a newer ticket replaced this one"))
         self.members.pop(slot, None)
         self.members[slot] = _Member(ticket, answer, avoid)
         self.passed.discard(ticket.peer)
@@ -218,7 +192,7 @@ class Rally:
             self.stir()
 
     def holder(self, peer: str) -> str:
-        """Who else speaks in the place of this peer; empty when nobody does."""
+        """Return the other peer that holds this one's slot; empty if there is none."""
         member = self.members.get(self.slot_of(peer))
         return "" if member is None or member.ticket.peer == peer or self.over else member.ticket.peer
 
@@ -226,12 +200,12 @@ class Rally:
         """Refuse a ticket that was taken before."""
         member = self.members.get(self.slot_of(peer))
         if member is not None and member.ticket.peer == peer and not member.answer.done():
-            member.answer.set_result({"kind": "refused", "reason": reason})
+            member.answer.set_result(Refused(reason))
             del self.members[self.slot_of(peer)]
             self.stir()
 
     def has(self, peer: str) -> bool:
-        """Whether this peer handed in a ticket."""
+        """Return True if this peer handed in a ticket."""
         member = self.members.get(self.slot_of(peer))
         return member is not None and member.ticket.peer == peer
 
@@ -249,23 +223,23 @@ class Rally:
 
     @property
     def reporters(self) -> set[str]:
-        """Peers that said how far they are."""
+        """The peers that reported."""
         return {*self.batch.peers, *self.steps.peers}
 
     def stir(self) -> None:
-        """Wake whoever waits for something to change."""
+        """Wake all that wait for a change."""
         self.changed.set()
         self._stirred.set()
         self._stirred = asyncio.Event()
 
     async def wait_for_change(self, timeout_seconds: float) -> None:
-        """Return when something changed, or after this time."""
+        """Return after a change, or after this time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
                 await self._stirred.wait()
 
     def situation(self, expected: list[str], now: float) -> Situation:
-        """The facts for `decide`, if these slots are waited for; of members, those that have not gone away."""
+        """Drop members that went away, and return the facts for `decide` if these slots are waited for."""
         self.members = {slot: member for slot, member in self.members.items() if not member.answer.done()}
         missing = [slot for slot in expected if slot not in self.members]
         waiting = 0.0 if self._first_ticket_at is None else now - self._first_ticket_at
@@ -278,7 +252,7 @@ class Rally:
         return replace(situation, seconds_since_quorum=now - self._quorum_at)
 
     def next_change(self, now: float) -> float:
-        """Seconds until `decide` may say something else without any message; bounded."""
+        """Return the seconds until `decide` may decide otherwise without any message; bounded."""
         times = [2.0]
         if self.steps.at is not None and not self.closing:
             times.append(self.steps.at - now)
@@ -289,7 +263,7 @@ class Rally:
         return max(0.0, min(times)) + 0.001
 
     def answer_all(self, answer: Answer) -> None:
-        """Tell every member the same and end the rally."""
+        """Give every member the same answer, and end this."""
         self.over = True
         for member in self.members.values():
             if not member.answer.done():
@@ -297,10 +271,10 @@ class Rally:
         self.stir()
 
     def form(self) -> list[str]:
-        """Put the group together and answer everybody; returns the peers in it.
+        """Put the group together and answer everybody; return the peers in it.
 
-        Members whose digest differs from the most common one are refused (they must re-sync), as are those that cannot
-        work with the others, and those beyond the group size; they keep their work for the next round.
+        Members whose digest differs from the most common one are refused (they must re-sync), as are members that
+        cannot work with the others, and those beyond the group size; they keep their work for the next round.
         """
         digests = Counter((m.ticket.digest, m.ticket.layout) for m in self.members.values())
         common = max(digests, key=lambda key: (digests[key], key))
@@ -313,17 +287,15 @@ class Rally:
             if (member.ticket.digest, member.ticket.layout) != common:
                 same_layout = member.ticket.layout == common[1]
                 what = "state" if same_layout else "model layout or codec"
-                member.answer.set_result(
-                    {"kind": "refused", "reason": f"your {what} differs from the group's", "mismatch": same_layout}
-                )
+                member.answer.set_result(Refused(f"your {what} differs from the group's", mismatch=same_layout))
             else:
                 chosen.append(member.ticket)
         kept = without_conflicts({t.peer: by_peer[t.peer].avoid for t in chosen}, self.spec.min_peers)
         for ticket in [ticket for ticket in chosen if ticket.peer not in kept[: self.spec.group_size]]:
             full = ticket.peer in kept
             why = "the group is full" if full else "rounds with you and another member broke again and again"
-            by_peer[ticket.peer].answer.set_result({"kind": "refused", "reason": f"{why}: your work waits a round"})
+            by_peer[ticket.peer].answer.set_result(Refused(f"{why}: your work waits a round"))
             chosen.remove(ticket)
         members = sorted(chosen, key=lambda ticket: ticket.peer)
-        self.answer_all({"kind": "roster", "tickets": [ticket.to_wire() for ticket in members]})
+        self.answer_all(Formed(tuple(members)))
         return [ticket.peer for ticket in members]

@@ -1,11 +1,12 @@
-"""Where a peer stands in matchmaking, and the question by which peers tell each other."""
+"""Where a peer stands in matchmaking, and the probe by which peers tell each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
+from p2ptrain.averaging.grouping.messages import PROBE, Probe, ProbeReply
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.rpc.client import Rpc
@@ -14,7 +15,7 @@ LEAST_PROBE_SECONDS, MOST_PROBE_SECONDS = 3.0, 10.0
 
 
 @dataclass
-class Place:
+class RoundPosition:
     """Where this peer stands, for both sides of matchmaking.
 
     Attributes:
@@ -22,19 +23,19 @@ class Place:
         peer: Its id.
         cells: Who averages where.
         participates: Whether it trains: a leader then waits for itself too.
-        following: The group for which it handed in a ticket, and to whom.
+        following: The group for which it handed in a ticket, and the leader.
         closing: The group that should be formed with what this peer has.
-        running: The attempt that this peer is in: which group, who put it together, and its members.
-        on_close: Called when the round in progress is to be closed with what this peer has, each time that it is said.
+        running: The attempt that this peer is in: which group, its leader, and its members.
+        on_close: Called each time that another peer says that the round in progress is to be closed.
     """
 
     head: Head
     peer: str
     cells: Cells
-    participates: bool = False
-    following: tuple[Key, str] | None = None
-    closing: Key | None = None
-    running: tuple[Key, str, tuple[str, ...]] | None = None
+    participates: bool = field(default=False, init=False)
+    following: tuple[Key, str] | None = field(default=None, init=False)
+    closing: Key | None = field(default=None, init=False)
+    running: tuple[Key, str, tuple[str, ...]] | None = field(default=None, init=False)
     on_close: Callable[[], None] = lambda: None
 
     @property
@@ -42,14 +43,23 @@ class Place:
         """The group of level 0 in which it averages in the round in progress."""
         return self.cells.key_of(self.head, self.peer)
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the round in progress should be closed with what this peer has."""
+        return self.closing == self.key
+
     def is_of(self, key: Key) -> bool:
-        """Whether a group is one of the round in progress."""
+        """Return True if a group is one of the round in progress."""
         return key[:3] == (self.head.round, self.head.lineage, self.head.present)
 
-    def passed_over(self, key: Key, peer: str) -> list[str]:
-        """Who leads no more for a peer that hands in another ticket for a group: its attempt broke, perhaps only there.
+    def is_ahead_of(self, head: Head) -> bool:
+        """Return True if this peer is further on than a head, or on a lineage that wins: that round is over."""
+        return is_ahead(self.head, head)
 
-        This peer may be in that attempt still. It must not send the other back to the leader of what broke.
+    def passed_over(self, key: Key, peer: str) -> list[str]:
+        """Return the leader that leads no more for a peer with another ticket for a group: its attempt broke there.
+
+        This peer may be in that attempt still. It must not redirect the other to the leader of a broken attempt.
         """
         if self.running is None or self.running[0] != key or peer not in self.running[2]:
             return []
@@ -62,41 +72,21 @@ class Place:
             self.on_close()
 
 
+def is_ahead(head: Head, other: Head) -> bool:
+    """Return True if a head is of another lineage, or further on in the same, and wins over the other."""
+    return head.lineage != other.lineage and head.outranks(other)
+
+
 def probe_seconds(spec: AveragingSpec) -> float:
-    """How long a peer may take to answer: a grace period, which was chosen for the round trips of the swarm."""
+    """Return how long a peer may take to answer: a grace period, which fits the round trips of the swarm."""
     return min(max(LEAST_PROBE_SECONDS, spec.grace_seconds), MOST_PROBE_SECONDS)
 
 
-@dataclass(frozen=True)
-class Said:
-    """What a peer says of itself when it is nudged; none of it is to be trusted.
-
-    Attributes:
-        head: Where it is.
-        leader: Whom it follows in the round that it was asked about; empty for nobody.
-        failed: Which leaders failed in that round, as it sees it.
-        is_averaging: Whether it is in an attempt to end that round.
-    """
-
-    head: Head
-    leader: str
-    failed: object
-    is_averaging: bool
-
-
-async def nudge(rpc: Rpc, peer: str, key: Key, closing: bool, timeout_seconds: float) -> Said:
-    """Tell a peer that this one is in a round, and whether it is being closed.
+async def probe(rpc: Rpc, peer: str, key: Key, timeout_seconds: float, *, closing: bool = False) -> ProbeReply:
+    """Tell a peer that this one is in a round, and whether it is being closed; return where the peer stands.
 
     Raises:
         PeerError: It cannot be reached, refuses, or answers nonsense.
-        IntegrityError: Its head is malformed.
         DeadlineError: No answer in time.
     """
-    reply = await rpc.call(peer, "rally.nudge", {"key": list(key), "closing": closing}, dict, timeout_seconds)
-    leader = reply.get("leader")
-    return Said(
-        Head.from_dict(reply.get("head")),
-        leader if isinstance(leader, str) else "",
-        reply.get("failed"),
-        reply.get("averaging") is True,
-    )
+    return await rpc.call(peer, PROBE, Probe(key, closing), ProbeReply, timeout_seconds)

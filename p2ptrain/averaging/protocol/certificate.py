@@ -11,24 +11,35 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, ClassVar
 
-import msgpack
+from msgspec import Meta
 
-from p2ptrain.averaging.protocol.head import DIGEST_BYTES, MAX_COUNT, MAX_PRESENT, Head
+from p2ptrain.averaging.protocol.head import Head
+from p2ptrain.averaging.protocol.signed import (
+    MAX_MEMBERS,
+    MAX_PRESENT,
+    Count,
+    Name,
+    Positive,
+    Present,
+    Proof,
+    Signed,
+)  # fmt: skip
 from p2ptrain.errors import IntegrityError
+from p2ptrain.hashing import HASH_BYTES
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.schema import Hash, from_bytes, to_bytes, to_wire
 from p2ptrain.signing import Signer
 
-MAX_MEMBERS = 256
 MAX_RATES_BYTES = 1024
-MAX_PROOF_BYTES = 2048
 MAX_CERTIFICATE_BYTES = 1 << 20
 MAX_LEVELS = 16
+Level = Annotated[int, Meta(ge=0, lt=MAX_LEVELS)]
 
 
 @dataclass(frozen=True)
-class Ticket:
+class Ticket(Signed):
     """One peer's readiness to average one round, signed by it.
 
     Attributes:
@@ -49,85 +60,43 @@ class Ticket:
             level below, whose tokens and most samples of a peer are the ticket's.
         child: That result's `Body.body_hash`, 32 bytes; empty on level 0.
         peers: Peers for whom the ticket speaks: 1 on level 0.
-        proof: Its signature.
     """
 
-    peer: str
-    round: int
-    lineage: bytes
-    digest: bytes
-    layout: bytes
-    tokens: int
-    samples: int
-    bandwidth: int
+    CONTEXT: ClassVar[bytes] = b"p2ptrain ticket"
+    peer: Name
+    round: Count
+    lineage: Hash
+    digest: Hash
+    layout: Hash
+    tokens: Positive
+    samples: Count
+    bandwidth: Count
     reachable: bool
-    rates: bytes
-    nonce: bytes
-    sees: int = 1
-    present: int = 0
-    level: int = 0
-    child: bytes = b""
-    peers: int = 1
-    proof: bytes = b""
+    rates: Annotated[bytes, Meta(max_length=MAX_RATES_BYTES)]
+    nonce: Annotated[bytes, Meta(min_length=16, max_length=16)]
+    sees: Present = 1
+    present: Present = 0
+    level: Level = 0
+    child: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
+    peers: Annotated[int, Meta(ge=1, le=MAX_PRESENT)] = 1
 
-    def message(self, swarm: bytes) -> bytes:
-        """The bytes that the peer signs."""
-        return b"p2ptrain ticket" + swarm + canonical_bytes(self._fields()[:-1])
+    def __post_init__(self) -> None:
+        if len(self.child) != (HASH_BYTES if self.level else 0):
+            raise ValueError("a ticket brings another level's result")
+        if self.peers > 1 and not self.level:
+            raise ValueError("a ticket speaks for others on level 0")
 
-    def _fields(self) -> list[Any]:
-        return [
-            self.peer, self.round, self.lineage, self.digest, self.layout,
-            self.tokens, self.samples, self.bandwidth, self.reachable, self.rates, self.nonce,
-            self.sees, self.present, self.level, self.child, self.peers, self.proof,
-        ]  # fmt: skip
+    @property
+    def author(self) -> str:
+        """The peer."""
+        return self.peer
 
-    def signed(self, swarm: bytes, signer: Signer) -> Ticket:
-        """This ticket with the peer's signature."""
-        return replace(self, proof=signer.sign(self.message(swarm)))
-
-    def to_wire(self) -> list[Any]:
-        """Plain values for the wire."""
-        return self._fields()
-
-    @classmethod
-    def from_wire(cls, values: Any, swarm: bytes, verifier: Signer, max_weight: float) -> Ticket:
-        """Check and rebuild what `to_wire` made.
-
-        Raises:
-            IntegrityError: A field is missing or out of range, or the signature does not match.
-        """
-        if not (isinstance(values, list) and len(values) == 17):
-            raise IntegrityError("a ticket is malformed")
-        ticket = cls(*values)
-        hashes = (ticket.lineage, ticket.digest, ticket.layout)
-        counts = (ticket.round, ticket.samples, ticket.bandwidth)
-        if not (
-            type(ticket.peer) is str
-            and len(ticket.peer) <= 128
-            and all(type(h) is bytes and len(h) == DIGEST_BYTES for h in hashes)
-            and all(type(count) is int and 0 <= count < MAX_COUNT for count in counts)
-            and type(ticket.rates) is bytes
-            and len(ticket.rates) <= MAX_RATES_BYTES
-            and type(ticket.reachable) is bool
-            and type(ticket.nonce) is bytes
-            and len(ticket.nonce) == 16
-            and type(ticket.proof) is bytes
-            and len(ticket.proof) <= MAX_PROOF_BYTES
-            and all(type(count) is int and 0 <= count <= MAX_PRESENT for count in (ticket.sees, ticket.present))
-            and all(type(count) is int for count in (ticket.level, ticket.peers))
-            and 0 <= ticket.level < MAX_LEVELS
-            and type(ticket.child) is bytes
-            and len(ticket.child) == (DIGEST_BYTES if ticket.level else 0)
-            and 1 <= ticket.peers <= (MAX_PRESENT if ticket.level else 1)
-        ):
-            raise IntegrityError("a ticket has fields out of range")
-        if not (type(ticket.tokens) is int and 0 < ticket.tokens <= max_weight * ticket.peers):
-            raise IntegrityError(f"a ticket claims a weight outside 1 to {max_weight:g} tokens for each peer")
-        if ticket.samples > max_weight:  # Or one ticket could push the data position out of every head's range.
+    def check_weight(self, max_weight: float) -> None:
+        """Raise `IntegrityError` if the ticket claims more tokens or samples than the manifest allows a peer."""
+        if self.tokens > max_weight * self.peers:
+            raise IntegrityError(f"a ticket claims a weight of more than {max_weight:g} tokens for each peer")
+        if self.samples > max_weight:  # Or one ticket could push the data position out of every head's range.
             raise IntegrityError(f"a ticket claims more than {max_weight:g} samples")
-        if not verifier.verify(ticket.peer, ticket.message(swarm), ticket.proof):
-            raise IntegrityError("a ticket's signature does not match its peer")
-        return ticket
 
 
 @dataclass(frozen=True)
@@ -149,7 +118,8 @@ class Roster:
     @cached_property
     def group_id(self) -> bytes:
         """32 bytes that name this attempt: a hash of all tickets, nonces included."""
-        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes([t.to_wire()[:-1] for t in self.tickets])).digest()
+        unsigned = [to_wire(replace(ticket, proof=b"")) for ticket in self.tickets]
+        return hashlib.sha256(b"p2ptrain roster" + canonical_bytes(unsigned)).digest()
 
     def index_of(self, peer: str) -> int:
         """The position of a member; -1 for others."""
@@ -179,30 +149,44 @@ class Body:
         children: By member: the result of the level below that it brought, 32 bytes each; empty on level 0.
     """
 
-    swarm: bytes
-    round: int
-    lineage: bytes
-    tokens_before: int
-    samples_before: int
-    group_id: bytes
-    members: tuple[str, ...]
-    contributors: tuple[tuple[int, int, int], ...]
-    codec: str
-    bounds: tuple[int, ...]
-    hashes: tuple[bytes, ...]
-    present: int = 0
-    level: int = 0
-    levels: int = 1
-    peers: tuple[int, ...] = ()
-    children: tuple[bytes, ...] = ()
+    swarm: Hash
+    round: Count
+    lineage: Hash
+    tokens_before: Count
+    samples_before: Count
+    group_id: Hash
+    members: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    contributors: tuple[tuple[Count, Positive, Count], ...]
+    codec: Name
+    bounds: tuple[Count, ...]
+    hashes: tuple[Hash, ...]
+    present: Present = 0
+    level: Level = 0
+    levels: Annotated[int, Meta(ge=1, le=MAX_LEVELS)] = 1
+    peers: tuple[Annotated[int, Meta(ge=1, le=MAX_PRESENT)], ...] = ()
+    children: tuple[Hash, ...] = ()
+
+    def check(self) -> None:
+        """Raise `IntegrityError` unless the fields fit together."""
+        size, indices = len(self.members), [index for index, *_ in self.contributors]
+        if not (
+            len(set(self.members)) == size
+            and indices == sorted(set(indices))
+            and max(indices, default=0) < size
+            and len(self.bounds) == size + 1
+            and list(self.bounds) == sorted(self.bounds)
+            and len(self.hashes) == size
+            and self.level < self.levels
+            and len(self.peers) == size
+            and max(self.peers) <= (MAX_PRESENT if self.level else 1)
+            and sum(self.peers) <= self.present
+            and len(self.children) == (size if self.level else 0)
+        ):
+            raise IntegrityError("a result's body has fields that do not fit together")
 
     def to_bytes(self) -> bytes:
-        """Canonical msgpack."""
-        return canonical_bytes([
-            self.swarm, self.round, self.lineage, self.tokens_before, self.samples_before, self.group_id,
-            list(self.members), [list(c) for c in self.contributors], self.codec, list(self.bounds), list(self.hashes),
-            self.present, self.level, self.levels, list(self.peers), list(self.children),
-        ])  # fmt: skip
+        """Return canonical msgpack."""
+        return to_bytes(self)
 
     @cached_property
     def body_hash(self) -> bytes:
@@ -259,66 +243,33 @@ class Body:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Body:
-        """Check the shape of what `to_bytes` made; the signatures are the certificate's business.
+        """Return what `to_bytes` packed; the signatures are the certificate's business.
 
         Raises:
             IntegrityError: It is malformed.
         """
-        try:
-            values = msgpack.unpackb(data, raw=False)
-            (
-                swarm, round_, lineage, tokens, samples, group, members, contributors, codec, bounds, hashes,
-                present, level, levels, peers, children,
-            ) = values  # fmt: skip
-            body = cls(
-                swarm, round_, lineage, tokens, samples, group, tuple(members),
-                tuple((i, t, s) for i, t, s in contributors), codec, tuple(bounds), tuple(hashes),
-                present, level, levels, tuple(peers), tuple(children),
-            )  # fmt: skip
-            size = len(body.members)
-            indices = [index for index, *_ in body.contributors]
-            valid = (
-                all(
-                    type(h) is bytes and len(h) == DIGEST_BYTES
-                    for h in (swarm, lineage, group, *body.hashes, *body.children)
-                )
-                and all(type(count) is int and 0 <= count < MAX_COUNT for count in (round_, tokens, samples, *bounds))
-                and 0 < size <= MAX_MEMBERS
-                and len(set(body.members)) == size
-                and all(type(member) is str for member in body.members)
-                and type(codec) is str
-                and all(type(count) is int for contributor in body.contributors for count in contributor)
-                and indices == sorted(set(indices))
-                and all(0 <= index < size for index in indices)
-                and all(0 < t < MAX_COUNT and 0 <= s < MAX_COUNT for _, t, s in body.contributors)
-                and len(body.bounds) == size + 1
-                and len(body.hashes) == size
-                and list(body.bounds) == sorted(body.bounds)
-                and all(type(count) is int for count in (present, level, levels, *body.peers))
-                and 0 <= level < levels <= MAX_LEVELS
-                and len(body.peers) == size
-                and all(1 <= count <= (MAX_PRESENT if level else 1) for count in body.peers)
-                and sum(body.peers) <= present <= MAX_PRESENT
-                and len(body.children) == (size if level else 0)
-                and body.to_bytes() == data
-            )
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise IntegrityError("a result's body is malformed") from error
-        if not valid:
-            raise IntegrityError("a result's body has fields out of range")
+        body = from_bytes(cls, data)
+        body.check()
+        if body.to_bytes() != data:
+            raise IntegrityError("a result's body is not in its canonical form")
         return body
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """A body with the signatures of a majority of its roster."""
+    """A body with the signatures of a majority of its roster.
+
+    Attributes:
+        body: The result.
+        proofs: (who, signature).
+    """
 
     body: Body
-    proofs: tuple[tuple[str, bytes], ...]
+    proofs: Annotated[tuple[tuple[Name, Proof], ...], Meta(max_length=MAX_MEMBERS)]
 
     def to_bytes(self) -> bytes:
-        """The wire form."""
-        return canonical_bytes([self.body.to_bytes(), [[peer, proof] for peer, proof in self.proofs]])
+        """Return the wire form."""
+        return to_bytes(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, swarm: bytes, verifier: Signer) -> Certificate:
@@ -329,27 +280,18 @@ class Certificate:
         """
         if len(data) > MAX_CERTIFICATE_BYTES:
             raise IntegrityError("a certificate is too large")
-        try:
-            raw_body, raw_proofs = msgpack.unpackb(data, raw=False)
-            proofs = tuple((peer, proof) for peer, proof in raw_proofs)
-        except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise IntegrityError("a certificate is malformed") from error
-        if not all(
-            type(peer) is str and type(proof) is bytes and len(proof) <= MAX_PROOF_BYTES for peer, proof in proofs
-        ):
-            raise IntegrityError("a certificate has signatures out of range")
-        body = Body.from_bytes(raw_body)
-        if len(proofs) > len(body.members) or len({peer for peer, _ in proofs}) < len(proofs):
-            raise IntegrityError("a certificate has more signatures than members")
+        certificate = from_bytes(cls, data)
+        body, proofs = certificate.body, certificate.proofs
+        body.check()
         if body.swarm != swarm:
             raise IntegrityError("a certificate is of another swarm")
-        body_hash = body.body_hash
-        signers = {
-            peer for peer, proof in proofs if peer in body.members and verifier.verify(peer, vote(body_hash), proof)
-        }
+        if len(proofs) > len(body.members) or len({peer for peer, _ in proofs}) < len(proofs):
+            raise IntegrityError("a certificate has more signatures than members")
+        message = vote(body.body_hash)
+        signers = {peer for peer, proof in proofs if peer in body.members and verifier.verify(peer, message, proof)}
         if len(signers) <= len(body.members) // 2:
             raise IntegrityError(f"a certificate has {len(signers)} of {len(body.members)} signatures: not a majority")
-        return cls(body, proofs)
+        return certificate
 
 
 def vote(body_hash: bytes) -> bytes:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 from msgspec import Meta
 
-from p2ptrain.network.schema import Hash, from_wire, to_wire
-
-DIGEST_BYTES = 32
-MAX_COUNT = 1 << 62
-MAX_PRESENT = 1 << 16
-"""Peers that a swarm counts at most: enough for any, and few enough that the shape of a tree is computed in no time."""
-_Count = Annotated[int, Meta(ge=0, lt=MAX_COUNT)]
+from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Name, Present
+from p2ptrain.network.schema import Hash
 
 
 @dataclass(frozen=True)
@@ -33,23 +28,14 @@ class Head:
         present: Peers that the swarm counted in that round; 0 at the start.
     """
 
-    round: _Count
+    round: Count
     lineage: Hash
-    tokens: _Count
-    samples: _Count
+    tokens: Count
+    samples: Count
     digest: Hash
-    members: Annotated[tuple[Annotated[str, Meta(max_length=128)], ...], Meta(max_length=256)] = ()
+    members: Annotated[tuple[Name, ...], Meta(max_length=MAX_MEMBERS)] = ()
     certificate: bytes = b""
-    present: Annotated[int, Meta(ge=0, le=MAX_PRESENT)] = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return cast(dict[str, Any], to_wire(self))
-
-    @classmethod
-    def from_dict(cls, values: object) -> Head:
-        """Return the head that `to_dict` gave; raises `IntegrityError` if it is none."""
-        return from_wire(cls, values)
+    present: Present = 0
 
     def without_proof(self) -> Head:
         """This head without members and certificate, for messages that need not prove it."""

@@ -20,6 +20,8 @@ MIN_HISTORY = 3
 SCATTERS = 6.0
 """Median absolute deviations beyond the median; 4 standard deviations where times are normally distributed."""
 
+FORWARD_SECONDS = 0.5
+"""How long signatures and certificates may take to spread before a member does without them."""
 SILENCE_SHARE = 0.5
 """Of the grace period, that a member of an attempt may miss beats before the others go on without it."""
 LEADER_SHARE, LEAST_LEADER_SECONDS = 0.75, 1.5

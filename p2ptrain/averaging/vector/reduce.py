@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN, out_of_proportion
 from p2ptrain.averaging.vector.merkle_sum import Node, SumTree, leaf_hashes
 from p2ptrain.averaging.vector.rules import VotingRule, WeightedRule, get_rule
-from p2ptrain.averaging.vector.streaming import Growing, cut
+from p2ptrain.averaging.vector.streaming import EncodedStream, cut
 from p2ptrain.buffers import Buffer
 from p2ptrain.codecs import Codec, CodecError, Decoder, PartList, get_codec
 from p2ptrain.hashing import EMPTY_HASH, bulk_hash
@@ -258,7 +258,7 @@ class OwnShare:
         return {index: math.sqrt(tree.root[1]) for index, tree in self.trees.items()}
 
     async def reduce(
-        self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: Growing
+        self, runtime: Runtime, contributors: Sequence[int], tokens: Sequence[int], mean: EncodedStream
     ) -> ExactMean | None:
         """Combine the contributors' parts and encode the result, piece by piece.
 

@@ -34,7 +34,7 @@ def cut(num_values: int, block_size: int, piece_values: int = PIECE_VALUES) -> l
     return [(low, min(low + step, num_values)) for low in range(0, num_values, step)]
 
 
-class Growing:
+class EncodedStream:
     """An encoded share that can be sent while it is being made, to any number of peers.
 
     Attributes:

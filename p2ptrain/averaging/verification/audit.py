@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
@@ -30,15 +30,20 @@ from p2ptrain.averaging.verification.commitments import Commitment, Slice, State
 from p2ptrain.averaging.verification.opening import (
     MAX_CHUNKS,
     TWO_MEANS,
+    Answer,
+    FalseChunk,
     Key,
+    Opened,
+    Opening,
     Rules,
-    answer_from_bytes,
+    TwoMeans,
     judge,
     keys_message,
 )
 from p2ptrain.codecs import Codec
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.schema import from_bytes, to_bytes
 from p2ptrain.runtime import Runtime
 from p2ptrain.signing import Signer
 
@@ -101,20 +106,20 @@ class Audit:
         measured = len(self._attempt.roster.tickets) >= MIN_FOR_MEDIAN
         return PartCheck(codec, self._rules.spec, self._chunk, measured=measured, hashed=True)
 
-    async def commit(self, owner: int, codec: str, check: PartCheck) -> list[Any]:
-        """The commitment to the part that ``check`` saw, for the wire."""
+    async def commit(self, owner: int, codec: str, check: PartCheck) -> Commitment:
+        """Return the commitment to the part that ``check`` saw."""
 
-        def sign() -> list[Any]:
+        def sign() -> Commitment:
             root = SumTree(check.leaves).root
             tokens = self._attempt.roster.tickets[self._index].tokens
             commitment = Commitment(self._slice(owner), self._signer.peer_id, codec, tokens, root)
-            return commitment.signed(self._attempt.swarm, self._signer).to_wire()
+            return commitment.signed(self._attempt.swarm, self._signer)
 
         return await self._runtime.offload(sign)
 
     # --- as an owner ----------------------------------------------------------------------------------------------
 
-    async def admit(self, sender: int, codec: str, check: PartCheck, commitment: Any) -> SumTree:
+    async def admit(self, sender: int, codec: str, check: PartCheck, said: Commitment) -> SumTree:
         """Take in another member's commitment to the part that ``check`` saw.
 
         Raises:
@@ -122,9 +127,10 @@ class Audit:
         """
 
         def verify() -> SumTree:
-            tree, said = SumTree(check.leaves), Commitment.from_wire(commitment)
-            ticket = self._attempt.roster.tickets[sender]
-            expected = Commitment(self._slice(self._index), ticket.peer, codec, ticket.tokens, tree.root, said.proof)
+            tree, ticket = SumTree(check.leaves), self._attempt.roster.tickets[sender]
+            expected = Commitment(
+                self._slice(self._index), ticket.peer, codec, ticket.tokens, tree.root, proof=said.proof
+            )
             if said != expected:
                 raise IntegrityError("commits to another part than it sent")
             said.verify(self._attempt.swarm, self._signer)
@@ -148,16 +154,13 @@ class Audit:
         if not self.statement.done():
             self.statement.set_result(statement)
 
-    async def answer(self, chunks: Any) -> bytes:
+    async def answer(self, chunks: Sequence[int]) -> bytes:
         """Open chunks of the own share.
 
         Raises:
             IntegrityError: There are no such chunks, or the own part is not to be read any more.
         """
-        count = self._attempt.num_chunks(self._index)
-        if not (isinstance(chunks, list) and 0 < len(chunks) <= MAX_CHUNKS):
-            raise IntegrityError("asks for an impossible number of chunks")
-        if not all(type(chunk) is int and 0 <= chunk < count for chunk in chunks):
+        if max(chunks) >= self._attempt.num_chunks(self._index):
             raise IntegrityError("asks for chunks that are not there")
         async with asyncio.timeout(self._rules.spec.round_seconds):
             statement = await asyncio.shield(self.statement)
@@ -170,14 +173,13 @@ class Audit:
         """Members whose parts an opening shows."""
         return {self._attempt.roster.index_of(each.sender) for each in self._stated} - {self._index}
 
-    def _open(self, statement: Statement, chunks: list[int]) -> bytes:
-        openings: list[list[Any]] = []
+    def _open(self, statement: Statement, chunks: Sequence[int]) -> bytes:
+        openings: list[Opening] = []
         keys: list[Key] = []
         share = statement.share
         for chunk in chunks:
             low, high = self._rules.span(share.low, share.high, chunk)
-            own, others = b"", []
-            own_proof = b""
+            own, own_proof, others = b"", b"", []
             for each in self._stated:
                 index = self._attempt.roster.index_of(each.sender)
                 proof = self._share.trees[index].proof(chunk)
@@ -185,12 +187,11 @@ class Audit:
                     own, own_proof = self._own[low:high].numpy().tobytes(), proof
                 else:
                     codec, part = self._share.parts[index]
-                    others.append([bytes(part[codec.encoded_bytes(low) : codec.encoded_bytes(high)]), proof])
-            openings.append([own, own_proof, others])
+                    others.append((bytes(part[codec.encoded_bytes(low) : codec.encoded_bytes(high)]), proof))
+            openings.append(Opening(own, own_proof, tuple(others)))
             keys.append((chunk, leaf_hash(own)))
         proof = self._signer.sign(keys_message(self._attempt.swarm, statement, keys))
-        wire = [each.to_wire() for each in self._stated]
-        return canonical_bytes([statement.to_wire(), wire, [list(key) for key in keys], proof, openings])
+        return to_bytes(Answer(Opened(statement, tuple(self._stated), tuple(keys), proof), tuple(openings)))
 
     def stop_reading(self) -> None:
         """Open nothing more: the own part may change from now on."""
@@ -216,38 +217,37 @@ class Audit:
         largest = 4 * min(self._chunk, self._attempt.size(owner)) + NODE.size * count.bit_length() + 64
         return OVERHEAD_BYTES * (contributors + 1) + num_chunks * contributors * largest
 
-    def hear(self, owner: int, statement: Any, tree: SumTree) -> None:
+    def hear(self, owner: int, said: Statement, tree: SumTree) -> None:
         """Take in an owner's statement about the mean that came, over which this is the tree.
 
         Raises:
             IntegrityError: It is about something else, or not signed.
         """
-
-        said = Statement.from_wire(statement, self._attempt.swarm, self._signer)
+        said.verify(self._attempt.swarm, self._signer)
         if said.share != self._slice(owner) or said.root != tree.root[0]:
             raise IntegrityError("speaks of another mean than it sent")
         self._mean_trees[owner] = tree
         self._heard[owner] = said
 
-    def heard_statements(self) -> list[Any]:
-        """What owners stated to this member, for others, in wire form."""
-        return [statement.to_wire() for statement in self._heard.values()]
+    def heard_statements(self) -> tuple[Statement, ...]:
+        """Return what owners stated to this member."""
+        return tuple(self._heard.values())
 
-    def compare(self, others: Any) -> None:
+    def compare(self, others: Sequence[Statement]) -> None:
         """Hold what another member heard against what this one did.
 
         Raises:
             FalseMeanError: An owner stated two means, and this proves it.
-            IntegrityError: What came is malformed, or not signed.
+            IntegrityError: A statement is not signed.
         """
-        for values in others[: len(self._attempt.means)] if isinstance(others, list) else []:
-            said = Statement.from_wire(values, self._attempt.swarm, self._signer)
-            heard = next((each for each in self._heard.values() if each.share == said.share), said)
-            if heard.differs(said):
-                owner = self._attempt.roster.index_of(said.share.owner)
-                raise FalseMeanError(owner, TWO_MEANS, canonical_bytes([heard.to_wire(), said.to_wire()]))
+        heard = {each.share: each for each in self._heard.values()}
+        for said in others:
+            said.verify(self._attempt.swarm, self._signer)
+            if said.share in heard and heard[said.share].differs(said):
+                owner = self._attempt.roster.index_of(said.author)
+                raise FalseMeanError(owner, TWO_MEANS, to_bytes(TwoMeans(heard[said.share], said)))
 
-    async def check(self, owner: int, chunks: list[int], answer: bytes | bytearray | memoryview) -> None:
+    async def check(self, owner: int, chunks: Sequence[int], answer: bytes | bytearray | memoryview) -> None:
         """Check what an owner opened of its share.
 
         Raises:
@@ -256,26 +256,29 @@ class Audit:
         """
         await self._runtime.offload(self._check, owner, chunks, answer)
 
-    def _check(self, owner: int, chunks: list[int], data: bytes | bytearray | memoryview) -> None:
+    def _check(self, owner: int, chunks: Sequence[int], data: bytes | bytearray | memoryview) -> None:
         attempt, mean = self._attempt, self._attempt.means[owner]
-        answer = answer_from_bytes(data, self._rules, self._signer)
+        answer = from_bytes(Answer, data)
+        opened, openings = answer.opened, answer.openings
+        opened.verify(self._rules, self._signer)
         tree = self._mean_trees[owner]
-        if answer.statement.share != self._slice(owner) or answer.statement.root != tree.root[0]:
+        if opened.statement.share != self._slice(owner) or opened.statement.root != tree.root[0]:
             raise IntegrityError("opens another mean than it sent")
-        if [key[0] for key in answer.keys] != chunks:
+        if [chunk for chunk, _ in opened.keys] != list(chunks):
             raise IntegrityError("opens other chunks than were asked for")
         assert attempt.contributors is not None
         assert mean is not None
         tickets = [attempt.roster.tickets[index] for index in attempt.contributors]
-        if [(each.sender, each.tokens) for each in answer.commitments] != [(t.peer, t.tokens) for t in tickets]:
+        if [(each.sender, each.tokens) for each in opened.commitments] != [(t.peer, t.tokens) for t in tickets]:
             raise IntegrityError("made its mean of other contributions than was agreed")
         codec = attempt.mean_codec_of(owner)
         for position, chunk in enumerate(chunks):
             low, high = self._rules.span(attempt.bounds[owner], attempt.bounds[owner + 1], chunk)
             piece = bytes(memoryview(mean)[codec.encoded_bytes(low) : codec.encoded_bytes(high)])
-            fault = judge(answer, position, answer.openings[position], piece, self._rules)
+            fault = judge(opened, position, openings[position], piece, self._rules)
             if fault:
-                raise FalseMeanError(owner, fault, answer.evidence(position, piece, tree.proof(chunk)))
+                evidence = FalseChunk(opened, position, openings[position], piece, tree.proof(chunk))
+                raise FalseMeanError(owner, fault, to_bytes(evidence))
 
     # --- what they share ------------------------------------------------------------------------------------------
 

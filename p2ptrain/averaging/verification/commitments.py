@@ -1,216 +1,131 @@
-"""What members sign about a share so that others can check slices of it: parts by who sent them, the mean by its owner.
+"""What members sign about a share so that others can check slices of it: senders sign parts, owners sign means.
 
-Whoever contributes to a share signs a `Commitment` to the part that it sent: to each chunk of it, and to its norm. The
-owner signs a `Statement`: this is the mean, and these are the commitments from which it was made. So it cannot show one
-set of parts to one member and another to the next, nor tell afterwards which parts it meant.
+Each contributor to a share signs a `Commitment` to the part that it sent: to each chunk of it, and to its norm. The
+owner signs a `Statement`, which names the mean and the commitments from which it was made. So an owner cannot show one
+set of parts to one member and another set to the next.
 
-The owner's own part, which it alone holds, need not be hashed: whoever hears the others' parts first may choose its own
-as it likes, and a hash made afterwards would bind it to nothing. What bounds it is the rule, for which its energies are
-part of the statement, like everybody's.
+The owner's own part need not be hashed. The owner hears the others' parts first and may choose its own as it likes, so
+a later hash would bind it to nothing. The rule bounds it: the statement covers its energies, like everybody's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from p2ptrain.averaging.protocol.certificate import MAX_MEMBERS, MAX_PROOF_BYTES
-from p2ptrain.averaging.protocol.head import DIGEST_BYTES, MAX_COUNT
-from p2ptrain.averaging.vector.merkle_sum import Node
+from msgspec import Meta
+
+from p2ptrain.averaging.protocol.signed import MAX_PROOF_BYTES, Count, Name, Positive, Signed
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import canonical_bytes
+from p2ptrain.network.schema import Hash, to_wire
 from p2ptrain.signing import Signer
 
-MAX_NAME_LENGTH = 128
-SLICE_FIELDS = 6
 MAX_STATEMENT_BYTES = MAX_PROOF_BYTES + 512
 """More than one takes on the wire."""
+Energy = Annotated[float, Meta(ge=0.0)]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which share of which attempt.
+    """One share of one attempt.
 
     Attributes:
         round: Of that attempt. With its level, it says what the vector is and how it is encoded.
         level: In the tree of groups.
-        group: The roster's name, 32 bytes.
+        group: The roster's id.
         owner: Whose share.
         low: Its first value in the vector.
         high: The value after its last.
     """
 
-    round: int
-    level: int
-    group: bytes
-    owner: str
-    low: int
-    high: int
+    round: Count
+    level: Count
+    group: Hash
+    owner: Name
+    low: Count
+    high: Count
 
-    def to_list(self) -> list[Any]:
-        """Plain values for the wire."""
-        return [self.round, self.level, self.group, self.owner, self.low, self.high]
-
-    @classmethod
-    def from_list(cls, values: list[Any]) -> Slice:
-        """Rebuild what `to_list` made; raises `IntegrityError` when a field is out of range."""
-        round_, level, group, owner, low, high = values
-        counts = all(_is_count(value) for value in (round_, level, low, high))
-        if not (counts and _is_hash(group) and _is_name(owner) and low < high):
-            raise IntegrityError("a commitment is to an impossible share")
-        return cls(round_, level, group, owner, low, high)
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError("a share without values")
 
 
 @dataclass(frozen=True)
-class Commitment:
+class Commitment(Signed):
     """What one member contributes to a share.
 
     Attributes:
         share: Which.
-        sender: Who.
+        sender: Who signs; the owner does not, since its statement covers its own part.
         codec: The name of the codec in which the part travels; empty for the owner's own part.
         tokens: The weight that the sender asks for.
         root: Of the `SumTree` over the part's chunks. The owner's leaves have no hashes, only energies.
-        proof: The sender's signature; empty for the owner, whose statement covers it.
     """
 
+    CONTEXT: ClassVar[bytes] = b"p2ptrain part"
     share: Slice
-    sender: str
-    codec: str
-    tokens: int
-    root: Node
-    proof: bytes = b""
+    sender: Name
+    codec: Name
+    tokens: Positive
+    root: tuple[Hash, Energy]
 
-    def message(self, swarm: bytes) -> bytes:
-        """The bytes that the sender signs."""
-        return b"p2ptrain part" + swarm + canonical_bytes(self.to_wire()[:-1])
+    def __post_init__(self) -> None:
+        if math.isnan(self.root[1]) or math.copysign(1.0, self.root[1]) < 0:
+            raise ValueError("an energy that is none")
 
-    def to_wire(self) -> list[Any]:
-        """Plain values."""
-        return [*self.share.to_list(), self.sender, self.codec, self.tokens, *self.root, self.proof]
-
-    def signed(self, swarm: bytes, signer: Signer) -> Commitment:
-        """This commitment with the sender's signature."""
-        return replace(self, proof=signer.sign(self.message(swarm)))
-
-    @classmethod
-    def from_wire(cls, values: Any) -> Commitment:
-        """Check the shape of what `to_wire` made; see `verify`.
-
-        Raises:
-            IntegrityError: A field is missing or out of range.
-        """
-        if not (isinstance(values, list) and len(values) == 6 + SLICE_FIELDS):
-            raise IntegrityError("a commitment is malformed")
-        share = Slice.from_list(values[:SLICE_FIELDS])
-        sender, codec, tokens, digest, energy, proof = values[SLICE_FIELDS:]
-        if not (
-            _is_name(sender)
-            and _is_name(codec)
-            and _is_count(tokens)
-            and tokens > 0
-            and _is_hash(digest)
-            and type(energy) is float
-            and energy >= 0
-            and math.copysign(1.0, energy) > 0
-            and type(proof) is bytes
-            and len(proof) <= MAX_PROOF_BYTES
-        ):
-            raise IntegrityError("a commitment has fields out of range")
-        return cls(share, sender, codec, tokens, (digest, energy), proof)
+    @property
+    def author(self) -> str:
+        """The sender."""
+        return self.sender
 
     def verify(self, swarm: bytes, verifier: Signer) -> None:
         """Raise `IntegrityError` unless the sender signed this, or is the owner, whose statement says so."""
-        if self.sender == self.share.owner:
-            if self.proof or self.codec:
-                raise IntegrityError("an owner committed to its own part as if it had been sent")
-        elif not verifier.verify(self.sender, self.message(swarm), self.proof):
-            raise IntegrityError("a commitment's signature does not match its sender")
+        if self.sender != self.share.owner:
+            super().verify(swarm, verifier)
+        elif self.proof or self.codec:
+            raise IntegrityError("an owner committed to its own part as if it had been sent")
 
 
 @dataclass(frozen=True)
-class Statement:
+class Statement(Signed):
     """What an owner says that the mean of its share is, and from what it was made.
 
     Attributes:
         share: Which.
         root: Hash at the root of the `SumTree` over the encoded mean's chunks, all energies zero.
         parts: `digest_of` the contributors' commitments.
-        proof: The owner's signature.
     """
 
+    CONTEXT: ClassVar[bytes] = b"p2ptrain mean"
     share: Slice
-    root: bytes
-    parts: bytes
-    proof: bytes = b""
+    root: Hash
+    parts: Hash
 
-    def message(self, swarm: bytes) -> bytes:
-        """The bytes that the owner signs."""
-        return b"p2ptrain mean" + swarm + canonical_bytes(self.to_wire()[:-1])
-
-    def to_wire(self) -> list[Any]:
-        """Plain values."""
-        return [*self.share.to_list(), self.root, self.parts, self.proof]
-
-    def signed(self, swarm: bytes, signer: Signer) -> Statement:
-        """This statement with the owner's signature."""
-        return replace(self, proof=signer.sign(self.message(swarm)))
+    @property
+    def author(self) -> str:
+        """The share's owner."""
+        return self.share.owner
 
     def differs(self, other: Statement) -> bool:
-        """Whether the owner states another mean of the same share there: it may state one."""
+        """True if the owner states another mean of the same share in ``other``."""
         return self.share == other.share and (self.root, self.parts) != (other.root, other.parts)
 
-    @classmethod
-    def from_wire(cls, values: Any, swarm: bytes, verifier: Signer) -> Statement:
-        """Check and rebuild what `to_wire` made.
 
-        Raises:
-            IntegrityError: A field is missing or out of range, or the signature does not match.
-        """
-        if not (isinstance(values, list) and len(values) == 3 + SLICE_FIELDS):
-            raise IntegrityError("a statement about a mean is malformed")
-        share = Slice.from_list(values[:SLICE_FIELDS])
-        root, parts, proof = values[SLICE_FIELDS:]
-        if not (_is_hash(root) and _is_hash(parts) and type(proof) is bytes and len(proof) <= MAX_PROOF_BYTES):
-            raise IntegrityError("a statement about a mean has fields out of range")
-        found = cls(share, root, parts, proof)
-        if not verifier.verify(share.owner, found.message(swarm), proof):
-            raise IntegrityError("a statement's signature does not match the share's owner")
-        return found
+def digest_of(commitments: Sequence[Commitment]) -> bytes:
+    """Return what a statement says of the commitments, in the order of the roster; 32 bytes."""
+    return hashlib.sha256(canonical_bytes([to_wire(each) for each in commitments])).digest()
 
 
-def digest_of(commitments: list[Commitment]) -> bytes:
-    """What a statement says of the commitments, in the order of the roster; 32 bytes."""
-    return hashlib.sha256(canonical_bytes([each.to_wire() for each in commitments])).digest()
-
-
-def commitments_from_wire(values: Any, statement: Statement, swarm: bytes, verifier: Signer) -> list[Commitment]:
-    """The commitments that a statement speaks of.
-
-    Raises:
-        IntegrityError: They are others, or one of them is malformed, of another share, or not signed by its sender.
-    """
-    if not (isinstance(values, list) and 0 < len(values) <= MAX_MEMBERS):
-        raise IntegrityError("a list of commitments is malformed")
-    found = [Commitment.from_wire(value) for value in values]
-    if digest_of(found) != statement.parts:
+def verify_commitments(commitments: Sequence[Commitment], statement: Statement, swarm: bytes, verifier: Signer) -> None:
+    """Raise `IntegrityError` unless the statement is made of these commitments, and each is signed by its sender."""
+    if digest_of(commitments) != statement.parts:
         raise IntegrityError("these are not the commitments that the owner spoke of")
-    if len({each.sender for each in found}) < len(found) or any(each.share != statement.share for each in found):
+    senders = {each.sender for each in commitments}
+    if len(senders) < len(commitments) or any(each.share != statement.share for each in commitments):
         raise IntegrityError("commitments to another share, or two of one member")
-    for each in found:
+    for each in commitments:
         each.verify(swarm, verifier)
-    return found
-
-
-def _is_hash(value: Any) -> bool:
-    return type(value) is bytes and len(value) == DIGEST_BYTES
-
-
-def _is_name(value: Any) -> bool:
-    return type(value) is str and len(value) <= MAX_NAME_LENGTH
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MAX_COUNT

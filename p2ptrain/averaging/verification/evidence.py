@@ -2,11 +2,7 @@
 
 Evidence convinces anybody (`p2ptrain.averaging.verification.opening.verify_evidence`), so nobody's word is taken for
 it, and whoever has it may pass it on. A peer that finds or receives some brings it to all trainers that it knows; and
-each asks the members of its groups now and then. One name, ``evidence``, serves three requests::
-
-    {"list": True}                  {"accused": [peers]}
-    {"get": peer}                   {"bytes": n}, and the evidence
-    {"offer": peer, "bytes": n}     {"wanted": whether}; then the evidence comes
+each asks the members of its groups now and then.
 
 The cost of liars is bounded: a piece has at most `MAX_EVIDENCE_BYTES`, one is received and verified at a time, and a
 peer that brought some that convicts nobody is not listened to any more. It is useless to convict identities of one's
@@ -19,15 +15,17 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import Annotated
 
+from msgspec import Meta
+
+from p2ptrain.averaging.context import PeerContext
 from p2ptrain.averaging.grouping.membership import MAX_KNOWN_PEERS, Membership
+from p2ptrain.averaging.protocol.signed import Name
 from p2ptrain.averaging.verification.opening import MAX_EVIDENCE_BYTES, RulesOf, verify_evidence
 from p2ptrain.errors import DeadlineError, IntegrityError, PeerError, PeerRefusedError
 from p2ptrain.network.rpc.channel import Channel
-from p2ptrain.network.rpc.client import Rpc
-from p2ptrain.runtime import Runtime
-from p2ptrain.signing import Signer
+from p2ptrain.network.schema import Message, Nothing
 from p2ptrain.tasks import Tasks
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,46 @@ MAX_KEPT_BYTES = 2 * MAX_EVIDENCE_BYTES
 MAX_TOLD = 64
 """Peers that evidence is brought to."""
 MAX_LISTED = 64
-MAX_NAME_LENGTH = 128
+Size = Annotated[int, Meta(ge=1, le=MAX_EVIDENCE_BYTES)]
+
+
+class Question(Message, frozen=True, tag=True):
+    """What a peer opens a stream with."""
+
+
+class List(Question, frozen=True, tag="list"):
+    """Whom can you convict?"""
+
+
+class Get(Question, frozen=True, tag="get"):
+    """Send what convicts this peer."""
+
+    accused: Name
+
+
+class Offer(Question, frozen=True, tag="offer"):
+    """Here is what convicts a peer, this long; it follows if it is wanted."""
+
+    accused: Name
+    num_bytes: Size
+
+
+class Listed(Message, frozen=True):
+    """The peers that the sender can convict."""
+
+    accused: Annotated[tuple[Name, ...], Meta(max_length=MAX_LISTED)]
+
+
+class Sends(Message, frozen=True):
+    """The evidence follows, this long."""
+
+    num_bytes: Size
+
+
+class Wanted(Message, frozen=True):
+    """Tells whether an offer is wanted."""
+
+    is_wanted: bool
 
 
 class EvidenceStore:
@@ -51,28 +88,20 @@ class EvidenceStore:
 
     def __init__(
         self,
-        rpc: Rpc,
-        runtime: Runtime,
-        verifier: Signer,
-        swarm: bytes,
+        context: PeerContext,
         rules_of: RulesOf,
         membership: Membership,
         on_conviction: Callable[[str, str], None],
     ) -> None:
         """
         Args:
-            rpc: To tell and to ask.
-            runtime: For arithmetic.
-            verifier: Checks signatures.
-            swarm: The manifest's digest, 32 bytes.
+            context: This peer.
             rules_of: What the swarm agreed on for an attempt.
             membership: Keeps convicted peers out.
             on_conviction: Called once for each peer, with what it did.
         """
-        self._rpc = rpc
-        self._runtime = runtime
-        self._verifier = verifier
-        self._swarm = swarm
+        self._context = context
+        self._rpc = context.rpc
         self._rules_of = rules_of
         self._membership = membership
         self._on_conviction = on_conviction
@@ -84,7 +113,7 @@ class EvidenceStore:
 
     def serve(self) -> None:
         """Show others what is known here, and take in what they bring."""
-        self._rpc.serve_channel("evidence", dict, self._serve)
+        self._rpc.serve_channel("evidence", Question, self._serve)
 
     async def add(self, evidence: bytes) -> str:
         """Take in evidence, and bring it to the others if it is news; returns whom it convicts.
@@ -92,8 +121,8 @@ class EvidenceStore:
         Raises:
             IntegrityError: Nobody.
         """
-        peer, fault = await self._runtime.offload(
-            verify_evidence, evidence, self._swarm, self._rules_of, self._verifier
+        peer, fault = await self._context.runtime.offload(
+            verify_evidence, evidence, self._context.swarm, self._rules_of, self._context.signer
         )
         if peer not in self.convicted and peer != self._rpc.peer_id:
             self.convicted[peer] = evidence
@@ -149,50 +178,46 @@ class EvidenceStore:
         await self._tasks.close()
 
     async def _offer(self, to: str, accused: str, evidence: bytes) -> None:
-        request = {"offer": accused, "bytes": len(evidence)}
-        async with self._rpc.open(to, "evidence", request, CALL_SECONDS, expected_bytes=len(evidence)) as channel:
-            if (await channel.receive(dict, TRANSFER_SECONDS)).get("wanted") is True:
+        offer = Offer(accused, len(evidence))
+        async with self._rpc.open(to, "evidence", offer, CALL_SECONDS, expected_bytes=len(evidence)) as channel:
+            if (await channel.receive(Wanted, TRANSFER_SECONDS)).is_wanted:
                 await channel.send_bytes(evidence)
-                await channel.receive(dict, TRANSFER_SECONDS)
+                await channel.receive(Nothing, TRANSFER_SECONDS)
 
     async def _fetch_all(self, peer: str) -> None:
-        async with self._rpc.open(peer, "evidence", {"list": True}, CALL_SECONDS) as channel:
-            accused = (await channel.receive(dict, CALL_SECONDS)).get("accused")
-        for name in accused[:MAX_LISTED] if isinstance(accused, list) else []:
-            if type(name) is str and len(name) <= MAX_NAME_LENGTH and self._wants(name, peer):
-                async with self._rpc.open(peer, "evidence", {"get": name}, CALL_SECONDS) as channel:
-                    size = (await channel.receive(dict, CALL_SECONDS)).get("bytes")
-                    await self._receive(channel, size)
+        async with self._rpc.open(peer, "evidence", List(), CALL_SECONDS) as channel:
+            accused = (await channel.receive(Listed, CALL_SECONDS)).accused
+        for name in accused:
+            if self._wants(name, peer):
+                async with self._rpc.open(peer, "evidence", Get(name), CALL_SECONDS) as channel:
+                    await self._receive(channel, (await channel.receive(Sends, CALL_SECONDS)).num_bytes)
 
     def _wants(self, accused: str, source: str) -> bool:
         return accused not in self.convicted and accused != self._rpc.peer_id and source not in self._liars
 
-    async def _receive(self, channel: Channel, size: Any) -> None:
-        """Receive and verify evidence; whoever brings none that convicts is not listened to again."""
+    async def _receive(self, channel: Channel, num_bytes: int) -> None:
+        """Receive and verify evidence; a peer that brings none that convicts is not listened to again."""
         try:
-            if type(size) is not int or not 0 < size <= MAX_EVIDENCE_BYTES:
-                raise IntegrityError("evidence of an impossible size")
             async with self._receiving:
-                await self.add(bytes(await channel.receive_bytes(size, TRANSFER_SECONDS)))
+                await self.add(bytes(await channel.receive_bytes(num_bytes, TRANSFER_SECONDS)))
         except IntegrityError:
             if len(self._liars) < MAX_KNOWN_PEERS:
                 self._liars.add(channel.remote)
             raise
 
-    async def _serve(self, channel: Channel, request: dict[str, Any]) -> None:
-        if request.get("list") is True:
-            await channel.send({"accused": [peer for peer, kept in self.convicted.items() if kept][-MAX_LISTED:]})
-        elif type(wanted := request.get("get")) is str:
-            evidence = self.convicted.get(wanted, b"")
-            if not evidence:
-                raise PeerRefusedError(self._rpc.peer_id, "there is no such evidence here")
-            await channel.send({"bytes": len(evidence)})
-            await channel.send_bytes(evidence)
-        elif type(accused := request.get("offer")) is str:
-            wanted_here = self._wants(accused, channel.remote) and not self._receiving.locked()
-            await channel.send({"wanted": wanted_here})
-            if wanted_here:
-                await self._receive(channel, request.get("bytes"))
-                await channel.send({"done": True})
-        else:
-            raise IntegrityError("malformed request for evidence")
+    async def _serve(self, channel: Channel, question: Question) -> None:
+        match question:
+            case Get(accused):
+                evidence = self.convicted.get(accused, b"")
+                if not evidence:
+                    raise PeerRefusedError(self._rpc.peer_id, "there is no such evidence here")
+                await channel.send(Sends(len(evidence)))
+                await channel.send_bytes(evidence)
+            case Offer(accused, num_bytes):
+                is_wanted = self._wants(accused, channel.remote) and not self._receiving.locked()
+                await channel.send(Wanted(is_wanted))
+                if is_wanted:
+                    await self._receive(channel, num_bytes)
+                    await channel.send(Nothing())
+            case _:
+                await channel.send(Listed(tuple(peer for peer, kept in self.convicted.items() if kept)[-MAX_LISTED:]))

@@ -5,13 +5,6 @@ opening shows either that the mean is right there or that the owner lied; and sh
 because the parts are signed by who sent them, and everything else by the owner.
 
 A mean is computed again from the same bytes by the same fixed arithmetic, so it has to be the same to the bit.
-
-Wire forms, msgpack::
-
-    opening   [own values fp32, their proof, [[chunk of a part, its proof] for each other contributor in order]]
-    answer    [statement, commitments, [[chunk, hash of own values], ...], signature of that list, [opening, ...]]
-    evidence  [statement, commitments, the same list, its signature, chunk, opening, chunk of the mean, its proof]
-              or [statement, another one about the same share]
 """
 
 from __future__ import annotations
@@ -20,11 +13,11 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-import msgpack
+from msgspec import Meta
 
-from p2ptrain.averaging.protocol.certificate import MAX_PROOF_BYTES
+from p2ptrain.averaging.protocol.signed import MAX_MEMBERS, Count, Proof
 from p2ptrain.averaging.vector.aggregation import MIN_FOR_MEDIAN
 from p2ptrain.averaging.vector.merkle_sum import leaf_hash, root_of_proof
 from p2ptrain.averaging.vector.reduce import (
@@ -36,11 +29,12 @@ from p2ptrain.averaging.vector.reduce import (
     num_chunks,
     part_weights,
 )  # fmt: skip
-from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, commitments_from_wire
+from p2ptrain.averaging.verification.commitments import Commitment, Slice, Statement, verify_commitments
 from p2ptrain.codecs import Codec, CodecError, smaller_codecs
 from p2ptrain.errors import IntegrityError
 from p2ptrain.hashing import EMPTY_HASH
 from p2ptrain.manifest import AveragingSpec, canonical_bytes
+from p2ptrain.network.schema import Hash, Message, from_bytes
 from p2ptrain.signing import Signer
 
 if TYPE_CHECKING:
@@ -52,7 +46,7 @@ MAX_EVIDENCE_BYTES = 32 << 20
 TWO_MEANS = "it stated two means of its share"
 VALUE_BYTES = 4
 
-Key = tuple[int, bytes]
+Key = tuple[Count, Hash]
 """A chunk, and the hash of the owner's own values in it."""
 
 
@@ -96,48 +90,98 @@ RulesOf = Callable[[Slice], Rules]
 
 
 def keys_message(swarm: bytes, statement: Statement, keys: Sequence[Key]) -> bytes:
-    """What an owner signs with an answer, so that nobody else can make up its own values."""
+    """Return what an owner signs with an answer, so that nobody else can make up its own values."""
     said = hashlib.sha256(statement.message(swarm)).digest()
     return b"p2ptrain opening" + swarm + said + canonical_bytes([list(key) for key in keys])
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An owner's answer to a check, verified as far as `answer_from_bytes` says.
+class Opening(Message, frozen=True):
+    """One chunk of a share.
+
+    Attributes:
+        own: The owner's values, fp32; empty if it contributed nothing.
+        own_proof: Their way to the root that the owner spoke of.
+        parts: Of each other contributor, in order: the encoded chunk, and its way to the root that its sender signed.
+    """
+
+    own: bytes
+    own_proof: bytes
+    parts: Annotated[tuple[tuple[bytes, bytes], ...], Meta(max_length=MAX_MEMBERS)]
+
+
+class Opened(Message, frozen=True):
+    """All that an owner signs about the chunks that it opens.
 
     Attributes:
         statement: Of the mean.
         commitments: Of its contributors, in the order of the roster.
         keys: The chunks.
         proof: The owner's signature of `keys_message`.
-        openings: Of each chunk, not looked at yet.
     """
 
     statement: Statement
-    commitments: list[Commitment]
-    keys: list[Key]
-    proof: bytes
-    openings: list[Any]
+    commitments: Annotated[tuple[Commitment, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    keys: Annotated[tuple[Key, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+    proof: Proof
 
-    def evidence(self, position: int, mean: bytes, mean_proof: bytes) -> bytes:
-        """All that shows what the owner did in one of the chunks."""
-        return canonical_bytes([
-            self.statement.to_wire(), [each.to_wire() for each in self.commitments], [list(key) for key in self.keys],
-            self.proof, self.keys[position][0], self.openings[position], mean, mean_proof,
-        ])  # fmt: skip
+    def verify(self, rules: Rules, verifier: Signer) -> None:
+        """Raise `IntegrityError` unless everything is signed by whom it must be."""
+        share = self.statement.share
+        self.statement.verify(rules.swarm, verifier)
+        if share.high > rules.num_values:
+            raise IntegrityError("a statement is about another vector than that of its round")
+        verify_commitments(self.commitments, self.statement, rules.swarm, verifier)
+        if not verifier.verify(share.owner, keys_message(rules.swarm, self.statement, self.keys), self.proof):
+            raise IntegrityError("the chunks shown are not signed by the share's owner")
 
 
-def answer_from_bytes(data: bytes | bytearray | memoryview, rules: Rules, verifier: Signer) -> Answer:
-    """Parse an answer, and verify all signatures in it.
+class Answer(Message, frozen=True):
+    """An owner's answer to a check.
 
-    Raises:
-        IntegrityError: It is malformed, or something is not signed by who must have.
+    Attributes:
+        opened: What it stands by.
+        openings: One of each chunk.
     """
-    statement, commitments, keys, proof, openings = _unpacked(data, 5)
-    answer = _verified(statement, commitments, keys, proof, rules, verifier)
-    if not isinstance(openings, list) or len(openings) != len(answer.keys):
-        raise IntegrityError("an answer opens another number of chunks than it says")
-    return Answer(answer.statement, answer.commitments, answer.keys, answer.proof, openings)
+
+    opened: Opened
+    openings: Annotated[tuple[Opening, ...], Meta(min_length=1, max_length=MAX_CHUNKS)]
+
+    def __post_init__(self) -> None:
+        if len(self.openings) != len(self.opened.keys):
+            raise ValueError("opens another number of chunks than it says")
+
+
+class Evidence(Message, frozen=True, tag=True):
+    """What convicts an owner, whoever shows it."""
+
+
+class TwoMeans(Evidence, frozen=True, tag="two means"):
+    """Two statements of an owner about one share."""
+
+    first: Statement
+    second: Statement
+
+
+class FalseChunk(Evidence, frozen=True, tag="false chunk"):
+    """A chunk of a mean that does not follow from the parts.
+
+    Attributes:
+        opened: What the owner stands by.
+        position: Of the chunk among those that were opened.
+        opening: Of that chunk.
+        mean: Its encoded mean.
+        mean_proof: The way of that to the root in the statement.
+    """
+
+    opened: Opened
+    position: Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+    opening: Opening
+    mean: bytes
+    mean_proof: bytes
+
+    def __post_init__(self) -> None:
+        if self.position >= len(self.opened.keys):
+            raise ValueError("evidence is about a chunk that was not opened")
 
 
 def verify_evidence(
@@ -159,54 +203,52 @@ def verify_evidence(
     """
     if len(data) > MAX_EVIDENCE_BYTES:
         raise IntegrityError("evidence is too large")
-    values = _unpacked(data, 2, 8)
-    if len(values) == 2:
-        first, second = (Statement.from_wire(value, swarm, verifier) for value in values)
-        if not first.differs(second):
+    evidence = from_bytes(Evidence, data)
+    if isinstance(evidence, TwoMeans):
+        evidence.first.verify(swarm, verifier)
+        evidence.second.verify(swarm, verifier)
+        if not evidence.first.differs(evidence.second):
             raise IntegrityError("evidence holds no two means of one share")
-        return first.share.owner, TWO_MEANS
-    statement, commitments, keys, proof, chunk, opening, mean, mean_proof = values
-    rules = rules_of(Statement.from_wire(statement, swarm, verifier).share)
-    answer = _verified(statement, commitments, keys, proof, rules, verifier)
-    if type(mean) is not bytes or type(mean_proof) is not bytes:
-        raise IntegrityError("evidence is malformed")
-    position = [key[0] for key in answer.keys].index(chunk) if chunk in [key[0] for key in answer.keys] else -1
-    if position < 0:
-        raise IntegrityError("evidence is about a chunk that was not opened")
-    share = answer.statement.share
-    found = root_of_proof(leaf_hash(mean), mean_proof, chunk, rules.num_chunks(share.high - share.low))
-    if found is None or found[0] != (answer.statement.root, 0.0):
+        return evidence.first.author, TWO_MEANS
+    assert isinstance(evidence, FalseChunk)
+    statement, share = evidence.opened.statement, evidence.opened.statement.share
+    statement.verify(swarm, verifier)  # Before its round and level are believed.
+    rules = rules_of(share)
+    evidence.opened.verify(rules, verifier)
+    chunk, mean = evidence.opened.keys[evidence.position][0], evidence.mean
+    found = root_of_proof(leaf_hash(mean), evidence.mean_proof, chunk, rules.num_chunks(share.high - share.low))
+    if found is None or found[0] != (statement.root, 0.0):
         raise IntegrityError("evidence holds a chunk of another mean")
-    fault = judge(answer, position, opening, mean, rules)
+    fault = judge(evidence.opened, evidence.position, evidence.opening, mean, rules)
     if not fault:
         raise IntegrityError("evidence shows a mean that is right")
     return share.owner, fault
 
 
-def judge(answer: Answer, position: int, opening: Any, mean: bytes | memoryview, rules: Rules) -> str:
+def judge(opened: Opened, position: int, opening: Opening, mean: bytes | memoryview, rules: Rules) -> str:
     """What is wrong with a chunk of the mean that an owner stands by; empty if nothing.
 
     Args:
-        answer: Statement, commitments and keys, all verified.
+        opened: What the owner stands by, verified.
         position: Which of the keys.
-        opening: Of that chunk, as it came.
+        opening: Of that chunk.
         mean: The chunk's encoded mean; the caller knows that it is what the owner spoke of.
         rules: The swarm's.
 
     Raises:
         IntegrityError: The opening is not of what was committed to, so nothing can be said.
     """
-    share, chunk = answer.statement.share, answer.keys[position][0]
+    share, chunk = opened.statement.share, opened.keys[position][0]
     low, high = rules.span(share.low, share.high, chunk)
     mean_codec, part_codecs = rules.codecs_of(share.low + low, share.low + high)
     count = rules.num_chunks(share.high - share.low)
-    own, parts = _opened(answer, position, opening, count, high - low)
-    measured = len(answer.commitments) >= MIN_FOR_MEDIAN
+    own, parts = _parts_of(opened, position, opening, count, high - low)
+    measured = len(opened.commitments) >= MIN_FOR_MEDIAN
     limit = rules.spec.max_value * RANGE_SLACK * RANGE_SLACK
     held = {}
     try:
         for index, (data, energy) in parts.items():
-            codec = part_codecs.get(answer.commitments[index].codec)
+            codec = part_codecs.get(opened.commitments[index].codec)
             if codec is None:
                 return "counted a part in a codec that is not allowed"
             codec.validate(data, high - low)
@@ -216,14 +258,14 @@ def judge(answer: Answer, position: int, opening: Any, mean: bytes | memoryview,
             held[index] = codec, data
     except CodecError as error:
         return f"counted a part that has to be refused: {error}"
-    own_index = next((i for i in range(len(answer.commitments)) if i not in parts), -1)
+    own_index = next((i for i in range(len(opened.commitments)) if i not in parts), -1)
     if own is not None:
         values, energy = own
         fault = _judge_own(values, energy if measured else None, limit, rules)
         if fault:
             return fault
     return _judge_mean(
-        answer.commitments, own[0] if own else None, own_index, held, mean, mean_codec, rules, high - low
+        opened.commitments, own[0] if own else None, own_index, held, mean, mean_codec, rules, high - low
     )
 
 
@@ -238,7 +280,7 @@ def _judge_own(values: torch.Tensor, energy: float | None, limit: float, rules: 
 
 
 def _judge_mean(
-    commitments: list[Commitment], own: torch.Tensor | None, own_index: int, held: dict[int, tuple[Codec, bytes]],
+    commitments: Sequence[Commitment], own: torch.Tensor | None, own_index: int, held: dict[int, tuple[Codec, bytes]],
     mean: bytes | memoryview, codec: Codec, rules: Rules, size: int,
 ) -> str:  # fmt: skip
     """Compute the mean again, and compare."""
@@ -264,64 +306,28 @@ def _judge_mean(
     return "" if bytes(encoded) == bytes(mean) else "its mean is not that of the parts"
 
 
-def _opened(
-    answer: Answer, position: int, opening: Any, count: int, size: int
+def _parts_of(
+    opened: Opened, position: int, opening: Opening, count: int, size: int
 ) -> tuple[tuple[torch.Tensor, float] | None, dict[int, tuple[bytes, float]]]:
-    """The owner's values and energy, and by position among the contributors the others' encoded chunks and energies."""
+    """Return the owner's values and energy, and by position the other contributors' encoded chunks and energies."""
     import torch
 
-    chunk, own_hash = answer.keys[position]
-    owner = answer.statement.share.owner
-    if not (isinstance(opening, list) and len(opening) == 3 and isinstance(opening[2], list)):
-        raise IntegrityError("an opening is malformed")
-    own_bytes, own_proof, others = opening
-    senders = [index for index, each in enumerate(answer.commitments) if each.sender != owner]
-    if len(others) != len(senders) or type(own_bytes) is not bytes or type(own_proof) is not bytes:
-        raise IntegrityError("an opening is malformed")
+    chunk, own_hash = opened.keys[position]
+    senders = [index for index, each in enumerate(opened.commitments) if each.sender != opened.statement.author]
+    if len(opening.parts) != len(senders):
+        raise IntegrityError("an opening holds another number of parts than were counted")
     parts = {}
-    for index, pair in zip(senders, others, strict=True):
-        if not (isinstance(pair, list) and len(pair) == 2 and all(type(item) is bytes for item in pair)):
-            raise IntegrityError("an opening is malformed")
-        found = root_of_proof(leaf_hash(pair[0]), pair[1], chunk, count)
-        if found is None or found[0] != answer.commitments[index].root:
+    for index, (data, proof) in zip(senders, opening.parts, strict=True):
+        found = root_of_proof(leaf_hash(data), proof, chunk, count)
+        if found is None or found[0] != opened.commitments[index].root:
             raise IntegrityError("an opening holds a part that its sender did not commit to")
-        parts[index] = pair[0], found[1]
-    if len(senders) == len(answer.commitments):
+        parts[index] = data, found[1]
+    if len(senders) == len(opened.commitments):
         return None, parts
-    found = root_of_proof(EMPTY_HASH, own_proof, chunk, count)
-    own_index = next(index for index, each in enumerate(answer.commitments) if each.sender == owner)
-    if found is None or found[0] != answer.commitments[own_index].root:
+    own_index = next(index for index in range(len(opened.commitments)) if index not in parts)
+    found = root_of_proof(EMPTY_HASH, opening.own_proof, chunk, count)
+    if found is None or found[0] != opened.commitments[own_index].root:
         raise IntegrityError("an opening holds another norm of the owner's part than it spoke of")
-    if len(own_bytes) != size * VALUE_BYTES or leaf_hash(own_bytes) != own_hash:
+    if len(opening.own) != size * VALUE_BYTES or leaf_hash(opening.own) != own_hash:
         raise IntegrityError("an opening holds other values of the owner's than it signed")
-    return (torch.frombuffer(bytearray(own_bytes), dtype=torch.float32), found[1]), parts
-
-
-def _unpacked(data: bytes | bytearray | memoryview, *lengths: int) -> list[Any]:
-    try:
-        values = msgpack.unpackb(data, raw=False, max_ext_len=0)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
-        raise IntegrityError("an opening cannot be parsed") from error
-    if not isinstance(values, list) or len(values) not in lengths:
-        raise IntegrityError("an opening is malformed")
-    return values
-
-
-def _verified(statement: Any, commitments: Any, keys: Any, proof: Any, rules: Rules, verifier: Signer) -> Answer:
-    """Everything that is signed, without openings."""
-    said = Statement.from_wire(statement, rules.swarm, verifier)
-    if said.share.high > rules.num_values:
-        raise IntegrityError("a statement is about another vector than that of its round")
-    contributors = commitments_from_wire(commitments, said, rules.swarm, verifier)
-    if not (isinstance(keys, list) and 0 < len(keys) <= MAX_CHUNKS):
-        raise IntegrityError("a list of chunks is malformed")
-    found: list[Key] = []
-    for key in keys:
-        if not (isinstance(key, list) and len(key) == 2 and type(key[0]) is int and type(key[1]) is bytes):
-            raise IntegrityError("a list of chunks is malformed")
-        found.append((key[0], key[1]))
-    if type(proof) is not bytes or len(proof) > MAX_PROOF_BYTES:
-        raise IntegrityError("a signature is out of range")
-    if not verifier.verify(said.share.owner, keys_message(rules.swarm, said, found), proof):
-        raise IntegrityError("the chunks shown are not signed by the share's owner")
-    return Answer(said, contributors, found, proof, [])
+    return (torch.frombuffer(bytearray(opening.own), dtype=torch.float32), found[1]), parts

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import CheckpointError, IncompatibleError, IntegrityError, ResourceError
+from p2ptrain.network.schema import from_wire, to_wire
 from p2ptrain.progress import Jobs, untold
 from p2ptrain.training.checkpoints.stage_list import STAGES_FILE
 from p2ptrain.training.checkpoints.tensor_file import hash_file, write_tensors
@@ -273,7 +274,7 @@ def _write_files(
     # Hashed after the writing, so that a change during it shows in one of the two.
     if merkle_tree(tensors).root != head.digest:
         raise CheckpointError("the shared state has not the digest of its round: nothing was saved; re-sync first")
-    values = head.to_dict()
+    values = to_wire(head)
     description = {
         "format": FORMAT,
         "swarm": swarm.hex(),
@@ -305,7 +306,7 @@ def _read_info(path: Path) -> tuple[CheckpointInfo, dict[str, dict[str, Any]]]:
         values = description["head"]
         for key in ("lineage", "digest", "certificate"):
             values[key] = bytes.fromhex(values[key])
-        head = Head.from_dict(values)
+        head = from_wire(Head, values)
         files: dict[str, dict[str, Any]] = description["files"]
         if set(files) != {SHARED_FILE, LOCAL_FILE}:
             raise ValueError("it does not list the right files")

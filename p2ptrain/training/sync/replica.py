@@ -70,15 +70,11 @@ class Replica:
         self.state = state
         spec, layout, fragments = context.spec, state.layout, state.fragments
         goal = Goal(samples=training.global_batch) if training.every == 1 else Goal(steps=training.steps_per_round)
-        codec = vector_codec(spec, layout)
-        self.averager = Averager(
-            context.rpc, context.runtime, context.signer, context.swarm, spec, codec, membership, state.head,
-            layout.num_values, layout.fingerprint, goal,
-        )  # fmt: skip
         self._codecs = [vector_codec(spec, fragment.layout) for fragment in fragments]
         sizes = [fragment.num_values for fragment in fragments]
-        self.averager.take_turns(self._codecs, sizes)
-        self.feedback = ErrorFeedback(layout.num_values, codec, spec.feedback_decay)
+        parts = list(zip(self._codecs, sizes, strict=True))
+        self.averager = Averager(context, membership, state.head, parts, layout.fingerprint, goal)
+        self.feedback = ErrorFeedback(layout.num_values, vector_codec(spec, layout), spec.feedback_decay)
         self._feedbacks = self.feedback.split(self._codecs, sizes)
         self.drops_stale = training.every == 1
         self._buffer: torch.Tensor | None = None

@@ -45,6 +45,8 @@ import msgpack
 import torch
 
 from p2ptrain import Manifest, SavePolicy, Swarm
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Bring
 from p2ptrain.averaging.protocol.certificate import Body
 from p2ptrain.errors import P2PTrainError
 from p2ptrain.network.chunks.server import Ration
@@ -208,12 +210,12 @@ def follow_poison(orders: Orders, rpc: Rpc) -> None:
     @contextlib.asynccontextmanager
     async def open_poisoned(peer: str, name: str, request: Any, *rest: Any, **options: Any) -> Any:
         async with open_(peer, name, request, *rest, **options) as channel:
-            if name == "butterfly" and "codec" in request:
+            if name == ALLREDUCE and isinstance(request, Bring):
                 if orders.poison is not None:
-                    poisoned[request["group"]], orders.poison = orders.poison, None
+                    poisoned[request.group], orders.poison = orders.poison, None
                     say("poisoned")
-                if request["group"] in poisoned:
-                    number = struct.pack("<f", poisoned[request["group"]])
+                if request.group in poisoned:
+                    number = struct.pack("<f", poisoned[request.group])
                     yield LyingChannel(channel, bulk_lie=lambda data: (number * len(data))[: len(data)])
                     return
             yield channel

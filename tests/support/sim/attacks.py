@@ -18,7 +18,7 @@ from torch import Tensor
 
 from p2ptrain.averaging.vector.partition import split_shares
 from p2ptrain.averaging.vector.reduce import OwnShare
-from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.vector.streaming import EncodedStream
 from p2ptrain.codecs import CodecError, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -242,7 +242,7 @@ def reduce_round(
 
     async def reduce_all() -> None:
         for share, (low, high) in zip(shares, spans, strict=True):
-            encoded = Growing(bytearray(codec.encoded_bytes(high - low)))
+            encoded = EncodedStream(bytearray(codec.encoded_bytes(high - low)))
             await share.reduce(runtime, contributors, [tokens[i] for i in contributors], encoded)
             codec.decode_into(encoded.data, mean[low:high])
 

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from p2ptrain.averaging.averager import Averager, RoundOutcome
 from p2ptrain.averaging.commit.encodings import decode_means
-from p2ptrain.averaging.grouping.matchmaker import BehindError
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
 from p2ptrain.averaging.protocol.head import Head, genesis
-from p2ptrain.codecs import get_codec
+from p2ptrain.averaging.timing.global_batch import NO_GOAL, Goal
+from p2ptrain.codecs import Codec, get_codec
 from p2ptrain.errors import TemporaryError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.client import Rpc
 from p2ptrain.network.simulated import SimulatedNetwork, SimulatedPeer
 from p2ptrain.network.transport import Transport
-from tests.support.sim.peers import SWARM
+from tests.support.sim.peers import SWARM, Member
 
 LAYOUT = b"y" * 32
 RECORD_SECONDS = 120.0
@@ -102,26 +104,47 @@ def record_of(peer: SimulatedPeer, head: Head) -> PeerRecord:
     )  # fmt: skip
 
 
+def make_matchmaker(
+    member: Member, swarm: Iterable[Member], spec: AveragingSpec, head: Head, goal: Goal = NO_GOAL
+) -> tuple[Matchmaker, Membership]:
+    """A matchmaker, and its membership, which knows of all peers of the swarm."""
+    membership = Membership(member.rpc.peer_id, member.peer.runtime)
+    for other in swarm:
+        membership.update(record_of(other.peer, head), 1, 1e12)
+    context = PeerContext(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec)
+    return Matchmaker(context, membership, head, goal), membership
+
+
 async def start_averagers(
     network: SimulatedNetwork,
     peers: list[SimulatedPeer],
     spec: AveragingSpec,
     num_values: int,
     transport_of: Callable[[SimulatedPeer], Transport] = lambda peer: peer.transport,
+    parts: Sequence[tuple[Codec, int]] = (),
 ) -> list[AveragingPeer]:
-    """One averager on each of ``peers``, over its transport or what stands before it; all know of each other."""
+    """One averager on each of ``peers``, over its transport or what stands before it; all know of each other.
+
+    Args:
+        network: Carries them.
+        peers: Where they run.
+        spec: How they average.
+        num_values: Length of their vectors.
+        transport_of: What a peer's streams go over.
+        parts: Codec and size of the parts of the vector that rounds average in turn; all of it if empty.
+    """
     head = genesis(SWARM, b"d" * 32)
     started = []
     for index, peer in enumerate(peers):
         rpc = Rpc(transport_of(peer), peer.runtime, SWARM)
         membership = Membership(peer.peer_id, peer.runtime)
-        averager = Averager(
-            rpc, peer.runtime, peer.signer, SWARM, spec, get_codec(spec.codec), membership, head, num_values, LAYOUT
-        )
+        context = PeerContext(rpc, peer.runtime, peer.signer, SWARM, spec)
+        averager = Averager(context, membership, head, parts or [(get_codec(spec.codec), num_values)], LAYOUT)
         averager.matchmaker.participates = True
         await rpc.start()
         vector = torch.randn(num_values, generator=torch.Generator().manual_seed(index))
-        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector))
+        sizes = tuple(size for _, size in parts)
+        started.append(AveragingPeer(peer, rpc, membership, averager, spec, vector, sizes=sizes))
     for each in started:
         each.others = [other for other in started if other is not each]
     return started

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Request
+from p2ptrain.averaging.allreduce.session import AllReduceSession, Contribution, SessionResult
 from p2ptrain.averaging.commit.attempt import Attempt
 from p2ptrain.averaging.commit.recovery import Settlements
 from p2ptrain.averaging.commit.round_log import History
-from p2ptrain.averaging.protocol.certificate import Roster, Ticket
+from p2ptrain.averaging.context import PeerContext
+from p2ptrain.averaging.protocol.certificate import Certificate, Roster, Ticket
 from p2ptrain.averaging.protocol.head import Head, genesis
 from p2ptrain.averaging.timing.deadlines import beat_seconds
 from p2ptrain.codecs import Codec, get_codec
@@ -25,15 +27,51 @@ HEAD = genesis(SWARM, b"d" * 32)
 NUM_VALUES = 60
 
 
+class Unseen:
+    """Hears of nothing."""
+
+    def phase_entered(self, phase: str) -> None:
+        """See `Observer`."""
+
+    def part_arrived(self, peer: str, num_bytes: int, seconds: float, senders: int) -> None:
+        """See `Observer`."""
+
+    def evidence_found(self, evidence: bytes) -> None:
+        """See `Observer`."""
+
+
 @dataclass
 class RosterMember:
     """One member's side of one attempt."""
 
     member: Member
     attempt: Attempt
-    butterfly: Butterfly
+    session: AllReduceSession
     history: History
     settlements: Settlements
+    result: SessionResult = field(init=False)
+
+    async def run(self) -> Certificate:
+        """Take part; raise why the attempt failed, if it did."""
+        self.result = await self.session.run()
+        if self.result.failure is not None:
+            raise self.result.failure
+        assert self.result.certificate is not None
+        return self.result.certificate
+
+    def encode_in(self, codec: Codec) -> None:
+        """Let this member's parts travel in another codec."""
+        self.session.contribution = replace(self.session.contribution, codec=codec)
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """By member: why this one refused its part."""
+        return {other.peer: other.refusal for other in self.session.others if other.refusal}
+
+    @property
+    def refused_by(self) -> dict[int, str]:
+        """By owner: why it refused this member's part."""
+        return {owner.index: owner.refused_us for owner in self.session.owners if owner.refused_us}
 
 
 def make_ticket(member: Member, tokens: int = 10, head: Head = HEAD) -> Ticket:
@@ -61,23 +99,22 @@ def make_roster(
     for i in order:
         member, attempt = swarm[i], Attempt(roster, HEAD, bounds, codec, SWARM, spec)
         rpc, runtime, signer = member.rpc, member.peer.runtime, member.peer.signer
-        butterfly = Butterfly(attempt, vectors[i], rpc, runtime, signer, spec)
+        context = PeerContext(rpc, runtime, signer, SWARM, spec)
+        session = AllReduceSession(context, attempt, Contribution(vectors[i], codec), Unseen(), set())
         history = History(rpc, runtime, signer, SWARM, codec, spec, 1 << 20)
         settlements = Settlements(rpc, signer, history)
         settlements.remember(attempt)
 
-        async def serve(channel: Channel, request: dict[str, Any], butterfly: Butterfly = butterfly) -> None:
+        async def serve(channel: Channel, request: Request, session: AllReduceSession = session) -> None:
             channel.beat(beat_seconds(spec.grace_seconds))
-            await butterfly.serve(channel, request)
+            await session.serve(channel, request)
 
-        rpc.serve_channel("butterfly", dict, serve)
-        result.append(RosterMember(member, attempt, butterfly, history, settlements))
+        rpc.serve_channel(ALLREDUCE, Request, serve)
+        result.append(RosterMember(member, attempt, session, history, settlements))
     return result
 
 
 async def stop(roster: list[RosterMember], linger: bool = False) -> None:
     """End all streams."""
     for each in roster:
-        await each.butterfly.stop_sending()
-    for each in roster:
-        await each.butterfly.stop_serving(linger)
+        await each.session.close(linger=linger)

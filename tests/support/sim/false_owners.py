@@ -7,33 +7,36 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgpack
 import torch
 from torch import Tensor
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.member import Member
+from p2ptrain.averaging.allreduce.messages import Signatures
+from p2ptrain.averaging.allreduce.session import AllReduceSession
+from p2ptrain.averaging.allreduce.spot_checks import SpotChecks
 from p2ptrain.averaging.averager import Averager
 from p2ptrain.averaging.commit.provenance import Origin
 from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.protocol.head import Head
-from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, chunk_values, mean_tree
-from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, mean_tree
+from p2ptrain.averaging.vector.streaming import EncodedStream
 from p2ptrain.averaging.verification.audit import Audit
+from p2ptrain.averaging.verification.opening import Answer, Opening
 from p2ptrain.errors import IntegrityError
-from p2ptrain.manifest import canonical_bytes
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import from_bytes, to_bytes
 
-Corrupt = Callable[[Butterfly], None]
+Corrupt = Callable[[AllReduceSession], None]
 
 
 def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
     """Let ``corrupt`` change each attempt of a peer before it begins."""
     prepare = averager._attempts.prepare
 
-    def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> Butterfly:
-        butterfly = prepare(roster, head, vector, origin)
-        corrupt(butterfly)
-        return butterfly
+    def prepare_lie(roster: Roster, head: Head, vector: Tensor, origin: Origin | None) -> AllReduceSession:
+        session = prepare(roster, head, vector, origin)
+        corrupt(session)
+        return session
 
     averager._attempts.prepare = prepare_lie  # type: ignore[method-assign]
 
@@ -41,8 +44,8 @@ def corrupt_rounds(averager: Averager, corrupt: Corrupt) -> None:
 def falsify(chunks: Sequence[int] | None) -> Corrupt:
     """Change a value in some chunks of the own share's mean; in all of them for None."""
 
-    def corrupt(butterfly: Butterfly) -> None:
-        share = butterfly.exchange.share
+    def corrupt(session: AllReduceSession) -> None:
+        share = session.share
         reduce_piece = share.reduce_piece
 
         def reduce_falsely(
@@ -59,9 +62,9 @@ def falsify(chunks: Sequence[int] | None) -> Corrupt:
     return corrupt
 
 
-def weigh_falsely(butterfly: Butterfly) -> None:
+def weigh_falsely(session: AllReduceSession) -> None:
     """Double the first contributor's weight at the cost of the others'."""
-    share = butterfly.exchange.share
+    share = session.share
     weights = share.weights
 
     def doubled(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -71,9 +74,9 @@ def weigh_falsely(butterfly: Butterfly) -> None:
     share.weights = doubled  # type: ignore[method-assign]
 
 
-def leave_one_out(butterfly: Butterfly) -> None:
+def leave_one_out(session: AllReduceSession) -> None:
     """Give the first other contributor no weight, and say that it has some."""
-    share, own = butterfly.exchange.share, butterfly.exchange.index
+    share, own = session.share, session.own.index
     weights = share.weights
 
     def without(contributors: Sequence[int], tokens: Sequence[int]) -> list[float]:
@@ -83,11 +86,11 @@ def leave_one_out(butterfly: Butterfly) -> None:
     share.weights = without  # type: ignore[method-assign]
 
 
-def state_fewer(butterfly: Butterfly) -> None:
+def state_fewer(session: AllReduceSession) -> None:
     """Reduce without the first other contributor, and say so in the statement."""
-    leave_one_out(butterfly)
-    audit, own = butterfly.exchange.audit, butterfly.exchange.index
-    if audit is None:  # Alone, there is nobody to lie to.
+    leave_one_out(session)
+    audit, own = audit_of(session), session.own.index
+    if audit is None:
         return
     state = audit.state
 
@@ -98,17 +101,22 @@ def state_fewer(butterfly: Butterfly) -> None:
     audit.state = state_without  # type: ignore[method-assign]
 
 
+def audit_of(session: AllReduceSession) -> Audit | None:
+    """Its side of the checks; None for a lone member, which has nobody to lie to."""
+    return session.verifier.audit if isinstance(session.verifier, SpotChecks) else None
+
+
 def with_answer(answer: Callable[[bytes], bytes]) -> Corrupt:
     """Falsify all chunks, and answer checks with something else."""
 
-    def corrupt(butterfly: Butterfly) -> None:
-        falsify(None)(butterfly)
-        audit = butterfly.exchange.audit
-        if audit is None:  # Alone, there is nobody to lie to.
+    def corrupt(session: AllReduceSession) -> None:
+        falsify(None)(session)
+        audit = audit_of(session)
+        if audit is None:
             return
         honest = audit.answer
 
-        async def answered(chunks: Any) -> bytes:
+        async def answered(chunks: Sequence[int]) -> bytes:
             return answer(await honest(chunks))
 
         audit.answer = answered  # type: ignore[method-assign]
@@ -116,23 +124,24 @@ def with_answer(answer: Callable[[bytes], bytes]) -> Corrupt:
     return corrupt
 
 
-def forge_parts(answer: bytes) -> bytes:
+def forge_parts(data: bytes) -> bytes:
     """Show other parts than were sent: those of which the mean would be right, say."""
-    statement, commitments, keys, proof, openings = msgpack.unpackb(answer)
-    for opening in openings:
-        opening[2][0][0] = bytes(len(opening[2][0][0]))
-    return canonical_bytes([statement, commitments, keys, proof, openings])
+    answer, openings = from_bytes(Answer, data), []
+    for opening in answer.openings:
+        (part, proof), *others = opening.parts
+        openings.append(Opening(opening.own, opening.own_proof, ((bytes(len(part)), proof), *others)))
+    return to_bytes(Answer(answer.opened, tuple(openings)))
 
 
-def refuse(butterfly: Butterfly) -> None:
+def refuse(session: AllReduceSession) -> None:
     """Falsify the first chunk, and refuse to show that one; all others are shown."""
-    falsify([0])(butterfly)
-    audit = butterfly.exchange.audit
-    if audit is None:  # Alone, there is nobody to lie to.
+    falsify([0])(session)
+    audit = audit_of(session)
+    if audit is None:
         return
     honest = audit.answer
 
-    async def refused(chunks: Any) -> bytes:
+    async def refused(chunks: Sequence[int]) -> bytes:
         if 0 in chunks:
             raise IntegrityError("no")
         return await honest(chunks)
@@ -140,15 +149,15 @@ def refuse(butterfly: Butterfly) -> None:
     audit.answer = refused  # type: ignore[method-assign]
 
 
-def fall_silent(butterfly: Butterfly) -> None:
+def fall_silent(session: AllReduceSession) -> None:
     """As `refuse`, but by never answering."""
-    falsify([0])(butterfly)
-    audit = butterfly.exchange.audit
-    if audit is None:  # Alone, there is nobody to lie to.
+    falsify([0])(session)
+    audit = audit_of(session)
+    if audit is None:
         return
     honest = audit.answer
 
-    async def silent(chunks: Any) -> bytes:
+    async def silent(chunks: Sequence[int]) -> bytes:
         if 0 in chunks:
             await asyncio.sleep(3600)
         return await honest(chunks)
@@ -156,50 +165,54 @@ def fall_silent(butterfly: Butterfly) -> None:
     audit.answer = silent  # type: ignore[method-assign]
 
 
-def complain(butterfly: Butterfly) -> None:
+def complain(session: AllReduceSession) -> None:
     """Say of the first share that is checked that its owner did not show a chunk."""
-    exchange = butterfly.exchange
-    examine = exchange.examine
+    checks = session.verifier
+    if not isinstance(checks, SpotChecks):
+        return
+    examine = checks._examine
 
-    async def examined(owner: int, chunks: list[int], channel: Channel) -> bool:
+    async def examined(owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
         right = await examine(owner, chunks, channel)
-        if not exchange.faults:
-            exchange.find_fault(owner, chunks or [0], "nothing", late=False)
+        if not checks.faulty():
+            checks._find_fault(owner, chunks or [0], "nothing", late=False)
         return right
 
-    exchange.examine = examined  # type: ignore[method-assign]
+    checks._examine = examined  # type: ignore[method-assign]
 
 
-def claim_signatures(butterfly: Butterfly) -> None:
+def claim_signatures(session: AllReduceSession) -> None:
     """Falsify the first chunk, and say that a majority has signed the result to who asks for that one."""
-    falsify([0])(butterfly)
-    served = butterfly._served
-    honest = served._open_chunks
+    falsify([0])(session)
+    checks = session.verifier
+    honest = checks.open_chunks
 
-    async def claimed(channel: Channel, chunks: Any) -> bool:
+    async def claimed(channel: Channel, chunks: Sequence[int]) -> bool:
         if 0 not in chunks:
             return await honest(channel, chunks)
-        await channel.send({"proofs": [[peer, b"no signature"] for peer in butterfly.attempt.roster.members]})
+        await channel.send(Signatures(tuple((member.peer, b"no signature") for member in session.members)))
         return False
 
-    served._open_chunks = claimed  # type: ignore[method-assign]
+    checks.open_chunks = claimed  # type: ignore[method-assign]
 
 
-def state_two_means(butterfly: Butterfly, delay_seconds: float = 0.0) -> None:
+def state_two_means(session: AllReduceSession, delay_seconds: float = 0.0) -> None:
     """Tell one member of another mean than the rest, maybe later: each is right for another part of the owner's own."""
-    exchange, served = butterfly.exchange, butterfly._served
-    if exchange.audit is None:  # Alone, there is nobody to lie to.
+    audit = audit_of(session)
+    if audit is None:
         return
-    attempt, index = exchange.attempt, exchange.index
-    victim = next(i for i in range(len(attempt.roster.tickets)) if i != index)
-    share, twin, twin_served = copy.copy(exchange.share), copy.copy(exchange), copy.copy(served)
-    vector = 0.5 * exchange.vector
+    attempt, index, context = session.attempt, session.own.index, session.context
+    victim, served = session.others[0], session._incoming
+    share, twin, twin_served = copy.copy(session.share), copy.copy(session), copy.copy(served)
+    vector = 0.5 * session.contribution.vector
     share._own = vector[attempt.bounds[index] : attempt.bounds[index + 1]]
     twin.own_mean = asyncio.get_running_loop().create_future()
-    twin.audit = Audit(attempt, share, index, exchange.runtime, exchange.signer, exchange.spec, vector)
-    twin.audit._commitments = exchange.audit._commitments
-    twin_served._exchange = twin
-    reduce, serve, give = butterfly._reduce_own_share, served._serve_member, twin_served._give_mean
+    twin.verifier = copy.copy(session.verifier)
+    twin_audit = Audit(attempt, share, index, context.runtime, context.signer, context.spec, vector)
+    twin_audit._commitments = audit._commitments
+    twin.verifier.audit = twin_audit  # type: ignore[attr-defined]
+    twin_served._session = twin
+    reduce, serve, give = session._reduce, served._serve_member, twin_served._give_mean
 
     async def give_late(*arguments: Any) -> None:
         await asyncio.sleep(delay_seconds)
@@ -208,32 +221,31 @@ def state_two_means(butterfly: Butterfly, delay_seconds: float = 0.0) -> None:
     async def reduce_twice() -> None:
         await reduce()
         assert attempt.contributors is not None
-        assert twin.audit is not None
-        share.parts, share.trees = exchange.share.parts, dict(exchange.share.trees)
+        share.parts, share.trees = session.share.parts, dict(session.share.trees)
         share.measure_own()
         codec, size = share._codec, len(share._own)
-        mean = Growing(bytearray(codec.encoded_bytes(size)))
-        await share.reduce(exchange.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
+        mean = EncodedStream(bytearray(codec.encoded_bytes(size)))
+        await share.reduce(context.runtime, attempt.contributors, [10] * len(attempt.contributors), mean)
         twin.own_mean.set_result(mean)
-        await twin.audit.state(attempt.contributors, mean_tree(codec, mean.data, size, chunk_values(codec)))
+        await twin_audit.state(attempt.contributors, mean_tree(codec, mean.data, size, attempt.chunk))
 
-    async def serve_another(channel: Channel, sender: int, *rest: Any) -> None:
-        await (twin_served._serve_member if sender == victim else serve)(channel, sender, *rest)
+    async def serve_another(channel: Channel, member: Member, *rest: Any) -> None:
+        await (twin_served._serve_member if member is victim else serve)(channel, member, *rest)
 
     twin_served._give_mean = give_late  # type: ignore[method-assign, assignment]
-    butterfly._reduce_own_share = reduce_twice  # type: ignore[method-assign]
+    session._reduce = reduce_twice  # type: ignore[method-assign]
     served._serve_member = serve_another  # type: ignore[method-assign, assignment]
 
 
-def understate_own_norm(butterfly: Butterfly) -> None:
+def understate_own_norm(session: AllReduceSession) -> None:
     """Let the own part count in full though it is a hundred times as long as it says."""
-    share = butterfly.exchange.share
+    share = session.share
     measure = share.measure_own
 
     def measure_falsely() -> None:
         measure()
         share._own = share._own * 100  # Only here: what is sent to others is not changed.
-        audit = butterfly.exchange.audit
+        audit = audit_of(session)
         assert audit is not None
         audit._own = share._own
 

@@ -96,7 +96,7 @@ def measure(swarm: Swarm, arm: Arm, role: str = "follower", frozen: int = 1) -> 
         started = await start_averagers(network, peers, swarm.spec, swarm.values)
         for _ in range(ROUNDS_BEFORE):
             cost.normal = await _round(network, started, cost)
-        key = started[0].averager.matchmaker._place.key
+        key = started[0].averager.matchmaker._position.key
         order = sorted(started, key=lambda each: rank(each.peer.peer_id, key))
         victims = order[:frozen] if role == "leader" else order[-frozen:]
         survivors = [each for each in started if each not in victims]

@@ -9,6 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Request
+from p2ptrain.averaging.grouping.messages import JOIN, Join
+from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.network.rpc.channel import Channel
 from tests.support.lying import BulkLie, Lie, LyingChannel, Message
 from tests.support.sim.trainers import SimulatedTrainer
@@ -17,10 +21,10 @@ from tests.support.sim.trainers import SimulatedTrainer
 def lie_in_rounds(
     trainer: SimulatedTrainer, lie: Lie = lambda to, message: message, bulk_lie: BulkLie = lambda data: data
 ) -> None:
-    """Change what a trainer sends in butterflies, on the streams that it opens and on those that it serves."""
-    serve, open_ = trainer.sync.averager._attempts._serve_butterfly, trainer.rpc.open
+    """Change what a trainer sends in rounds, on the streams that it opens and on those that it serves."""
+    serve, open_ = trainer.sync.averager._attempts._serve, trainer.rpc.open
 
-    async def lying_serve(channel: Channel, request: Message) -> None:
+    async def lying_serve(channel: Channel, request: Request) -> None:
         await serve(LyingChannel(channel, lie, bulk_lie), request)  # type: ignore[arg-type]
 
     @asynccontextmanager
@@ -28,27 +32,26 @@ def lie_in_rounds(
         peer: str, name: str, request: Message, timeout_seconds: float, **options: Any
     ) -> AsyncIterator[Any]:
         async with open_(peer, name, request, timeout_seconds, **options) as channel:
-            yield LyingChannel(channel, lie, bulk_lie) if name == "butterfly" else channel
+            yield LyingChannel(channel, lie, bulk_lie) if name == ALLREDUCE else channel
 
     def opened(*args: Any, **options: Any) -> AbstractAsyncContextManager[Any]:
         return lying_open(*args, **options)
 
-    trainer.rpc.serve_channel("butterfly", dict, lying_serve)
+    trainer.rpc.serve_channel(ALLREDUCE, Request, lying_serve)
     trainer.rpc.open = opened  # type: ignore[method-assign]
 
 
-def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Message], Message], Awaitable[Message]]) -> list[str]:
-    """Answer every ticket with ``answer(all requests so far, this one)``; the list fills with who asked."""
+def lead_badly(trainer: SimulatedTrainer, answer: Callable[[list[Ticket], Ticket], Awaitable[object]]) -> list[str]:
+    """Answer every ticket with ``answer(all tickets so far, this one)``; the list fills with who asked."""
     asked: list[str] = []
-    requests: list[Message] = []
+    tickets: list[Ticket] = []
 
-    async def join(channel: Channel, request: Message) -> None:
+    async def join(channel: Channel, request: Join) -> None:
         asked.append(channel.remote)
-        requests.append(request)
-        reply = await answer(requests, request)
-        await channel.send(reply)
+        tickets.append(request.ticket)
+        await channel.send(await answer(tickets, request.ticket))
 
-    trainer.rpc.serve_channel("rally.join", dict, join)
+    trainer.rpc.serve_channel(JOIN, Join, join)
     return asked
 
 
@@ -76,12 +79,12 @@ BROKEN_PARTS: dict[str, BulkLie] = {
 """Parts and means that no codec takes."""
 
 BAD_MESSAGES: dict[str, Lie] = {
-    "mask of nobody": with_field("mask", []),
-    "mask of one": with_field("mask", [0]),
-    "mask out of range": with_field("mask", [0, 99]),
-    "mask of words": with_field("mask", "everybody"),
-    "mask of nested lists": with_field("mask", [[0], [1]]),
-    "no mask": without_field("mask"),
+    "mask of nobody": with_field("contributors", []),
+    "mask of one": with_field("contributors", [0]),
+    "mask out of range": with_field("contributors", [0, 99]),
+    "mask of words": with_field("contributors", "everybody"),
+    "mask of nested lists": with_field("contributors", [[0], [1]]),
+    "no mask": without_field("contributors"),
     "another body": with_field("body", b"b" * 32),
     "a body of words": with_field("body", "body"),
     "a forged signature": with_field("proof", b"p" * 32),

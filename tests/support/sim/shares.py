@@ -15,7 +15,7 @@ from p2ptrain.averaging.protocol.certificate import Roster, Ticket
 from p2ptrain.averaging.protocol.head import genesis
 from p2ptrain.averaging.vector.merkle_sum import SumTree
 from p2ptrain.averaging.vector.reduce import OwnShare, chunk_values, mean_tree
-from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.vector.streaming import EncodedStream
 from p2ptrain.averaging.verification.audit import Audit
 from p2ptrain.averaging.verification.opening import Rules
 from p2ptrain.codecs import Codec
@@ -90,7 +90,7 @@ class Group:
             share.add(index, part, came, tree)
         data = bytearray(share._codec.encoded_bytes(high - low))
         tokens = [ticket.tokens for ticket in self.roster.tickets]
-        await share.reduce(audit._runtime, range(len(self.names)), tokens, Growing(data))
+        await share.reduce(audit._runtime, range(len(self.names)), tokens, EncodedStream(data))
         return audit, share, data
 
     def tree(self, owner: int, mean: bytearray) -> SumTree:
@@ -104,7 +104,7 @@ class Group:
         await audit.state(range(len(self.names)), tree)
         other, _ = self.audit(checker)
         other._attempt.means[owner] = mean
-        other.hear(owner, (await audit.statement).to_wire(), tree)
+        other.hear(owner, await audit.statement, tree)
         await other.check(owner, chunks, await audit.answer(chunks))
 
 

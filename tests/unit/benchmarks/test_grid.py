@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import grid
-from p2ptrain.averaging.grouping.tree import cell_of
+from p2ptrain.averaging.grouping.cells import cell_of
 
 LINEAGE = bytes(range(32))
 group_sizes = st.integers(2, 256)

@@ -11,7 +11,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from p2ptrain.averaging.allreduce.session import Butterfly
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Mask, Request
+from p2ptrain.averaging.allreduce.session import AllReduceSession
 from p2ptrain.averaging.commit.attempt import AttemptFailedError
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import Codec, CodecError, PartList, get_codec
@@ -64,7 +66,7 @@ def reference(contributors: list[int], codec: Codec = TOPK) -> torch.Tensor:
 
 
 async def run(roster: list[RosterMember]) -> list[Certificate | BaseException]:
-    results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+    results = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
     await stop(roster, linger=True)
     return results
 
@@ -81,7 +83,7 @@ def test_everybody_holds_the_exact_mean_of_what_was_sent(codec: Codec) -> None:
                 assert decoded(each).numpy().tobytes() == expected.numpy().tobytes()
                 assert each.attempt.means == roster[0].attempt.means
                 assert each.attempt.body == roster[0].attempt.body
-                assert each.butterfly.own_mean_exact is None
+                assert each.result.exact_mean is None
 
     simulate(main, seed=1)
 
@@ -93,7 +95,7 @@ def test_what_a_member_sent_is_its_whole_vector_with_its_own_share(codec: Codec)
             roster = gather(swarm, codec)
             await run(roster)
             for each, vector in zip(roster, make_vectors(4), strict=True):
-                sent = each.butterfly.exchange.sent_parts
+                sent = each.result.sent_parts
                 assert sorted(sent) == [0, 2, 3]
                 assert b"".join(sent[index] for index in sorted(sent)) == codec.encode(vector)
 
@@ -104,7 +106,7 @@ def test_a_list_is_as_long_as_there_are_contributors_not_members() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 4) as swarm:
             roster = gather(swarm)
-            roster[1].butterfly.exchange.vector *= 1000  # The others refuse it.
+            roster[1].session.contribution.vector.mul_(1000)  # The others refuse it.
             results = await run(roster)
             assert all(isinstance(result, Certificate) for result in results), results
             assert roster[0].attempt.contributors == (0, 2, 3)
@@ -122,7 +124,7 @@ def test_lists_wait_for_a_member_that_learns_late_who_contributed() -> None:
         async with members(network, 4) as swarm:
             roster = gather(swarm)
             late, slow_owner = roster[1], roster[3]
-            serve = slow_owner.butterfly.serve
+            serve = slow_owner.session.serve
 
             async def delayed(channel, request):  # type: ignore[no-untyped-def]
                 """The owner's mask reaches one member after the means of all others."""
@@ -130,14 +132,14 @@ def test_lists_wait_for_a_member_that_learns_late_who_contributed() -> None:
                     sending = channel.send
 
                     async def send(message):  # type: ignore[no-untyped-def]
-                        if "mask" in message:
+                        if isinstance(message, Mask):
                             await asyncio.sleep(0.5)
                         await sending(message)
 
                     channel.send = send
                 await serve(channel, request)
 
-            slow_owner.member.rpc.serve_channel("butterfly", dict, delayed)
+            slow_owner.member.rpc.serve_channel(ALLREDUCE, Request, delayed)
             results = await run(roster)
             assert all(isinstance(result, Certificate) for result in results), results
             assert late.attempt.means == roster[0].attempt.means
@@ -145,9 +147,9 @@ def test_lists_wait_for_a_member_that_learns_late_who_contributed() -> None:
     simulate(main, seed=4)
 
 
-def tampered(owner: Butterfly, change: Callable[[bytearray], None]) -> None:
+def tampered(owner: AllReduceSession, change: Callable[[bytearray], None]) -> None:
     """Let an owner change the list that it made before anybody has it."""
-    share = owner.exchange.share
+    share = owner.share
     list_parts, reduce = share._list_parts, share.reduce
 
     async def reduce_resizable(runtime, contributors, tokens, mean):  # type: ignore[no-untyped-def]
@@ -187,7 +189,7 @@ def test_members_do_not_sign_a_list_that_is_malformed_or_misquotes_them(
         async with members(network, 4) as swarm:
             roster = gather(swarm)
             evil = roster[3]
-            tampered(evil.butterfly, change)
+            tampered(evil.session, change)
             results = await run(roster)
             evil_id = evil.member.rpc.peer_id
             for index in refused_by:
@@ -214,7 +216,7 @@ def test_a_list_of_another_length_than_the_contributors_make_is_refused(change: 
                 else:
                     encoded.extend(bytes(change))
 
-            tampered(evil.butterfly, resize)
+            tampered(evil.session, resize)
             results = await run(roster)
             for failure in results[:3]:
                 assert isinstance(failure, AttemptFailedError)
@@ -233,7 +235,7 @@ def test_under_a_rule_by_votes_the_mean_is_dense(rule: str) -> None:
             for each in roster:
                 assert isinstance(each.attempt.mean_codec_of(0), PartList) == is_list
                 assert each.attempt.means == roster[0].attempt.means
-                assert (each.butterfly.own_mean_exact is None) == (is_list or each is roster[1])
+                assert (each.result.exact_mean is None) == (is_list or each is roster[1])
 
     simulate(main, seed=7)
 
@@ -242,7 +244,7 @@ def test_a_laggard_fetches_lists_and_refuses_those_of_other_contributors() -> No
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 4) as swarm:
             roster = gather(swarm)
-            roster[1].butterfly.exchange.vector *= 1000
+            roster[1].session.contribution.vector.mul_(1000)
             await run(roster)
             body, source, reader = roster[0].attempt.body, roster[0].member.rpc.peer_id, roster[1].history
             assert body is not None

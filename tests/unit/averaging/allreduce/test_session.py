@@ -7,6 +7,8 @@ import asyncio
 import pytest
 import torch
 
+from p2ptrain.averaging.allreduce.member import ALLREDUCE
+from p2ptrain.averaging.allreduce.messages import Bring, Mask, Request, Signature
 from p2ptrain.averaging.commit.attempt import AttemptFailedError, UnencodableError
 from p2ptrain.averaging.protocol.certificate import Certificate
 from p2ptrain.codecs import Codec, get_codec
@@ -44,7 +46,7 @@ def test_everybody_holds_the_same_weighted_mean_and_a_certificate(codec: str | C
         async with members(network, 3) as swarm:
             vectors = make_vectors(3)
             roster = make_roster(swarm, vectors, TOKENS, codec, spec=SPEC.model_copy(update={"aggregation": "mean"}))
-            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            certificates = await asyncio.gather(*(each.run() for each in roster))
             await stop(roster, linger=True)
             expected = sum((v * (t / 100) for v, t in zip(vectors, TOKENS, strict=True)), torch.zeros(NUM_VALUES))
             for each in roster:
@@ -61,7 +63,7 @@ def test_a_lone_member_certifies_its_own() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 1) as swarm:
             roster = make_roster(swarm, make_vectors(1), [10])
-            certificate = await roster[0].butterfly.run()
+            certificate = await roster[0].run()
             await stop(roster)
             assert certificate.body.contributors == ((0, 10, 1),)
             torch.testing.assert_close(decoded(roster[0]), make_vectors(1)[0])
@@ -74,8 +76,8 @@ def test_a_member_that_never_comes_fails_the_attempt_and_is_named() -> None:
         async with members(network, 3) as swarm:
             roster = make_roster(swarm, make_vectors(3), TOKENS)
             present, absent = roster[:2], roster[2]
-            absent.member.rpc.serve_channel("butterfly", dict, lambda channel, request: asyncio.sleep(60))
-            failures = await asyncio.gather(*(each.butterfly.run() for each in present), return_exceptions=True)
+            absent.member.rpc.serve_channel(ALLREDUCE, Request, lambda channel, request: asyncio.sleep(60))
+            failures = await asyncio.gather(*(each.run() for each in present), return_exceptions=True)
             await stop(roster)
             for failure in failures:
                 assert isinstance(failure, AttemptFailedError)
@@ -85,23 +87,23 @@ def test_a_member_that_never_comes_fails_the_attempt_and_is_named() -> None:
     simulate(main, seed=3)
 
 
-@pytest.mark.parametrize("phase", ["mask", "proof"])
-def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(phase: str) -> None:
+@pytest.mark.parametrize("missing", [Mask, Signature])
+def test_a_member_that_keeps_its_stream_but_stops_talking_is_named(missing: type) -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             roster = make_roster(swarm, make_vectors(2), [10, 10])
             honest, silent = roster
-            send = silent.butterfly.serve
+            send = silent.session.serve
 
             async def serve(channel, request):  # type: ignore[no-untyped-def]
                 sending = channel.send
-                channel.send = lambda message: asyncio.sleep(60) if phase in message else sending(message)
+                channel.send = lambda message: asyncio.sleep(60) if isinstance(message, missing) else sending(message)
                 await send(channel, request)
 
-            silent.member.rpc.serve_channel("butterfly", dict, serve)
-            other = asyncio.create_task(silent.butterfly.run())
+            silent.member.rpc.serve_channel(ALLREDUCE, Request, serve)
+            other = asyncio.create_task(silent.run())
             with pytest.raises(AttemptFailedError) as failure:
-                await honest.butterfly.run()
+                await honest.run()
             assert failure.value.suspects == (silent.member.rpc.peer_id,)
             other.cancel()
             await asyncio.gather(other, return_exceptions=True)
@@ -123,7 +125,7 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
 
                 def encode_into(self, vector, out):  # type: ignore[no-untyped-def]
                     encode_into(self, vector, out)
-                    if torch.equal(vector, evil.butterfly.exchange.vector[:20]):
+                    if torch.equal(vector, evil.session.contribution.vector[:20]):
                         out[:4] = b"\xff" * 4
 
                 def validate(self, data, num_values):  # type: ignore[no-untyped-def]
@@ -132,11 +134,11 @@ def test_a_part_that_is_not_finite_is_refused_at_once_and_its_sender_named() -> 
                 def largest(self, data, num_values):  # type: ignore[no-untyped-def]
                     return 0.0
 
-            evil.butterfly.exchange.part_codec = Evil()
-            results = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            evil.encode_in(Evil())
+            results = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds  # Nobody waited for what will not come.
             await stop(roster, linger=True)
-            assert list(roster[1].butterfly.exchange.refused) == [evil.member.rpc.peer_id]
+            assert list(roster[1].refused) == [evil.member.rpc.peer_id]
             assert isinstance(results[0], AttemptFailedError)
             for certificate in results[1:]:
                 assert isinstance(certificate, Certificate)
@@ -154,19 +156,19 @@ def test_a_thousandfold_contribution_is_left_out_and_its_sender_told(rule: str) 
             loud = next(i for i, member in enumerate(swarm) if member.rpc.peer_id == loud_id)
             vectors[loud] *= 1000
             roster = make_roster(swarm, vectors, [10] * 4, spec=spec)
-            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            certificates = await asyncio.gather(*(each.run() for each in roster))
             await stop(roster, linger=True)
             assert {certificate.body for certificate in certificates} == {certificates[0].body}
             assert [index for index, *_ in certificates[0].body.contributors] == [0, 1, 2]
             assert float(decoded(roster[0]).abs().max()) < 10
             for each in roster[:3]:
-                assert list(each.butterfly.exchange.refused) == [loud_id]
-                assert "times the group's median" in each.butterfly.exchange.refused[loud_id]
+                assert list(each.refused) == [loud_id]
+                assert "times the group's median" in each.refused[loud_id]
                 assert each.member.rpc.refusals[loud_id, "out of proportion"] == 1
-                assert each.butterfly.refusal == ""
+                assert each.result.refusal == ""
             # It takes part otherwise, reduces its share without itself, and knows why.
-            assert sorted(roster[3].butterfly.exchange.refused_by) == [0, 1, 2, 3]
-            assert "times the group's median" in roster[3].butterfly.refusal
+            assert sorted(roster[3].refused_by) == [0, 1, 2, 3]
+            assert "times the group's median" in roster[3].result.refusal
 
     simulate(main, seed=8)
 
@@ -175,18 +177,18 @@ def test_one_owner_s_word_is_not_enough_to_drop_a_contribution() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 4) as swarm:
             roster = make_roster(swarm, make_vectors(4), [10] * 4)
-            share = roster[0].butterfly.exchange.share
+            share = roster[0].session.share
 
             def slander() -> frozenset[int]:
                 share.refused[2] = "smells"
                 return frozenset({0, 1, 3})
 
             share.judge = slander  # type: ignore[method-assign]
-            await asyncio.gather(*(each.butterfly.run() for each in roster))
+            await asyncio.gather(*(each.run() for each in roster))
             await stop(roster, linger=True)
             assert roster[2].attempt.contributors == (0, 1, 3)
-            assert roster[2].butterfly.exchange.refused_by == {0: "smells"}
-            assert roster[2].butterfly.refusal == ""
+            assert roster[2].refused_by == {0: "smells"}
+            assert roster[2].result.refusal == ""
 
     simulate(main, seed=9)
 
@@ -197,7 +199,7 @@ def test_members_whose_bits_differ_in_scale_alone_all_count_in_a_pair() -> None:
             vectors = make_vectors(2)
             vectors[1] *= 1000  # Of two, nobody can say which is right.
             roster = make_roster(swarm, vectors, [10, 10])
-            certificates = await asyncio.gather(*(each.butterfly.run() for each in roster))
+            certificates = await asyncio.gather(*(each.run() for each in roster))
             await stop(roster, linger=True)
             assert [index for index, *_ in certificates[0].body.contributors] == [0, 1]
 
@@ -213,7 +215,7 @@ def test_an_update_beyond_the_limit_of_values_is_this_peer_s_own_fault(place: st
                 is_first = member.rpc.peer_id == min(other.rpc.peer_id for other in swarm)
                 vector[0 if is_first == (place == "own share") else -1] = 2e6
             roster = make_roster(swarm, vectors, [10, 10])
-            failures = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            failures = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
             await stop(roster)
             assert all(isinstance(failure, UnencodableError) for failure in failures), failures
 
@@ -226,12 +228,12 @@ def test_only_the_swarm_s_codec_and_smaller_ones_are_taken_for_a_part(part_codec
         async with members(network, 3) as swarm:
             roster = make_roster(swarm, make_vectors(3), TOKENS, "int8", bounds=(0, 0, 0, NUM_VALUES))
             odd, owner = roster[0], roster[2]
-            odd.butterfly.exchange.part_codec = get_codec(part_codec)
-            await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            odd.encode_in(get_codec(part_codec))
+            await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
             assert network.loop.time() < SPEC.grace_seconds
             await stop(roster, linger=True)
             assert owner.attempt.contributors == ((0, 1, 2) if is_allowed else (1, 2))
-            assert list(owner.butterfly.exchange.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
+            assert list(owner.refused) == ([] if is_allowed else [odd.member.rpc.peer_id])
 
     simulate(main, seed=8)
 
@@ -240,7 +242,7 @@ def test_an_update_beyond_the_codec_is_this_peer_s_own_fault() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with members(network, 2) as swarm:
             roster = make_roster(swarm, [torch.full((NUM_VALUES,), 1e6)] * 2, [10, 10], "fp16")
-            failures = await asyncio.gather(*(each.butterfly.run() for each in roster), return_exceptions=True)
+            failures = await asyncio.gather(*(each.run() for each in roster), return_exceptions=True)
             await stop(roster)
             assert all(isinstance(failure, UnencodableError) for failure in failures)
 
@@ -253,7 +255,8 @@ def test_a_stranger_and_a_second_stream_are_refused() -> None:
             roster = make_roster(swarm[:2], make_vectors(2), [10, 10])
             target = roster[0].member.rpc.peer_id
             for caller in (swarm[2].rpc, roster[1].member.rpc):
-                async with caller.open(target, "butterfly", {}, 2.0), caller.open(target, "butterfly", {}, 2.0):
+                bring = Bring(roster[0].attempt.roster.group_id, "fp32")
+                async with caller.open(target, ALLREDUCE, bring, 2.0), caller.open(target, ALLREDUCE, bring, 2.0):
                     await asyncio.sleep(0.5)
                 assert roster[0].member.rpc.refusals[caller.peer_id, "ProtocolError"] >= 1
             await stop(roster)
@@ -269,11 +272,11 @@ def test_a_member_whose_background_task_fails_gives_up_at_once_and_says_so(caplo
             def judge() -> frozenset[int]:
                 raise ZeroDivisionError("a defect")
 
-            roster[0].butterfly._share.judge = judge  # type: ignore[method-assign]
+            roster[0].session.share.judge = judge  # type: ignore[method-assign]
             began = network.loop.time()
-            others = [asyncio.create_task(each.butterfly.run()) for each in roster[1:]]
+            others = [asyncio.create_task(each.run()) for each in roster[1:]]
             with pytest.raises(AttemptFailedError, match=r"a part of this peer failed \(ZeroDivisionError"):
-                await roster[0].butterfly.run()
+                await roster[0].run()
             assert network.loop.time() - began < SPEC.round_seconds / 4
             await stop(roster)
             await asyncio.gather(*others, return_exceptions=True)

@@ -19,7 +19,7 @@ from tests.support.sim.peers import members
 
 async def complete(roster: list[RosterMember]) -> None:
     """Run the attempt, so that everybody holds everything."""
-    await asyncio.gather(*(each.butterfly.run() for each in roster))
+    await asyncio.gather(*(each.run() for each in roster))
     await stop(roster, linger=True)
 
 

@@ -24,7 +24,7 @@ async def certify(swarm: list[Member], codec: str | Codec = "fp32") -> tuple[lis
     """One certified round of all members; kept by the first."""
     vectors = [torch.full((NUM_VALUES,), float(index)) for index in range(len(swarm))]
     roster = make_roster(swarm, vectors, [10] * len(swarm), codec)
-    certificate = (await asyncio.gather(*(each.butterfly.run() for each in roster)))[0]
+    certificate = (await asyncio.gather(*(each.run() for each in roster)))[0]
     await stop(roster, linger=True)
     result = Result(certificate, [mean or b"" for mean in roster[0].attempt.means])
     roster[0].history.add(result)

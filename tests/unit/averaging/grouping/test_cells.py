@@ -1,19 +1,178 @@
-"""Which group a peer belongs to: the same for all, one at each level, and names from the wire are checked."""
+"""Every peer has one cell of each level, cells fit their groups, and trees give the exact mean however uneven."""
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2ptrain.averaging.grouping.cells import Cells, Key
+from p2ptrain.averaging.grouping.cells import (
+    MOST_FILL_PERCENT,
+    MOST_LEFT_OUT,
+    Cells,
+    Key,
+    cell_of,
+    delegate_order,
+    left_out,
+    level_cells,
+    parent_cell,
+    tree_cells,
+)  # fmt: skip
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.errors import IntegrityError
 
-LINEAGE = b"l" * 32
-NAMES = st.text(max_size=9)
+LINEAGE = bytes(range(32))
+group_sizes = st.integers(2, 256)
+swarm_sizes = st.integers(1, 20_000)
+lineages = st.binary(min_size=32, max_size=32)
+
+
+def names(count: int) -> list[str]:
+    return [f"p{index}" for index in range(count)]
+
+
+@pytest.mark.parametrize(("n", "size"), [(0, 32), (-1, 32), (5, 0), (2, 1), (100, 1)])
+def test_sizes_that_cannot_be_are_refused(n: int, size: int) -> None:
+    for function in (tree_cells, level_cells):
+        with pytest.raises(ValueError, match="cannot average in groups"):
+            function(n, size)
+
+
+def chi_square(counts: Mapping[Any, int], num_cells: int) -> float:
+    """The statistic against equal chances, cells that nobody is in included."""
+    expected = sum(counts.values()) / num_cells
+    return sum((count - expected) ** 2 for count in counts.values()) / expected + (num_cells - len(counts)) * expected
+
+
+@pytest.mark.parametrize("round_", range(8))
+def test_cells_are_balanced_and_drawn_anew_for_each_round_level_and_choice(round_: int) -> None:
+    draws = {
+        (level, choice): [cell_of(LINEAGE, round_, level, peer, 50, choice) for peer in names(4000)]
+        for level in range(2)
+        for choice in range(2)
+    }
+    draws[2, 0] = [cell_of(bytes(32), round_, 0, peer, 50) for peer in names(4000)]
+    for cells in draws.values():
+        assert set(cells) <= set(range(50))
+        assert chi_square(Counter(cells), 50) < 130  # The 1e-8 quantile with 49 degrees of freedom is 128.
+    for first, second in itertools.combinations(draws.values(), 2):
+        same = sum(a == b for a, b in zip(first, second, strict=True))
+        assert 30 < same < 140  # 80 on average if they are independent.
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 20))
+def test_the_share_that_is_left_out_is_that_of_those_beyond_the_size_of_a_group(
+    n: int, num_cells: int, size: int
+) -> None:
+    p = Fraction(1, num_cells)
+    chances = [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
+    beyond = sum(max(0, k - size) * chance for k, chance in enumerate(chances)) * num_cells / n
+    assert left_out(n, num_cells, size) == pytest.approx(float(beyond), rel=1e-12, abs=1e-30)
+
+
+@given(swarm_sizes, group_sizes)
+def test_a_tree_has_just_enough_cells(n: int, size: int) -> None:
+    cells = tree_cells(n, size)
+    assert left_out(n, cells, size) <= MOST_LEFT_OUT
+    assert cells == 1 or 100 * n <= MOST_FILL_PERCENT * cells * size
+    if cells > 1:
+        too_full = 100 * n > MOST_FILL_PERCENT * (cells - 1) * size
+        assert too_full or left_out(n, cells - 1, size) > MOST_LEFT_OUT
+    assert (cells == 1) == (n <= size)
+    assert tree_cells(n + 1, size) >= cells
+    assert left_out(n, cells + 1, size) <= left_out(n, cells, size) + 1e-30, "more cells leave out no more"
+
+
+@pytest.mark.parametrize(("n", "size"), [(24, 4), (100, 8), (512, 16), (2000, 64)])
+def test_as_few_are_left_out_of_trees_as_promised(n: int, size: int) -> None:
+    cells, peers, beyond, rounds = tree_cells(n, size), names(n), 0, 12_000 // n
+    for round_ in range(rounds):
+        counts = Counter(cell_of(LINEAGE, round_, 0, peer, cells) for peer in peers)
+        beyond += sum(max(0, count - size) for count in counts.values())
+    assert beyond / (rounds * n) < 1.5 * MOST_LEFT_OUT
+
+
+@given(swarm_sizes, group_sizes)
+def test_each_level_has_room_for_the_delegates_of_the_one_before(n: int, size: int) -> None:
+    levels = level_cells(n, size)
+    assert levels[-1] == 1
+    assert (len(levels) == 1) == (n <= size)
+    for before, after in itertools.pairwise(levels):
+        parents = [parent_cell(cell, before, after) for cell in range(before)] if before < 3000 else []
+        assert after < before
+        assert parents == sorted(parents)
+        assert max(Counter(parents).values(), default=0) <= size
+        assert not parents or set(parents) == set(range(after))
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 150), st.integers(4, 16), lineages, st.data())
+def test_a_tree_gives_the_exact_weighted_mean_however_uneven_its_cells(
+    n: int, size: int, lineage: bytes, data: st.DataObject
+) -> None:
+    weights = data.draw(st.lists(st.integers(1, 1000), min_size=n, max_size=n))
+    peers = names(n)
+    known = {peer: (Fraction(index**2 % 89, 3), weights[index]) for index, peer in enumerate(peers)}
+    mean = sum(value * weight for value, weight in known.values()) / sum(weights)
+    levels = level_cells(n, size)
+    groups = defaultdict(list)
+    for peer in peers:
+        groups[cell_of(lineage, 3, 0, peer, levels[0])].append(peer)
+    for level, num_cells in enumerate(levels, start=1):
+        delegates: dict[int, str] = {}
+        for cell, members in groups.items():
+            total = sum(known[peer][1] for peer in members)
+            held = Fraction(sum(known[peer][0] * known[peer][1] for peer in members), total)
+            for peer in members:
+                known[peer] = (held, total)
+            delegates[cell] = delegate_order(lineage, 3, level, members)[0]
+        if level < len(levels):
+            groups = defaultdict(list)
+            for cell, delegate in delegates.items():
+                groups[parent_cell(cell, num_cells, levels[level])].append(delegate)
+    (members,) = groups.values()
+    assert {known[peer] for peer in members} == {(mean, sum(weights))}
+
+
+@given(st.sets(st.text(max_size=5), max_size=8), st.text(max_size=5), lineages)
+def test_all_agree_on_who_stands_first_whomever_else_they_know(known: set[str], other: str, lineage: bytes) -> None:
+    order = delegate_order(lineage, 1, 2, known)
+    assert sorted(order) == sorted(known)
+    assert [peer for peer in delegate_order(lineage, 1, 2, [other, *order]) if peer != other or other in known] == order
+
+
+def test_standing_for_a_group_goes_round() -> None:
+    first = Counter(delegate_order(LINEAGE, round_, 0, names(5))[0] for round_ in range(1000))
+    assert chi_square(first, 5) < 45  # The 1e-8 quantile with 4 degrees of freedom is 43.
+
+
+def test_cells_and_chances_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one cell"):
+        cell_of(LINEAGE, 0, 0, "p", 0)
+    with pytest.raises(ValueError, match="counted from 0"):
+        cell_of(LINEAGE, 0, -1, "p", 2)
+    for numbers in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="make no sense"):
+            left_out(*numbers)
+    for cell in ((-1, 3, 2), (3, 3, 2), (0, 3, 0), (0, 3, 4)):
+        with pytest.raises(ValueError, match="no parent"):
+            parent_cell(*cell)
+
+
+def test_what_is_drawn_is_the_same_for_every_version_that_can_meet() -> None:
+    assert [cell_of(LINEAGE, 7, level, "peer", 1000) for level in range(3)] == [51, 584, 105]
+    assert delegate_order(LINEAGE, 7, 1, names(6)) == ["p2", "p3", "p1", "p4", "p5", "p0"]
+    assert [tree_cells(1000, size) for size in (4, 8, 16, 64)] == [620, 209, 84, 20]
+
+
+# The cells of a swarm
 
 
 def head(round_: int, present: int) -> Head:
@@ -35,7 +194,7 @@ def test_a_peer_is_in_one_cell_of_each_level_and_below_it_in_the_one_it_speaks_f
         assert [other for other in others if cells.includes(other, peer)] == [key]
         below = cells.key_of(place, peer, level - 1).cell if level else None
         assert cells.slot(key, peer) == (peer if below is None else f"cell {below}")
-        assert cells.check(list(key)) == key
+        cells.check(key)
     assert cells.num_cells(cells.key_of(place, peer, levels - 1)) == 1
 
 
@@ -52,14 +211,7 @@ def test_cells_are_drawn_anew_in_each_round() -> None:
     assert sum(a == b for a, b in zip(*drawn, strict=True)) < 20
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        None, [], [1, LINEAGE, 0, 0], [1, LINEAGE, 0, 0, 0, 0], [-1, LINEAGE, 0, 0, 0], [1, b"short", 0, 0, 0],
-        [1, LINEAGE, 1 << 40, 0, 0], [1, LINEAGE, 0, 1, 0], [1, LINEAGE, 0, 0, 1], [1, LINEAGE, 100, 0, 10**6],
-        [1, LINEAGE, True, 0, 0], ["1", LINEAGE, 0, 0, 0], [1 << 70, LINEAGE, 0, 0, 0],
-    ],
-)  # fmt: skip
-def test_names_of_groups_that_cannot_be_are_refused(values: Any) -> None:
-    with pytest.raises(IntegrityError):
-        Cells(8).check(values)
+@pytest.mark.parametrize(("present", "level", "cell"), [(0, 1, 0), (0, 0, 1), (100, 0, 10**6), (1 << 16, 15, 0)])
+def test_groups_that_no_tree_has_are_refused(present: int, level: int, cell: int) -> None:
+    with pytest.raises(IntegrityError, match="no tree"):
+        Cells(8).check(Key(1, LINEAGE, present, level, cell))

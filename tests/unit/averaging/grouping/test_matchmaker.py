@@ -9,32 +9,25 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.averaging.grouping import coordinator as conductor
+from p2ptrain.averaging.grouping import coordinator
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.coordinator import MAX_RALLIES
+from p2ptrain.averaging.grouping.coordinator import MAX_PENDING_GROUPS
 from p2ptrain.averaging.grouping.leaders import MOST_BELIEVED
 from p2ptrain.averaging.grouping.matchmaker import BehindError, Matchmaker, MismatchError, NoGroupError
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.messages import JOIN, Answer, Behind, Formed, Join, Redirected, Refused
 from p2ptrain.averaging.grouping.pending_group import Decision, Situation, decide, without_conflicts
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
-from p2ptrain.network.records.record import PeerRecord
 from p2ptrain.network.rpc.channel import Channel
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
+from tests.support.sim.averagers import make_matchmaker
 from tests.support.sim.averaging import HEAD, make_ticket
-from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.peers import Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 KEY = Key(HEAD.round, HEAD.lineage)
-
-
-def record(peer: str) -> PeerRecord:
-    return PeerRecord(
-        peer=peer, name=peer[-8:], version="0", protocol=1, role="trainer", state="training", device="cpu", round=0,
-        lineage=HEAD.lineage, digest=HEAD.digest, lineage_tokens=0, round_tokens=0, loss=None, tokens_per_second=0.0,
-        bytes_sent=0, bytes_received=0, reachability="direct", addresses=(), started_at=0.0, last_rounds=(),
-    )  # fmt: skip
 
 
 @asynccontextmanager
@@ -45,10 +38,7 @@ async def matchmakers(
     async with members(network, count) as swarm:
         result = []
         for member in swarm:
-            membership = Membership(member.rpc.peer_id, member.peer.runtime)
-            for other in swarm:
-                membership.update(record(other.rpc.peer_id), 1, 1e12)
-            matchmaker = Matchmaker(member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec, membership, HEAD)
+            matchmaker, membership = make_matchmaker(member, swarm, spec, HEAD)
             matchmaker.participates = True
             result.append((member, matchmaker, membership))
         line = result[0][1]._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
@@ -100,7 +90,7 @@ def test_a_leader_that_waits_for_the_answers_of_the_absent_rests(monkeypatch: py
             assert len(decided) < 100
             network.resume(stopped.peer)
 
-    monkeypatch.setattr(conductor, "decide", counted)
+    monkeypatch.setattr(coordinator, "decide", counted)
     simulate(main, seed=3)
 
 
@@ -125,7 +115,7 @@ def test_two_that_each_take_the_other_for_the_leader_meet_at_once(first_in_line:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
             for (_, matchmaker, _), (other, _, _) in zip(all_, reversed(all_), strict=True):
-                own = matchmaker._rpc.peer_id
+                own = matchmaker._context.peer_id
                 matchmaker._leaders.failed(KEY, own)
                 assert matchmaker._leaders.candidates(KEY, [])[0] == other.rpc.peer_id
             searches = []
@@ -150,7 +140,7 @@ def test_a_leader_that_could_not_be_reached_is_last_in_line_until_it_is() -> Non
             leaders = all_[2][1]._leaders
             assert leaders.unreachable(KEY) == {first}
             assert sorted([first, second, own], key=lambda peer: leaders.order(KEY, peer)) == [second, own, first]
-            leaders.nudged_by(KEY, first)
+            leaders.probed_by(KEY, first)
             assert leaders.candidates(KEY, []) == [first, second, own]
 
     simulate(main, seed=12)
@@ -200,7 +190,7 @@ def test_of_two_that_insist_and_both_have_followers_one_leads_all(failures_of_fi
                 for other, _, _ in all_:
                     if other.rpc.peer_id != own:
                         for _ in range(2):
-                            matchmaker._leaders.led_astray(KEY, other.rpc.peer_id)
+                            matchmaker._leaders.redirect_loop(KEY, other.rpc.peer_id)
                 for _ in range(failures_of_first):
                     matchmaker._leaders.failed(KEY, first)
                 assert matchmaker._leaders.candidates(KEY, [])[0] == own
@@ -238,19 +228,14 @@ def test_who_comes_new_learns_which_leaders_failed() -> None:
     simulate(main, seed=13)
 
 
-def test_nonsense_about_failed_leaders_is_ignored() -> None:
+def test_only_a_peer_that_saw_no_failure_believes_gossip_and_not_all_of_it() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
             leaders = all_[0][1]._leaders
-            too_many = {str(number): 1 for number in range(99)}
-            told: list[object] = [None, [], {"x": -1}, {"x": "1"}, {1: 1}, too_many]
-            for nonsense in told:
-                leaders.learn(KEY, nonsense)
-                assert leaders.told(KEY) == {}
-            leaders.learn(KEY, {"x": 1 << 40})
-            assert leaders.told(KEY) == {"x": MOST_BELIEVED}
-            leaders.learn(KEY, {"y": 1})
-            assert leaders.told(KEY) == {"x": MOST_BELIEVED}, "only who knows nothing learns"
+            leaders.learn(KEY, (("x", 1 << 40),))
+            assert leaders.gossip(KEY) == (("x", MOST_BELIEVED),)
+            leaders.learn(KEY, (("y", 1),))
+            assert leaders.gossip(KEY) == (("x", MOST_BELIEVED),)
 
     simulate(main, seed=14)
 
@@ -265,9 +250,9 @@ def test_two_that_send_each_other_on_do_not_spin() -> None:
                 async def redirect(channel: Channel, request: object, target: str = target) -> None:
                     nonlocal dials
                     dials += 1
-                    await channel.send({"kind": "redirect", "peer": target})
+                    await channel.send(Redirected(target))
 
-                liar.rpc.serve_channel("rally.join", dict, redirect)
+                liar.rpc.serve_channel(JOIN, Join, redirect)
             member, matchmaker, _ = all_[2]
             with pytest.raises(NoGroupError, match="1 of 3 peers are ready: no quorum"):
                 await matchmaker.find_group(make_ticket(member))
@@ -286,19 +271,19 @@ def test_who_is_leaving_leads_nobody_and_looks_for_no_group() -> None:
                 await matchmaker.find_group(make_ticket(member))
             assert network.loop.time() == began
             with pytest.raises(PeerRefusedError, match="leaving"):
-                await matchmaker._conductor.enlist(make_ticket(other), matchmaker.head, [], 99, [])
+                await matchmaker._coordinator.enlist(make_ticket(other), matchmaker.head, [], 99, [])
 
     simulate(main, seed=1)
 
 
-async def answered(network: SimulatedNetwork, answer: dict[str, object]) -> None:
+async def answered(network: SimulatedNetwork, answer: object) -> None:
     """What the last of three makes of a leader's answer."""
     async with matchmakers(network, 3) as all_:
 
         async def lie(channel: Channel, request: object) -> None:
             await channel.send(answer)
 
-        all_[0][0].rpc.serve_channel("rally.join", dict, lie)
+        all_[0][0].rpc.serve_channel(JOIN, Join, lie)
         member, matchmaker, _ = all_[2]
         try:
             await matchmaker.find_group(make_ticket(member))
@@ -310,20 +295,14 @@ async def answered(network: SimulatedNetwork, answer: dict[str, object]) -> None
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ({"kind": "behind", "peer": "x"}, BehindError),
-        ({"kind": "behind"}, BehindError),
-        ({"kind": "refused", "reason": "no"}, NoGroupError),
-        ({"kind": "refused", "reason": "other state", "mismatch": True}, MismatchError),
-        ({"kind": "roster"}, NoGroupError),
-        ({"kind": "roster", "tickets": []}, NoGroupError),
-        ({"kind": "roster", "tickets": [[]] * 3}, NoGroupError),
-        ({"kind": "roster", "tickets": [5] * 300}, NoGroupError),
+        (Behind("x"), BehindError),
+        (Behind(""), BehindError),
+        (Refused("no"), NoGroupError),
+        (Refused("other state", mismatch=True), MismatchError),
     ],
     ids=str,
 )
-def test_answers_become_typed_errors_and_count_against_the_leader(
-    answer: dict[str, object], error: type[Exception]
-) -> None:
+def test_answers_become_typed_errors_and_count_against_the_leader(answer: Answer, error: type[Exception]) -> None:
     async def main(network: SimulatedNetwork) -> None:
         with pytest.raises(error):
             await answered(network, answer)
@@ -342,7 +321,7 @@ def test_below_the_minimum_the_reason_says_so_within_the_deadline() -> None:
     simulate(main, seed=6)
 
 
-def test_rallies_are_bounded_and_the_real_one_stays() -> None:
+def test_pending_groups_are_bounded_and_the_real_one_stays() -> None:
     async def main(network: SimulatedNetwork) -> None:
         async with matchmakers(network, 2) as all_:
             victim, evil = all_[0], all_[1]
@@ -351,10 +330,10 @@ def test_rallies_are_bounded_and_the_real_one_stays() -> None:
             for number in range(50):
                 head = replace(HEAD, round=number + 1, tokens=number + 1)
                 ticket = make_ticket(evil[0], head=head)
-                victim[1]._conductor.rally(head, Key(head.round, head.lineage)).add(ticket, network.loop.time())
+                victim[1]._coordinator.group(head, Key(head.round, head.lineage)).add(ticket, network.loop.time())
                 await asyncio.sleep(0.01)
-                assert len(victim[1]._conductor._rallies) <= MAX_RALLIES
-            assert Key(HEAD.round, HEAD.lineage) in victim[1]._conductor._rallies
+                assert len(victim[1]._coordinator._groups) <= MAX_PENDING_GROUPS
+            assert Key(HEAD.round, HEAD.lineage) in victim[1]._coordinator._groups
             assert not own.done()
             own.cancel()
             await asyncio.gather(own, return_exceptions=True)
@@ -371,9 +350,9 @@ def test_a_cancelled_search_leaves_no_ticket_behind() -> None:
                 search.cancel()
                 await asyncio.gather(search, return_exceptions=True)
                 await asyncio.sleep(0.5)
-                assert matchmaker._place.following is None
-                rallies = [rally for _, other, _ in all_ for rally in other._conductor._rallies.values()]
-                assert not any(rally.members for rally in rallies)
+                assert matchmaker._position.following is None
+                groups = [group for _, other, _ in all_ for group in other._coordinator._groups.values()]
+                assert not any(group.members for group in groups)
 
     simulate(main, seed=8)
 
@@ -384,10 +363,10 @@ def test_tickets_in_a_roster_are_verified() -> None:
             other: Ticket = make_ticket(all_[1][0])
             forged = replace(other, tokens=999)
 
-            async def lie(channel: Channel, request: dict[str, object]) -> None:
-                await channel.send({"kind": "roster", "tickets": [request["ticket"], forged.to_wire()]})
+            async def lie(channel: Channel, request: Join) -> None:
+                await channel.send(Formed((request.ticket, forged)))
 
-            all_[0][0].rpc.serve_channel("rally.join", dict, lie)
+            all_[0][0].rpc.serve_channel(JOIN, Join, lie)
             member, matchmaker, membership = all_[2]
             with pytest.raises(NoGroupError, match="signature"):
                 await matchmaker.find_group(make_ticket(member))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 
 from p2ptrain.averaging.grouping.cells import Cells, Key
-from p2ptrain.averaging.grouping.leaders import MAX_NUDGERS, Leaders
+from p2ptrain.averaging.grouping.leaders import MAX_PROBERS, Leaders
 from p2ptrain.averaging.grouping.membership import (
+    ANSWER_SECONDS,
     MAX_AVOIDED_PEERS,
     MAX_KNOWN_PEERS,
     RECORD_DELAY_SECONDS,
+    SILENCE_SECONDS,
+    Absentees,
     Membership,
 )  # fmt: skip
 from p2ptrain.network.records.record import PeerRecord
@@ -228,6 +231,7 @@ def test_a_flood_of_records_is_bounded() -> None:
 
 
 KEY = Key(3, b"l" * 32)
+NEXT = Key(4, b"m" * 32)
 
 
 def test_a_leader_that_failed_goes_to_the_end_of_the_line_until_the_next_round() -> None:
@@ -253,10 +257,44 @@ def test_a_peer_can_always_lead_itself() -> None:
 def test_a_peer_without_a_record_counts_while_it_asks_and_answers() -> None:
     membership, _ = make_membership()
     leaders = Leaders("me", membership, Cells(8))
-    leaders.nudged_by(KEY, "new")
+    leaders.probed_by(KEY, "new")
     assert set(leaders.candidates(KEY, [])) == {"me", "new"}
     leaders.lost("new")
     assert leaders.candidates(KEY, []) == ["me"]
     for index in range(1000):
-        leaders.nudged_by(KEY, f"p{index}")
-    assert len(leaders.nudgers(KEY)) == MAX_NUDGERS
+        leaders.probed_by(KEY, f"p{index}")
+    assert len(leaders.probers(KEY)) == MAX_PROBERS
+
+
+# Absentees
+
+
+def test_the_larger_part_asks_nobody() -> None:
+    assert Absentees().to_ask(KEY, 2, ["a"], 0.0) == []
+    assert Absentees().to_ask(KEY, 1, ["a"], 0.0) == ["a"]
+    assert Absentees().to_ask(KEY, 2, ["a", "b", "c"], 0.0) == ["a", "b", "c"]
+
+
+def test_who_answered_is_asked_again_about_the_next_round_or_after_a_while() -> None:
+    absent = Absentees()
+    absent.answered("a", KEY, asked=5.0)
+    assert absent.to_ask(KEY, 1, ["a", "b"], 6.0) == ["b"]
+    assert absent.to_ask(KEY, 1, ["a"], 5.0 + ANSWER_SECONDS) == ["a"]
+    absent.answered("a", KEY, asked=8.0)
+    assert absent.to_ask(NEXT, 1, ["a"], 8.0) == ["a"]
+
+
+def test_who_was_silent_is_not_asked_about_later_rounds_until_it_is_heard_from() -> None:
+    absent = Absentees()
+    for peer in ("a", "b"):
+        absent.silent(peer, asked=5.0, now=8.0, patience_seconds=3.0)
+    assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == []
+    absent.heard_from("a")
+    assert absent.to_ask(NEXT, 1, ["a", "b"], 9.0) == ["a"]
+    assert absent.to_ask(NEXT, 1, ["a", "b"], 5.0 + SILENCE_SECONDS) == ["a", "b"]
+
+
+def test_who_stood_still_itself_knows_nothing_of_the_others_silence() -> None:
+    absent = Absentees()
+    absent.silent("a", asked=5.0, now=12.0, patience_seconds=3.0)
+    assert absent.to_ask(KEY, 1, ["a"], 12.0) == ["a"]

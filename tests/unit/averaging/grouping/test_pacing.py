@@ -8,17 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from p2ptrain.averaging.grouping.matchmaker import Matchmaker
-from p2ptrain.averaging.grouping.membership import Membership, rank
+from p2ptrain.averaging.grouping.membership import rank
 from p2ptrain.averaging.grouping.pacing import LEAST_WAIT_SECONDS, REPORT_SECONDS, Pacing
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.global_batch import Goal
 from p2ptrain.averaging.timing.local_steps import SILENT_SECONDS, StepReport
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.sim.averagers import record_of
+from tests.support.sim.averagers import make_matchmaker
 from tests.support.sim.averaging import HEAD
-from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.peers import Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 NEXT = [replace(HEAD, round=1, lineage=bytes([number]) * 32, tokens=10) for number in range(16)]
@@ -31,12 +30,7 @@ class Peer:
 
     def __init__(self, member: Member, others: list[Member], spec: AveragingSpec) -> None:
         self.member = member
-        self.membership = Membership(member.rpc.peer_id, member.peer.runtime)
-        for other in others:
-            self.membership.update(record_of(other.peer, HEAD), 1, 1e12)
-        self.matchmaker = Matchmaker(
-            member.rpc, member.peer.runtime, member.peer.signer, SWARM, spec, self.membership, HEAD, Goal(steps=EVERY)
-        )
+        self.matchmaker, self.membership = make_matchmaker(member, others, spec, HEAD, Goal(steps=EVERY))
 
     @property
     def pacing(self) -> Pacing:
@@ -44,8 +38,8 @@ class Peer:
 
     def reports(self) -> dict[str, StepReport]:
         """What this peer, if it leads, knows of the steps in its round."""
-        rally = self.matchmaker._conductor._rallies.get(self.matchmaker._place.key)
-        return {} if rally is None else rally.steps._reports
+        group = self.matchmaker._coordinator._groups.get(self.matchmaker._position.key)
+        return {} if group is None else group.steps._reports
 
     def leads(self, head: Head, other: Peer) -> bool:
         """True if this one of two peers leads the round after a head."""

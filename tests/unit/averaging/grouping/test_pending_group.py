@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.grouping.cells import Key
-from p2ptrain.averaging.grouping.pending_group import Rally, Situation, decide
+from p2ptrain.averaging.grouping.messages import Formed, Refused
+from p2ptrain.averaging.grouping.pending_group import PendingGroup, Situation, decide
 from p2ptrain.averaging.protocol.certificate import Ticket
 from p2ptrain.averaging.protocol.head import Head
 from p2ptrain.averaging.timing.global_batch import GlobalBatch, Report
@@ -90,69 +92,62 @@ def test_every_decision_keeps_the_manifest(
 
 def test_members_with_another_state_are_refused_and_the_majority_goes_on() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, KEY, SPEC, GlobalBatch(0))
-        answers = {p: rally.add(ticket(p), 0.0) for p in ("a", "b")}
-        answers["c"] = rally.add(ticket("c", digest=b"x" * 32), 0.0)
-        assert rally.form() == ["a", "b"]
-        assert answers["c"].result()["kind"] == "refused"
-        assert answers["c"].result()["mismatch"] is True
-        assert [t[0] for t in answers["a"].result()["tickets"]] == ["a", "b"]
+        group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(0))
+        answers = {p: group.add(ticket(p), 0.0) for p in ("a", "b")}
+        answers["c"] = group.add(ticket("c", digest=b"x" * 32), 0.0)
+        assert group.form() == ["a", "b"]
+        assert answers["c"].result() == Refused("your state differs from the group's", mismatch=True)
+        assert answers["a"].result() == Formed((ticket("a"), ticket("b")))
 
     asyncio.run(main())
 
 
 def test_a_full_group_leaves_the_rest_for_the_next_round() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, KEY, SPEC.model_copy(update={"group_size": 3}), GlobalBatch(0))
-        answers = [rally.add(ticket(p), 0.0) for p in "abcde"]
-        assert len(rally.form()) == 3
-        assert sorted(answer.result()["kind"] for answer in answers) == [
-            "refused",
-            "refused",
-            "roster",
-            "roster",
-            "roster",
-        ]
+        group = PendingGroup(HEAD, KEY, SPEC.model_copy(update={"group_size": 3}), GlobalBatch(0))
+        answers = [group.add(ticket(p), 0.0) for p in "abcde"]
+        assert len(group.form()) == 3
+        assert Counter(type(answer.result()) for answer in answers) == {Formed: 3, Refused: 2}
 
     asyncio.run(main())
 
 
 def test_of_a_cell_one_peer_speaks_until_it_is_dismissed() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, KEY._replace(level=1), SPEC, GlobalBatch(0, {}), lambda peer: f"cell {peer[0]}")
-        first = rally.add(ticket("a1"), 0.0)
-        assert (rally.holder("a1"), rally.holder("a2"), rally.holder("b1")) == ("", "a1", "")
-        assert rally.add(ticket("a2"), 0.1).result()["kind"] == "refused"
-        rally.dismiss("a2", "it does not speak for the cell")
+        group = PendingGroup(HEAD, KEY._replace(level=1), SPEC, GlobalBatch(0, {}), lambda peer: f"cell {peer[0]}")
+        first = group.add(ticket("a1"), 0.0)
+        assert (group.holder("a1"), group.holder("a2"), group.holder("b1")) == ("", "a1", "")
+        assert isinstance(group.add(ticket("a2"), 0.1).result(), Refused)
+        group.dismiss("a2", "it does not speak for the cell")
         assert not first.done()
-        rally.dismiss("a1", "it does not answer")
-        assert first.result()["kind"] == "refused"
-        second = rally.add(ticket("a2"), 0.2)
+        group.dismiss("a1", "it does not answer")
+        assert isinstance(first.result(), Refused)
+        second = group.add(ticket("a2"), 0.2)
         assert not second.done()
-        assert rally.holder("a1") == "a2"
-        assert rally.form() == ["a2"]
-        assert rally.holder("a1") == "", "of a rally that is over nobody holds a place"
+        assert group.holder("a1") == "a2"
+        assert group.form() == ["a2"]
+        assert group.holder("a1") == "", "of a group that is over nobody holds a place"
 
     asyncio.run(main())
 
 
 def test_a_newer_ticket_replaces_the_older_one_of_the_same_peer() -> None:
     async def main() -> None:
-        rally = Rally(HEAD, KEY, SPEC, GlobalBatch(0))
-        first = rally.add(ticket("a"), 0.0)
-        second = rally.add(ticket("a"), 1.0)
-        assert first.result()["kind"] == "refused"
-        rally.remove("a", first)
-        assert rally.form() == ["a"]
-        assert second.result()["kind"] == "roster"
+        group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(0))
+        first = group.add(ticket("a"), 0.0)
+        second = group.add(ticket("a"), 1.0)
+        assert isinstance(first.result(), Refused)
+        group.remove("a", first)
+        assert group.form() == ["a"]
+        assert isinstance(second.result(), Formed)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize(("samples", "full"), [((30, 33), False), ((30, 34), True)])
 def test_the_global_batch_counts_every_peer_once(samples: tuple[int, int], full: bool) -> None:
-    rally = Rally(HEAD, KEY, SPEC, GlobalBatch(64))
-    rally.report("a", Report(5, 5, 1.0, 0.0))
-    rally.report("a", Report(samples[0], 5, 1.0, 1.0))
-    rally.report("b", Report(samples[1], 5, 1.0, 1.0))
-    assert rally.batch.is_full is full
+    group = PendingGroup(HEAD, KEY, SPEC, GlobalBatch(64))
+    group.report("a", Report(5, 5, 1.0, 0.0))
+    group.report("a", Report(samples[0], 5, 1.0, 1.0))
+    group.report("b", Report(samples[1], 5, 1.0, 1.0))
+    assert group.batch.is_full is full

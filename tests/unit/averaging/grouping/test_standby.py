@@ -6,21 +6,20 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 
 from p2ptrain.averaging.grouping.cells import Key
 from p2ptrain.averaging.grouping.matchmaker import Matchmaker
 from p2ptrain.averaging.grouping.membership import Membership
+from p2ptrain.averaging.grouping.messages import TAKE_ON, Grant, TakeOn
 from p2ptrain.averaging.grouping.standby import Standby
 from p2ptrain.averaging.timing.global_batch import HOLD_SECONDS, Goal
-from p2ptrain.errors import PeerRefusedError
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
-from tests.support.sim.averagers import record_of
+from tests.support.sim.averagers import make_matchmaker
 from tests.support.sim.averaging import HEAD, make_ticket
-from tests.support.sim.peers import SWARM, Member, members
+from tests.support.sim.peers import Member, members
 
 SPEC = AveragingSpec(grace_seconds=2.0, matchmaking_seconds=8.0)
 NEXT = replace(HEAD, round=1, lineage=b"n" * 32, tokens=10)
@@ -56,12 +55,7 @@ async def standing_by(network: SimulatedNetwork, count: int) -> AsyncIterator[li
     async with members(network, count) as swarm:
         peers = []
         for member in swarm:
-            membership = Membership(member.rpc.peer_id, member.peer.runtime)
-            for other in swarm:
-                membership.update(record_of(other.peer, HEAD), 1, 1e12)
-            matchmaker = Matchmaker(
-                member.rpc, member.peer.runtime, member.peer.signer, SWARM, SPEC, membership, HEAD, Goal(TARGET)
-            )
+            matchmaker, membership = make_matchmaker(member, swarm, SPEC, HEAD, Goal(TARGET))
             matchmaker.participates = True
             peers.append(Peer(member, matchmaker, membership))
         line = peers[0].matchmaker._leaders.candidates(Key(HEAD.round, HEAD.lineage), [])
@@ -151,7 +145,7 @@ def test_without_anybody_else_a_peer_grants_itself() -> None:
         for peer in peers[1:]:
             network.crash(peer.member.peer)
         assert await peers[0].take_on(0, 0, 20) == 12
-        peers[0].matchmaker._place.head = NEXT
+        peers[0].matchmaker._position.head = NEXT
         assert await peers[0].take_on(0, 0, 7) == 7, "a round after the other"
 
     run(3, test)
@@ -166,38 +160,13 @@ def test_a_leader_that_is_further_on_says_that_the_round_is_over() -> None:
     run(2, test)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        {},
-        {"granted": "all"},
-        {"granted": -3},
-        {"granted": 1.5},
-        {"granted": True},
-        {"granted": 10**9},
-        {"closing": 1, "granted": None},
-    ],
-)
-def test_a_leader_that_answers_nonsense_grants_no_more_than_was_asked_for(reply: dict[str, Any]) -> None:
+def test_a_leader_that_grants_too_much_grants_no_more_than_was_asked_for() -> None:
     async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
-        async def answer(peer: str, request: dict[str, Any]) -> dict[str, Any]:
-            return reply
+        async def answer(peer: str, request: TakeOn) -> Grant:
+            return Grant(closing=False, granted=10**9)
 
-        peers[0].member.rpc.serve("rally.report", dict, answer)
-        assert await peers[1].take_on(0, 0, 4) == (4 if reply.get("granted") == 10**9 else 0)
-        assert not peers[1].matchmaker.is_closing()
-
-    run(2, test)
-
-
-@pytest.mark.parametrize("held", [-1, 1 << 40, "3", True])
-def test_a_malformed_report_is_refused_and_counted(held: object) -> None:
-    async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
-        leader, other = peers
-        request = {"head": HEAD.to_dict(), "samples": 0, "batch": 0, "seconds": 0.0, "held": held, "wanted": 1}
-        with pytest.raises(PeerRefusedError, match="out of range"):
-            await other.member.rpc.call(leader.id, "rally.report", request, dict, 5.0)
-        assert leader.member.rpc.refusals == {(other.id, "IntegrityError"): 1}
+        peers[0].member.rpc.serve(TAKE_ON, TakeOn, answer)
+        assert await peers[1].take_on(0, 0, 4) == 4
 
     run(2, test)
 
@@ -288,16 +257,5 @@ def test_who_sat_out_and_got_something_after_all_is_waited_for_again() -> None:
         other = await peers[1].member.peer.spawn(peers[1].matchmaker.find_group(make_ticket(peers[1].member)))
         assert (await finding).tickets == other.tickets
         assert len(other.tickets) == 2
-
-    run(2, test)
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 61.0, 5, float("nan"), None])
-def test_a_malformed_question_is_refused(seconds: object) -> None:
-    async def test(network: SimulatedNetwork, peers: list[Peer]) -> None:
-        request = {"head": HEAD.to_dict(), "seconds": seconds}
-        with pytest.raises(PeerRefusedError, match="malformed question"):
-            await peers[1].member.rpc.call(peers[0].id, "rally.moved", request, dict, 5.0)
-        assert peers[0].member.rpc.refusals == {(peers[1].id, "IntegrityError"): 1}
 
     run(2, test)

@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2ptrain.averaging.timing.deadlines import beat_seconds, quiet_seconds
-from p2ptrain.averaging.timing.keepalive import Stage, answer_after_beats, beat_until, first_result
+from p2ptrain.averaging.timing.keepalive import (
+    Keepalive,
+    KeepaliveStatus,
+    Patience,
+    answer_after_beats,
+    beat_until,
+    first_result,
+)  # fmt: skip
 from p2ptrain.errors import DeadlineError, TemporaryError
 from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.network.schema import Message, Nothing
 from p2ptrain.network.simulated import SimulatedNetwork, simulate
 from tests.support.sim.peers import Member, members
 
@@ -95,6 +103,18 @@ def test_an_error_that_is_no_failure_ends_all() -> None:
     assert first[1] == ["begun", "cancelled"]
 
 
+class Said(Message, frozen=True, tag=True):
+    """What a peer says that others wait for."""
+
+
+class Waiting(Said, Keepalive, frozen=True, tag="waiting"):
+    """Its keepalive."""
+
+
+class Done(Said, frozen=True, tag="done"):
+    """Its answer."""
+
+
 def listen(
     fault: Callable[[SimulatedNetwork, Member], object],
     answer_after: float,
@@ -104,27 +124,28 @@ def listen(
     """What comes from a peer that others wait for and that a fault befalls after a second, and when."""
 
     async def main(network: SimulatedNetwork) -> tuple[Any, float]:
-        stage = Stage()
+        status = KeepaliveStatus()
         if joins_at is not None:
-            network.loop.call_later(joins_at, stage.set, True)
+            network.loop.call_later(joins_at, status.set, True)
         async with members(network, 2) as (asker, asked):
 
-            async def serve(channel: Channel, request: dict[str, Any]) -> None:
+            async def serve(channel: Channel, request: Nothing) -> None:
                 end = asyncio.create_task(asyncio.sleep(answer_after))
                 try:
-                    await beat_until(channel, end, GRACE, stage)
-                    await channel.send({"kind": "done"})
+                    await beat_until(channel, end, GRACE, Waiting, status)
+                    await channel.send(Done())
                 finally:
                     end.cancel()
 
-            asked.rpc.serve_channel("wait", dict, serve)
+            asked.rpc.serve_channel("wait", Nothing, serve)
             loop = network.loop
             loop.call_later(1.0, fault, network, asked, context=network.context)
             began = loop.time()
             on_quiet = None if quiet is None else lambda: quiet.append(loop.time() - began)
             try:
-                async with asker.rpc.open(asked.peer.peer_id, "wait", {}, 5.0) as channel:
-                    return await answer_after_beats(channel, 60.0, GRACE, GRACE, 0.1, 1 << 16, on_quiet), 0.0
+                async with asker.rpc.open(asked.peer.peer_id, "wait", Nothing(), 5.0) as channel:
+                    patience = Patience(60.0, GRACE, GRACE, 0.1)
+                    return await answer_after_beats(channel, Said, patience, 1 << 16, on_quiet), 0.0
             except DeadlineError as error:
                 return str(error), loop.time() - began
             finally:
@@ -142,7 +163,7 @@ def slow_down(network: SimulatedNetwork, who: Member) -> None:
 
 def test_a_peer_at_a_tenth_of_its_speed_is_not_quiet() -> None:
     quiet: list[float] = []
-    assert listen(slow_down, 15.0, quiet) == ({"kind": "done"}, 0.0)
+    assert listen(slow_down, 15.0, quiet) == (Done(), 0.0)
     assert not quiet
 
 
@@ -155,12 +176,12 @@ def test_a_peer_that_is_cut_off_or_stopped_is_quiet_within_little_more_than_the_
 
 def test_a_peer_that_was_quiet_may_still_answer() -> None:
     quiet: list[float] = []
-    assert listen(lambda network, who: network.stall(who.peer, 5.0), 9.0, quiet) == ({"kind": "done"}, 0.0)
+    assert listen(lambda network, who: network.stall(who.peer, 5.0), 9.0, quiet) == (Done(), 0.0)
     assert len(quiet) == 1
 
 
 def test_a_peer_that_joined_a_group_is_given_the_time_of_a_transfer() -> None:
     quiet: list[float] = []
     fault = lambda network, who: network.stall(who.peer, 5.0)  # noqa: E731
-    assert listen(fault, 9.0, quiet, joins_at=0.999) == ({"kind": "done"}, 0.0)
+    assert listen(fault, 9.0, quiet, joins_at=0.999) == (Done(), 0.0)
     assert not quiet

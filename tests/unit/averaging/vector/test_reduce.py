@@ -13,7 +13,7 @@ from p2ptrain.averaging.vector import reduce as reduction
 from p2ptrain.averaging.vector import streaming as pieces
 from p2ptrain.averaging.vector.reduce import OwnShare
 from p2ptrain.averaging.vector.rules import VotingRule, get_rule
-from p2ptrain.averaging.vector.streaming import Growing
+from p2ptrain.averaging.vector.streaming import EncodedStream
 from p2ptrain.codecs import CodecError, PartList, codec_names, get_codec
 from p2ptrain.manifest import AveragingSpec
 from p2ptrain.runtime import Runtime
@@ -64,7 +64,7 @@ def decoded(part: Tensor, codec_name: str) -> Tensor:
 
 def reduced(share: OwnShare, contributors: list[int], tokens: list[int], codec_name: str = "fp32") -> Tensor:
     codec, num_values = get_codec(codec_name), len(share._own)
-    mean = Growing(bytearray(codec.encoded_bytes(num_values)))
+    mean = EncodedStream(bytearray(codec.encoded_bytes(num_values)))
     pieces = asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean))
     assert (pieces is not None) == codec.lossy
     if pieces is None:
@@ -208,7 +208,7 @@ def test_a_list_holds_every_contributor_s_part_and_its_clipped_weight(rule: str,
     parts, codec = make_parts(5, 9000, scales={3: 7.0}), get_codec("topk")
     share, contributors, tokens = owned_sparsely(make_spec(rule), parts, owner, True), [0, 2, 3, 4], [10, 20, 30, 40]
     reader = PartList(codec, 4)
-    mean = Growing(bytearray(reader.encoded_bytes(9000)))
+    mean = EncodedStream(bytearray(reader.encoded_bytes(9000)))
     assert asyncio.run(share.reduce(Runtime(random.Random(0)), contributors, tokens, mean)) is None
     weights, listed = reader.split(mean.data, 9000)
     assert [bytes(part) for part in listed] == [bytes(codec.encode(parts[i])) for i in contributors]

@@ -6,21 +6,22 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from p2ptrain.averaging.protocol.certificate import Roster
 from p2ptrain.averaging.vector.reduce import CHUNK_VALUES, OwnShare
 from p2ptrain.averaging.verification.audit import FalseMeanError
 from p2ptrain.averaging.verification.commitments import Slice
-from p2ptrain.averaging.verification.opening import Rules, verify_evidence
+from p2ptrain.averaging.verification.opening import Answer, Evidence, FalseChunk, Rules, verify_evidence
 from p2ptrain.codecs import codec_names, get_codec
 from p2ptrain.codecs.mixed import by_size
 from p2ptrain.errors import IntegrityError
 from p2ptrain.manifest import AveragingSpec
+from p2ptrain.network.schema import from_bytes, to_bytes
 from tests.support.sim.shares import SWARM, VERIFIER, Group, run_check, vectors
 
 RULES = ["mean", "norm_clip", "centered_clip", "trimmed", "median"]
@@ -152,7 +153,7 @@ def test_evidence_with_any_bit_flipped_convicts_nobody_else(bit: int) -> None:
         assert verify_evidence(bytes(changed), SWARM, lambda share: EVIDENCE_RULES, VERIFIER)[0] == "member1"
     except IntegrityError:
         return
-    assert msgpack.unpackb(bytes(changed)) == msgpack.unpackb(EVIDENCE)
+    assert from_bytes(Evidence, bytes(changed)) == from_bytes(Evidence, EVIDENCE)
 
 
 @settings(max_examples=200)
@@ -172,15 +173,15 @@ def test_an_honest_owner_s_opening_is_no_evidence() -> None:
         audit, _, mean = await group.reduced(1)
         tree = group.tree(1, mean)
         await audit.state(range(3), tree)
-        statement, wire, keys, proof, openings = msgpack.unpackb(await audit.answer([1]))
+        answer = from_bytes(Answer, await audit.answer([1]))
         codec = group.codec
         low, high = codec.encoded_bytes(CHUNK_VALUES), codec.encoded_bytes(2 * CHUNK_VALUES)
-        said = [statement, wire, keys, proof, 1, openings[0]]
+        chunk = FalseChunk(answer.opened, 0, answer.openings[0], bytes(mean[low:high]), tree.proof(1))
         with pytest.raises(IntegrityError, match="is right"):
-            verify(msgpack.packb([*said, bytes(mean[low:high]), tree.proof(1)]))
+            verify(to_bytes(chunk))
         other = bytes([mean[low] ^ 1]) + bytes(mean[low + 1 : high])
         with pytest.raises(IntegrityError, match="another mean"):
-            verify(msgpack.packb([*said, other, tree.proof(1)]))
+            verify(to_bytes(structs.replace(chunk, mean=other)))
 
     asyncio.run(main())
 
@@ -195,7 +196,10 @@ def test_evidence_is_of_one_swarm() -> None:
 @pytest.mark.parametrize(("round_", "level"), [(3, 0), (3, 1)])
 def test_evidence_is_judged_by_the_rules_of_its_round_and_level(round_: int, level: int) -> None:
     group = make_group()
-    group.roster = Roster(tuple(replace(ticket, round=round_, level=level) for ticket in group.roster.tickets))
+    child = b"c" * 32 * level
+    group.roster = Roster(
+        tuple(replace(ticket, round=round_, level=level, child=child) for ticket in group.roster.tickets)
+    )
     with pytest.raises(FalseMeanError) as found:
         run_check(group, 1, flip, [0])
     asked = []

@@ -1,0 +1,481 @@
+"""How a session makes sure that means are right before it signs them: not at all, or by spot checks.
+
+`p2ptrain.averaging.verification.audit` says what for. A member signs once its own checks passed, and once the others'
+have or had time enough. What an owner does not show to one member, the others ask for before they sign.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+from p2ptrain.averaging.allreduce.member import Member
+from p2ptrain.averaging.allreduce.messages import (
+    AskChunks,
+    AskStatements,
+    Check,
+    Clear,
+    Committed,
+    FromOwner,
+    GaveUp,
+    Opens,
+    Signatures,
+    Stated,
+    Statements,
+)  # fmt: skip
+from p2ptrain.averaging.commit.attempt import AttemptFailedError, LateError
+from p2ptrain.averaging.timing.deadlines import FORWARD_SECONDS, quorum_of_others
+from p2ptrain.averaging.vector.merkle_sum import SumTree
+from p2ptrain.averaging.vector.reduce import PartCheck, RangeCheck, mean_root, mean_tree
+from p2ptrain.averaging.verification.audit import Audit, FalseMeanError
+from p2ptrain.averaging.verification.commitments import MAX_STATEMENT_BYTES
+from p2ptrain.averaging.verification.opening import MAX_CHUNKS
+from p2ptrain.buffers import Buffer
+from p2ptrain.codecs import Codec
+from p2ptrain.errors import (
+    DeadlineError,
+    IntegrityError,
+    PeerError,
+    PeerLostError,
+    PeerRefusedError,
+    PeerSilentError,
+    ProtocolError,
+)  # fmt: skip
+from p2ptrain.network.rpc.channel import Channel
+from p2ptrain.tasks import Tasks
+
+if TYPE_CHECKING:
+    from p2ptrain.averaging.allreduce.outgoing import OutgoingStream
+    from p2ptrain.averaging.allreduce.session import AllReduceSession
+
+logger = logging.getLogger(__name__)
+
+Complaint = tuple[int, int]
+"""(owner, chunk) that the owner did not show."""
+CLEAR_SHARE = 0.9
+"""Share of the usual patience for the others' checks; so that a slow member, with the signatures, costs no more."""
+ANSWER_SHARE = 0.75
+"""The same for an owner's answer; < `CLEAR_SHARE`, so that a complaint is there before the others sign."""
+REASON_SECONDS = 1.0
+"""How long a member waits to learn why another gave up that it still needed."""
+RETRY_SECONDS = 0.3
+
+
+class Verifier:
+    """Trusts the owners: the manifest says so, or means are lists of parts, or nobody else is there.
+
+    Attributes:
+        evidence: Against an owner that falsified its mean; empty without one.
+    """
+
+    def __init__(self, session: AllReduceSession) -> None:
+        self._session = session
+        self.evidence = b""
+
+    # As a contributor, on an outgoing stream.
+
+    def new_check(self, codec: Codec) -> RangeCheck:
+        """Return what inspects a part of this member's while it is encoded in ``codec``."""
+        return RangeCheck(codec, self._session.context.spec)
+
+    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
+        """Sign the part that ``check`` saw, if parts are signed."""
+
+    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
+        """Check an owner's mean, whose tree this is; return True if it passed."""
+        return True
+
+    # As an owner, on an incoming stream.
+
+    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
+        """Hold a part against what its sender signs; return the tree over its chunks, if there is one.
+
+        Raises:
+            IntegrityError: The sender signs something else.
+        """
+        return None
+
+    async def state(self, mean: Buffer) -> bytes:
+        """Return the hash that names the own share's mean, having signed it if means are."""
+        attempt, own = self._session.attempt, self._session.own
+        codec = attempt.mean_codec_of(own.index)
+        return await self._session.context.runtime.offload(mean_root, codec, mean, own.size, attempt.chunk)
+
+    async def mean_sent(self, channel: Channel) -> bool:
+        """Answer a check; return False if a majority had signed, so that signatures answered it."""
+        return True
+
+    async def before_signature(self, channel: Channel) -> None:
+        """Say that the own checks passed, once they have, if members wait for that."""
+
+    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
+        """Answer a question for chunks of the own share; return False if signatures answered it."""
+        return True
+
+    def heard(self) -> Statements:
+        """Return what owners stated to this member."""
+        return Statements(())
+
+    # The decision.
+
+    async def may_sign(self) -> bool:
+        """Return True once all checks passed; False if a majority signed before.
+
+        Raises:
+            AttemptFailedError: A check did not pass, or an owner was lost.
+        """
+        return True
+
+    def fail_on_evidence(self) -> None:
+        """Raise `AttemptFailedError` if there is evidence against an owner."""
+
+    async def other_result(self, member: Member) -> None:
+        """Look into why a member signed another result."""
+
+    def faulty(self) -> Collection[Member]:
+        """Return the owners whose shares did not pass."""
+        return ()
+
+    def note_clear(self, member: Member) -> None:
+        """Take down that a member's checks passed."""
+
+    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
+        """Take down what a member could not check that gave up."""
+
+    def complaints(self) -> tuple[Complaint, ...]:
+        """Return what this member could not check."""
+        return ()
+
+    async def stop(self) -> None:
+        """Look into nothing more, and read this member's contribution no more: it may change from now on."""
+
+
+class SpotChecks(Verifier):
+    """Checks some chunks of every share, and answers for those of its own."""
+
+    def __init__(self, session: AllReduceSession, slow_checkers: set[str]) -> None:
+        """
+        Args:
+            session: Whose checks these are.
+            slow_checkers: Peers whose checks took too long in an earlier attempt, and are not waited for.
+        """
+        super().__init__(session)
+        context = session.context
+        self.audit = Audit(
+            session.attempt, session.share, session.own.index, context.runtime, context.signer, context.spec,
+            session.contribution.vector,
+        )  # fmt: skip
+        self._slow_checkers = slow_checkers
+        self._faults: dict[Member, tuple[str, bool]] = {}
+        self._unshown: dict[Member, Sequence[int]] = {}
+        self._complaints: list[Complaint] = []
+        self._others_complaints: list[Complaint] = []
+        self._is_clear = asyncio.Event()
+        self._looking = Tasks(session.on_defect)
+        self._num_looking = 0
+
+    @property
+    def _waits_for_clear(self) -> bool:
+        """True if members wait for each other's checks; of two, both have to sign anyway."""
+        return len(self._session.members) > 2
+
+    # --- as a contributor -----------------------------------------------------------------------------------------
+
+    def new_check(self, codec: Codec) -> RangeCheck:
+        """See `Verifier`."""
+        return self.audit.new_check(codec)
+
+    async def part_sent(self, stream: OutgoingStream, check: RangeCheck) -> None:
+        """See `Verifier`."""
+        assert isinstance(check, PartCheck)
+        codec = self._session.contribution.codec.name
+        await stream.channel.send(Committed(await self.audit.commit(stream.member.index, codec, check)))
+
+    async def mean_received(self, stream: OutgoingStream, tree: SumTree) -> bool:
+        """See `Verifier`."""
+        session, owner = self._session, stream.member
+        stated = await stream.hear(Stated)
+        try:
+            self.audit.hear(owner.index, stated.statement, tree)
+        except IntegrityError as error:
+            raise ProtocolError(owner.peer, str(error)) from error
+        # No mean that is still on its way shares the link with what checks take.
+        await stream.until(lambda: session.attempt.body is not None)
+        chunks = self.audit.draw(owner.index, self._num_checkers(owner))
+        await stream.channel.send(Check(tuple(chunks)))
+        try:
+            owner.is_checked = await self._examine(owner, chunks, stream.channel)
+        except PeerSilentError:
+            raise
+        except (PeerLostError, PeerRefusedError):
+            await asyncio.sleep(RETRY_SECONDS)  # If it gave up, why is on its way.
+            owner.is_checked = await self._ask_again(owner, chunks)
+        session.changed()
+        return owner.is_checked
+
+    async def _examine(self, owner: Member, chunks: Sequence[int], channel: Channel) -> bool:
+        """Receive an owner's answer to a check, and judge it.
+
+        Returns:
+            True if all is right. False also if the owner has given up, or says that a majority has signed.
+
+        Raises:
+            PeerLostError, PeerRefusedError: It does not answer, for whatever reason.
+        """
+        if not chunks:
+            return True
+        session = self._session
+        now = asyncio.get_running_loop().time()
+        seconds = session.patience_ends(session.began, now) - now
+        # Of two members nobody signs before the other, so that a slow link may take its time.
+        seconds = ANSWER_SHARE * seconds if self._waits_for_clear else seconds + now - session.began
+        try:
+            match await channel.receive(FromOwner, seconds):
+                case GaveUp() as message:
+                    session.note_gave_up(owner, message)
+                case Signatures() as message:
+                    session.note_signatures(message)
+                    if session.attempt.certificate() is None:
+                        await self.other_result(owner)
+                    self._unshown[owner] = chunks
+                    session.changed()
+                case Opens(size) if 0 < size <= self.audit.max_answer_bytes(owner.index, len(chunks)):
+                    answer = await channel.receive_bytes(size, seconds)
+                    await self.audit.check(owner.index, chunks, answer)
+                    return True
+                case _:
+                    raise IntegrityError("does not answer a check")
+        except FalseMeanError as error:
+            self._find_guilty(error, chunks)
+        except DeadlineError as error:
+            self._find_fault(owner, chunks, str(error), late=True)
+        except (IntegrityError, ProtocolError) as error:
+            self._find_fault(owner, chunks, str(error), late=False)
+        return False
+
+    async def _ask_again(self, owner: Member, chunks: Sequence[int]) -> bool:
+        """Check on a new stream what an owner did not show, to this member or another one; return True if it passed."""
+        request = AskChunks(self._session.attempt.roster.group_id, tuple(chunks))
+        try:
+            async with self._session.liveness.open(owner, request) as channel:
+                return await self._examine(owner, chunks, channel)
+        except (PeerError, DeadlineError) as error:
+            self._find_fault(owner, chunks, str(error), late=True)
+            return False
+
+    async def other_result(self, member: Member) -> None:
+        """See `Verifier`; perhaps an owner told that member something else than this one."""
+        context, limit = self._session.context, len(self._session.members) * MAX_STATEMENT_BYTES
+        try:
+            async with self._session.liveness.open(
+                member, AskStatements(self._session.attempt.roster.group_id)
+            ) as channel:
+                heard = await channel.receive(FromOwner, FORWARD_SECONDS + context.spec.grace_seconds, limit)
+            if isinstance(heard, Statements):
+                await context.runtime.offload(self.audit.compare, heard.statements)
+        except FalseMeanError as error:
+            self._find_guilty(error, [])
+        except (PeerError, DeadlineError, IntegrityError) as error:
+            logger.debug("peer %s does not say what was stated to it: %s", member.peer[-8:], error)
+
+    # --- as an owner ----------------------------------------------------------------------------------------------
+
+    async def part_received(self, channel: Channel, sender: Member, codec: str, check: PartCheck) -> SumTree | None:
+        """See `Verifier`."""
+        committed = await channel.receive(Committed, self._session.context.spec.round_seconds)
+        return await self.audit.admit(sender.index, codec, check, committed.commitment)
+
+    async def state(self, mean: Buffer) -> bytes:
+        """See `Verifier`."""
+        attempt, own = self._session.attempt, self._session.own
+        assert attempt.contributors is not None
+        codec = attempt.mean_codec_of(own.index)
+        tree = await self._session.context.runtime.offload(mean_tree, codec, mean, own.size, attempt.chunk)
+        await self.audit.state(attempt.contributors, tree)
+        return tree.root[0]
+
+    async def mean_sent(self, channel: Channel) -> bool:
+        """See `Verifier`.
+
+        A slow member may hold its last mean long after a majority signed. All that it needs then are the signatures,
+        while this member is still there.
+        """
+        session = self._session
+        await channel.send(Stated(await asyncio.shield(self.audit.statement)))
+        # Cancelling it would end the channel, on which a farewell may have to go: it ends with the channel.
+        asking = session.tasks.call(channel.receive(Check, session.context.spec.round_seconds), "asking")
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())
+        async with Tasks() as tasks:
+            certified = tasks.call(session.is_certified.wait(), "certified")
+            await asyncio.wait({asking, certified}, return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            chunks = asking.result().chunks
+            return not chunks or await self.open_chunks(channel, chunks)
+        await channel.send(session.signatures())
+        await asyncio.wait({asking})
+        return False
+
+    async def open_chunks(self, channel: Channel, chunks: Sequence[int]) -> bool:
+        """See `Verifier`."""
+        if self._session.is_certified.is_set():
+            await channel.send(self._session.signatures())
+            return False
+        answer = await self.audit.answer(chunks)
+        await channel.send(Opens(len(answer)))
+        await channel.send_bytes(answer)
+        return True
+
+    async def before_signature(self, channel: Channel) -> None:
+        """See `Verifier`."""
+        if self._waits_for_clear:
+            await self._is_clear.wait()
+            await channel.send(Clear())
+
+    def heard(self) -> Statements:
+        """See `Verifier`."""
+        return Statements(self.audit.heard_statements())
+
+    # --- what is found --------------------------------------------------------------------------------------------
+
+    def _find_fault(self, owner: Member, chunks: Sequence[int], reason: str, *, late: bool) -> None:
+        """Take down that chunks of an owner's share did not pass, and tell the others which, should this be the end."""
+        self._faults.setdefault(owner, (reason, late))
+        self._session.attempt.disputed = True
+        self._complaints += [(owner.index, chunk) for chunk in chunks][: self._max_complaints - len(self._complaints)]
+        self._session.changed()
+
+    def _find_guilty(self, error: FalseMeanError, chunks: Sequence[int]) -> None:
+        """Take down evidence against an owner, and the chunks that showed it, if any did."""
+        if not self.evidence:
+            self.evidence = error.evidence
+            self._session.observer.evidence_found(error.evidence)
+        owner = self._session.members[error.owner]
+        self._faults.pop(owner, None)
+        self._find_fault(owner, chunks, str(error), late=False)
+
+    @property
+    def _max_complaints(self) -> int:
+        """Chunks that one member may ask the others to look at: those that it draws of one share at the most."""
+        return min(self._session.context.spec.spot_checks, MAX_CHUNKS)
+
+    def faulty(self) -> Collection[Member]:
+        """See `Verifier`."""
+        return self._faults.keys()
+
+    def note_clear(self, member: Member) -> None:
+        """See `Verifier`."""
+        member.is_clear = True
+        self._slow_checkers.discard(member.peer)
+        self._session.changed()
+
+    def note_complaints(self, complaints: Sequence[Complaint]) -> None:
+        """See `Verifier`."""
+        members, own = self._session.members, self._session.own
+        for owner, chunk in complaints[: self._max_complaints]:
+            if owner < len(members) and owner != own.index and chunk < self._session.attempt.num_chunks(owner):
+                self._others_complaints.append((owner, chunk))
+        self._session.attempt.disputed |= bool(complaints)
+
+    def complaints(self) -> tuple[Complaint, ...]:
+        """See `Verifier`."""
+        return tuple(self._complaints)
+
+    # --- the decision ---------------------------------------------------------------------------------------------
+
+    async def may_sign(self) -> bool:
+        """See `Verifier`."""
+        await self._pass_checks()
+        if self._waits_for_clear:
+            await self._wait_for_clear()
+        return self._session.attempt.certificate() is None
+
+    async def _pass_checks(self) -> None:
+        """Wait until this member's checks of the others' shares passed, or a majority has signed without."""
+        session, loop = self._session, asyncio.get_running_loop()
+        owners, until = session.other_owners, math.inf
+        while waiting := [owner for owner in owners if not owner.is_checked]:
+            certified = session.attempt.certificate() is not None
+            for owner, chunks in () if certified else self._unshown.items():
+                self._find_fault(owner, chunks, "shows signatures of too few in place of a chunk", late=True)
+            self._look_into_complaints()
+            if certified:
+                return
+            session.fail_if_lost(waiting)
+            if any(owner.gave_up for owner in waiting):  # Perhaps for a reason that is on its way.
+                until = min(until, loop.time() + REASON_SECONDS)
+            elif until == math.inf:
+                passed = len(owners) - len(waiting)
+                if passed >= quorum_of_others(len(owners), session.context.spec.quorum):
+                    until = session.patience_ends(session.began, loop.time())
+            await session.wait_for(waiting, until)
+
+    async def _wait_for_clear(self) -> None:
+        """Wait for the other contributors' checks, unless most are through for long, and look into complaints."""
+        session, loop = self._session, asyncio.get_running_loop()
+        attempt, until = session.attempt, math.inf
+        counted = [member for member in session.others if member.index in (attempt.contributors or ())]
+        self._is_clear.set()
+        while True:
+            self._look_into_complaints()
+            if attempt.certificate() is not None:
+                return
+            session.fail_if_lost([])
+            looking = self._num_looking > 0  # What is looked into has a deadline of its own.
+            waiting = [m for m in counted if not (m.is_clear or m.gave_up or self._is_excused(m))]
+            if not waiting and not looking:
+                return
+            if until == math.inf and 2 * sum(member.is_clear for member in counted) >= len(counted):
+                until = session.patience_ends(session.began, loop.time(), CLEAR_SHARE)
+            if loop.time() >= until and not looking:
+                self._slow_checkers.update(member.peer for member in waiting)
+                return
+            patience = session.deadline if looking else until
+            with contextlib.nullcontext() if patience >= session.deadline else contextlib.suppress(LateError):
+                await session.wait_for([], patience)
+
+    def _is_excused(self, member: Member) -> bool:
+        """True if a member's checks are not waited for: lost, too late the last time, or too slow to own a share."""
+        is_slow = member.ticket.reachable and not member.size
+        return bool(member.lost) or member.peer in self._slow_checkers or is_slow
+
+    def _num_checkers(self, owner: Member) -> int:
+        """Return how many members can check an owner's share in time, this one included."""
+        own, members = self._session.own, self._session.members
+        return sum(each is own or (each is not owner and not self._is_excused(each)) for each in members)
+
+    def _fail_on_faults(self) -> None:
+        """Raise `AttemptFailedError` if a check failed, unless it was only late, and a majority signed without it."""
+        attempt = self._session.attempt
+        for owner, (fault, late) in sorted(self._faults.items(), key=lambda found: (found[1][1], found[0].index)):
+            if not (late and attempt.certificate() is not None):
+                message = f"{attempt.phase}: peer {owner.peer[-8:]}'s share did not pass a check: {fault}"
+                raise (LateError if late else AttemptFailedError)(message, (owner.peer,))
+
+    def _look_into_complaints(self) -> None:
+        """Begin to check what owners did not show to others; fail like `_fail_on_faults`."""
+        self._fail_on_faults()
+        while self._others_complaints:
+            index, chunk = self._others_complaints.pop()
+            self._num_looking += 1
+            self._looking.start(self._look_into(self._session.members[index], chunk), f"complaint-{index}")
+
+    async def _look_into(self, owner: Member, chunk: int) -> None:
+        passed = await self._ask_again(owner, [chunk])
+        if not passed and owner not in self._faults and self._session.attempt.certificate() is None:
+            self._find_fault(owner, [chunk], "it gave up instead of showing a chunk", late=True)
+        self._num_looking -= 1
+        self._session.changed()
+
+    def fail_on_evidence(self) -> None:
+        """See `Verifier`."""
+        if self.evidence:
+            self._fail_on_faults()
+
+    async def stop(self) -> None:
+        """See `Verifier`."""
+        self.audit.stop_reading()
+        await self._looking.close()
