@@ -53,6 +53,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a member that gives up says so while parts and means are on their way",
+        "averaging/served_streams.py",
+        "await channel.interrupt(exchange.farewell(), GAVE_UP)",
+        "await tasks.close()",
+        "sim/test_stragglers.py -k another_round_of_all_others",
+    ),
+    Mutant(
         "a certificate needs more than half of its roster",
         "averaging/certificate.py",
         "if len(signers) <= len(body.members) // 2:",

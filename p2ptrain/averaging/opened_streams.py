@@ -12,7 +12,7 @@ from typing import Any
 
 from p2ptrain.averaging.audit import Audit, FalseMeanError
 from p2ptrain.averaging.commitments import MAX_STATEMENT_BYTES
-from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
+from p2ptrain.averaging.exchange import FORWARD_SECONDS, GAVE_UP, Exchange
 from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.patience import (
     beat_seconds,
@@ -119,6 +119,8 @@ class OpenedStreams:
                 await self._fetch_signatures(channel, index, deadline)
                 self._is_through.add(index)
         except (PeerError, DeadlineError, TimeoutError) as error:
+            if isinstance(error, PeerRefusedError) and error.reason == GAVE_UP:
+                exchange.note_gave_up(index, [])
             if index not in exchange.gave_up:
                 exchange.lost[peer] = str(error) or "did not answer in time"
                 if isinstance(error, PeerSilentError):

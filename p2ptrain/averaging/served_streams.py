@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 from p2ptrain.averaging.encodings import part_codecs
-from p2ptrain.averaging.exchange import FORWARD_SECONDS, Exchange
+from p2ptrain.averaging.exchange import FORWARD_SECONDS, GAVE_UP, Exchange
 from p2ptrain.averaging.openings import MAX_CHUNKS
 from p2ptrain.averaging.origins import Source
 from p2ptrain.averaging.pieces import receive_checked
@@ -71,8 +71,9 @@ class ServedStreams:
                 if work.done():
                     work.result()
                 elif not exchange.given_up.cancelled():
-                    await tasks.close()
-                    await channel.send(exchange.farewell())
+                    # Cancelling the work first would end the stream without a word, and the other member would blame
+                    # this one for that.
+                    await channel.interrupt(exchange.farewell(), GAVE_UP)
         finally:
             self._gone.add(sender)
             if exchange.lends:

@@ -63,6 +63,7 @@ class Channel:
         self._remote_ended = False
         self._closed = False
         self._last_word: bytes | None = None
+        self._is_in_bulk = False
         self._acknowledged = False
         self._write_lock = asyncio.Lock()
         self._ping: asyncio.Task[None] | None = None
@@ -112,10 +113,10 @@ class Channel:
         last_kind = Kind.BULK if more else Kind.BULK_END
         for index in range(last + 1):
             payload = view[index * SEND_FRAME_BYTES : (index + 1) * SEND_FRAME_BYTES]
-            header = FRAME.pack(len(payload), last_kind if index == last else Kind.BULK)
-            await self._write(header, payload)
+            kind = last_kind if index == last else Kind.BULK
+            await self._write(FRAME.pack(len(payload), kind), payload, in_bulk=kind == Kind.BULK)
 
-    async def _write(self, *parts: Buffer) -> None:
+    async def _write(self, *parts: Buffer, in_bulk: bool = False) -> None:
         if self._failure is not None:
             raise self._failure
         num_bytes, is_written = sum(map(len, parts)), False
@@ -128,6 +129,7 @@ class Channel:
                     await self._stream.write(*parts)
                     self._traffic.sent += num_bytes
                     self._heartbeat.wrote()
+                    self._is_in_bulk = in_bulk
                     is_written = True
         except TimeoutError:
             self._fail(DeadlineError(f"peer {self.remote[-8:]} took nothing for {self._limits.send_seconds:g} s"))
@@ -343,7 +345,16 @@ class Channel:
         """
         await self._finish(END if last is None else frame(Kind.MESSAGE, pack(last)) + END)
 
-    async def _finish(self, last_frame: bytes) -> None:
+    async def interrupt(self, last: Message, reason: str) -> None:
+        """As `close` with a last message, while another task still sends or receives.
+
+        Args:
+            last: The message.
+            reason: What the remote is refused with instead where a bulk buffer is half sent.
+        """
+        await self._finish(frame(Kind.MESSAGE, pack(last)) + END, error_frame(reason))
+
+    async def _finish(self, last_frame: bytes, in_bulk: bytes = b"") -> None:
         if self._closed:
             await self._stop()
             return
@@ -353,6 +364,7 @@ class Channel:
             if self._failure is None or self._remote_ended or isinstance(self._failure, ProtocolError):
                 async with asyncio.timeout(self._limits.linger_seconds):
                     async with self._write_lock:
+                        last_frame = in_bulk if in_bulk and self._is_in_bulk else last_frame
                         if not self._remote_ended or last_frame is not END:
                             self._last_word = last_frame
                             await self._stream.write(last_frame)

@@ -124,7 +124,10 @@ def test_the_mean_with_a_slow_peer_s_fewer_bits_is_still_close() -> None:
     run([0.35, 1.0, 1.0, 1.0], scenario)
 
 
-def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
+@pytest.mark.fault(52)
+@pytest.mark.parametrize("seed", [1, 4, 9, 27, 28, 29, 37])
+def test_an_owner_that_stops_costs_the_grace_period_and_another_round_of_all_others(seed: int) -> None:
+    """Also where one of them gives the attempt up while another still sends to it: nobody blames that one."""
     usual = usual_seconds(4)
 
     async def scenario(network: SimulatedNetwork, started: list[AveragingPeer]) -> None:
@@ -137,12 +140,14 @@ def test_an_owner_that_stops_costs_the_grace_period_and_another_round() -> None:
         try:
             await asyncio.gather(*rounds[1:])
             assert network.loop.time() - began <= 1.2 * usual + SPEC.grace_seconds
+            assert all(len(each.outcomes[-1].result.certificate.body.members) == 3 for each in started[1:])
+            assert not any(set(each.membership.avoided()) - {stopped.peer.peer_id} for each in started[1:])
         finally:
             network.resume(stopped.peer)
             rounds[0].cancel()
             await asyncio.gather(*rounds, return_exceptions=True)
 
-    run([1.0] * 4, scenario)
+    run([1.0] * 4, scenario, seed)
 
 
 def test_members_that_reach_only_one_other_get_the_same_certified_mean() -> None:

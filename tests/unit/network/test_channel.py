@@ -236,6 +236,39 @@ def test_an_error_frame_reaches_receiver_and_sender_with_its_reason(simulate: Si
     simulate(sends, 1)
 
 
+def test_an_interruption_says_why_whatever_its_channel_does_meanwhile() -> None:
+    def interrupted(work: Callable[[Channel], Awaitable[object]]) -> Callable[[Channel], Awaitable[None]]:
+        async def server(channel: Channel) -> None:
+            working = asyncio.ensure_future(work(channel))
+            await asyncio.sleep(1)
+            assert not working.done()
+            await channel.interrupt({"why": "enough"}, "enough of this")
+            with pytest.raises(PeerLostError):
+                await working
+
+        return server
+
+    async def waits(network: SimulatedNetwork) -> None:
+        async with conversation(network, interrupted(lambda channel: channel.receive(600))) as (channel, _, _):
+            assert await channel.receive(5) == {"why": "enough"}
+
+    async def sends(network: SimulatedNetwork) -> None:
+        receiving = interrupted(lambda channel: channel.receive_bytes(NEVER_THERE_BYTES, 600))
+        async with conversation(network, receiving) as (channel, _, _):
+            with pytest.raises(PeerLostError):
+                await channel.send_bytes(bytes(NEVER_THERE_BYTES))
+            assert await channel.receive(0.0) == {"why": "enough"}
+
+    async def receives(network: SimulatedNetwork) -> None:
+        sending = interrupted(lambda channel: channel.send_bytes(bytes(NEVER_THERE_BYTES)))
+        async with conversation(network, sending) as (channel, _, _):
+            with pytest.raises(PeerRefusedError, match="enough of this"):
+                await channel.receive_bytes(NEVER_THERE_BYTES, 600)
+
+    for scenario in (waits, sends, receives):
+        simulated.simulate(scenario, 1)
+
+
 def test_a_reason_is_cut_to_a_bounded_length(simulate: Simulate) -> None:
     assert len(error_frame("é" * 5000)) == FRAME.size + 1024
 
