@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 FORWARD_SECONDS = 0.5
 """How long signatures and certificates may take to get about before somebody does without them."""
 GAVE_UP = "gave up"
-"""What a member is refused with that has half of a mean from one that gave up."""
+"""What a member is refused with that has half of a mean from one that gave up, or comes when that one has gone."""
 ANSWER_SHARE = 0.75
 """How much of what the late are usually waited for an owner may take to answer a check; less than
 `p2ptrain.averaging.vouching.CLEAR_SHARE`, so that a complaint is there before the others sign."""

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from p2ptrain.averaging.butterfly import Butterfly
+from p2ptrain.averaging.exchange import GAVE_UP
 from p2ptrain.errors import PeerRefusedError
 from p2ptrain.tasks import Tasks, to_its_end
 
@@ -40,7 +41,7 @@ class Groups:
             is_over: Whether this peer was in it, so that waiting is of no use.
 
         Raises:
-            PeerRefusedError: This peer is not in that group.
+            PeerRefusedError: This peer is not in that group, or not any more.
         """
         if type(group) is not bytes:
             raise PeerRefusedError(self._own_id, "malformed group id")
@@ -49,7 +50,7 @@ class Groups:
                 while group not in self._running and not is_over(group):
                     await self._arrived.wait()
         if group not in self._running:
-            raise PeerRefusedError(self._own_id, "this peer is not in that group")
+            raise PeerRefusedError(self._own_id, GAVE_UP if is_over(group) else "this peer is not in that group")
         return self._running[group]
 
     async def leave(self, butterfly: Butterfly, committed: bool) -> None:
