@@ -270,6 +270,10 @@ class Butterfly:
             blamed = frozenset.union(*gave_up.values())
             late = [i for i in blamed if self.attempt.roster.owners[i] in needed]
             raise LateError(f"{self.attempt.phase}: most others gave up", self._peers(late))
+        if self.attempt.body is None and any(self.attempt.roster.owners[i] in needed for i in gave_up):
+            blamed = frozenset.union(*gave_up.values())
+            late = [i for i in blamed if self.attempt.roster.owners[i] in needed]
+            raise LateError(f"{self.attempt.phase}: another member gave up", self._peers(late))
 
     @property
     def refusal(self) -> str:
