@@ -53,6 +53,13 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a member that gives up says so while parts and means are on their way",
+        "averaging/allreduce/incoming.py",
+        "await channel.interrupt(session.given_up.result(), GAVE_UP)",
+        "await tasks.close()",
+        "sim/test_stragglers.py -k another_round_of_all_others",
+    ),
+    Mutant(
         "a certificate needs more than half of its roster",
         "averaging/protocol/certificate.py",
         "if len(signers) <= len(body.members) // 2:",

@@ -46,7 +46,7 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
     run_dir, summary_file, log = tmp_path / "run", tmp_path / "summary.json", tmp_path / "up.log"
     arguments: list[str | Path] = [
         "--rounds",
-        "120",
+        "180",
         "--summary",
         summary_file,
         "--run-dir",
@@ -71,9 +71,8 @@ def test_two_trainers_learn_agree_and_leave_nothing_behind(tmp_path: Path) -> No
         assert len(held_out) > 2
     told = [line for line in log.read_text().splitlines() if "peers  averaged in" in line]
     # The first may come before anybody has told a loss, the last when those who measured have ended.
-    between = told[1:-1]
-    assert between
-    assert all(" loss " in line and " held-out " in line for line in between)
+    assert all(" loss " in line and " held-out " in line for line in told[1:-1])
+    assert any(" loss " in line and " held-out " in line for line in told)
     assert any(" digest " in line for line in told)
     assert not any(" 0 tokens/s" in line for line in told)
     assert each[0]["peer"] != each[1]["peer"]

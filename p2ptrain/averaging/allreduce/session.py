@@ -415,7 +415,7 @@ class AllReduceSession:
             self.changed()
 
     def fail_if_lost(self, needed: Collection[Member]) -> None:
-        """Raise `AttemptFailedError` if one of these members is lost, most gave up, or this one cannot go on."""
+        """Raise `AttemptFailedError` if one of these members is lost or gave up, most did, or this one cannot go on."""
         phase = self.attempt.phase
         if self.unencodable:
             raise UnencodableError(f"the local update cannot be encoded: {self.unencodable}")
@@ -428,10 +428,11 @@ class AllReduceSession:
         if lost:
             raise AttemptFailedError(f"{phase}: lost {lost[0].lost}", self.ids(lost))
         blames = [member.blames for member in self.others if member.blames is not None]
-        if len(self.members) - len(blames) < self.attempt.roster.majority:
+        most_did = len(self.members) - len(blames) < self.attempt.roster.majority
+        if most_did or (self.attempt.body is None and any(member.gave_up for member in needed)):
             blamed = frozenset.union(*blames)
             late = [member for member in needed if member.index in blamed]
-            raise LateError(f"{phase}: most others gave up", self.ids(late))
+            raise LateError(f"{phase}: {'most others' if most_did else 'a member'} gave up", self.ids(late))
 
     async def wait_for(self, waiting: Collection[Member], until: float = math.inf) -> None:
         """Wait until something changes.

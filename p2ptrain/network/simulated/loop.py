@@ -11,6 +11,7 @@ is thawed (a stopped process), a buried owner's are dropped (a killed one).
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import weakref
 from collections import deque
@@ -148,8 +149,11 @@ class VirtualTimeLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        """As asyncio's, in virtual time."""
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        """As asyncio's, in virtual time. A delay too short to change the time is as long as the least change of it."""
+        when = self._now + delay
+        if when == self._now and delay > 0:
+            when = math.nextafter(when, math.inf)
+        return self.call_at(when, callback, *args, context=context)
 
     def create_future(self) -> asyncio.Future[Any]:
         """As asyncio's."""

@@ -20,6 +20,8 @@ from tests.support.processes.tellers import PATIENCE_SECONDS
 SEQUENCE = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|.)")
 SHOW_CURSOR, HIDE_CURSOR, OTHER_SCREEN = "\x1b[?25h", "\x1b[?25l", "\x1b[?1049h"
 CTRL_C = b"\x03"
+END_MARK = "\x1b[999z"
+"""Written by the test behind all that the command wrote; a terminal ignores it."""
 
 
 class TerminalCommand:
@@ -36,6 +38,7 @@ class TerminalCommand:
         fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
         self._before = termios.tcgetattr(self._terminal)
         self._read: list[bytes] = []
+        self._marks = 0
         unwanted = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"}
         inherited = {key: value for key, value in os.environ.items() if key not in unwanted}
         self.process = subprocess.Popen(
@@ -56,7 +59,7 @@ class TerminalCommand:
     @property
     def raw(self) -> str:
         """All that it wrote so far, with what it commanded the terminal to do."""
-        return b"".join(self._read).decode(errors="replace")
+        return b"".join(self._read).decode(errors="replace").replace(END_MARK, "")
 
     @property
     def text(self) -> str:
@@ -66,6 +69,8 @@ class TerminalCommand:
     def wait_for(self, text: str, since: int = 0) -> None:
         """Wait until it wrote this, after so many characters of `text`."""
         wait_until(lambda: text in self.text[since:] or self.process.poll() is not None, 2 * PATIENCE_SECONDS)
+        if self.process.poll() is not None:
+            self._read_all()
         assert text in self.text[since:], self.text[-3000:]
 
     def press(self, keys: bytes) -> None:
@@ -73,8 +78,16 @@ class TerminalCommand:
         os.write(self._master, keys)
 
     def wait(self) -> int:
-        """Its exit code."""
-        return self.process.wait(PATIENCE_SECONDS)
+        """Wait for its end, and for all that it wrote; return its exit code."""
+        code = self.process.wait(PATIENCE_SECONDS)
+        self._read_all()
+        return code
+
+    def _read_all(self) -> None:
+        """Wait until the reader has all that a command wrote which has ended."""
+        self._marks += 1
+        os.write(self._terminal, END_MARK.encode())
+        wait_until(lambda: b"".join(self._read).count(END_MARK.encode()) == self._marks, PATIENCE_SECONDS)
 
     def is_as_before(self) -> bool:
         """Whether the terminal is as it was: its settings, its screen, its cursor, and that at the start of a line.

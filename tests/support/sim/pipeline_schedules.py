@@ -92,7 +92,7 @@ class PipelineSchedule:
 
     @property
     def command(self) -> str:
-        """What runs it by itself."""
+        """The command that runs this schedule alone."""
         low, high, events = self.bounds
         options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
         return f"python -m tests.support.sim.schedules --pipelines --first {self.seed} {options}"
@@ -266,7 +266,7 @@ class PipelineRun:
         )
 
     def _well(self, stage: int) -> list[PipelinePeer]:
-        """Those that host a stage, and will."""
+        """Return the hosts of a stage that train, are not leaving and do not stand still."""
         return [
             peer
             for peer in self.pipeline.alive
@@ -278,7 +278,7 @@ class PipelineRun:
         return isinstance(peer, CountingPeer) and peer.is_leaving
 
     def _move(self, number: int) -> None:
-        """Have hosts move at once, of one stage if there are enough."""
+        """Move so many hosts to other stages at the same time, from one stage if it has enough."""
         stages = range(len(self.schedule.hosts))
         staffed = [stage for stage in stages if len(self._well(stage)) > 1]
         if not staffed:
@@ -294,7 +294,7 @@ class PipelineRun:
             mover.go(self._random.choice(targets if mover.stage == source else [source]))
 
     def _comes_to(self, peer: CountingPeer, phase: str) -> None:
-        """Whoever comes to the phase of a trap is hit, exactly then."""
+        """Do to a host what the trap of this phase wants, at the moment when the host enters the phase."""
         if phase == "moved":
             self.hits["moved"] += 1
             source, _ = peer.moves[-1]

@@ -110,7 +110,7 @@ class Schedule:
 
     @property
     def command(self) -> str:
-        """What runs it by itself."""
+        """The command that runs this schedule alone."""
         low, high, events = self.bounds
         options = f"--count 1 --min-peers {low} --max-peers {high} --max-events {events} --verbose"
         options += f" --fragments {self.fragments} --overlap-steps {self.overlap_steps}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -127,3 +128,17 @@ def test_threads_are_refused() -> None:
     loop = VirtualTimeLoop.create()
     with pytest.raises(SimulationError, match="threads"):
         loop.call_soon_threadsafe(print)
+
+
+def test_waits_too_short_to_change_the_time_come_to_an_end() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        generator = random.Random(1)
+        for _ in range(1000):
+            asked_at = loop.time() - 0.1 * generator.random()
+            left = 2.0
+            while left > 0:
+                await asyncio.sleep(left)
+                left = 2.0 - (loop.time() - asked_at)  # Rounding may leave 1e-16 s of it.
+
+    VirtualTimeLoop.create(max_callbacks=20_000).run_until_complete(main())
