@@ -293,7 +293,7 @@ class AveragingSpec(Section):
     """Largest token weight that a contribution may claim."""
     aggregation: str = Field("norm_clip", pattern=EXTENSION_PATTERN)
     """How an owner combines the contributions to its share: ``mean``, ``norm_clip``, ``centered_clip``, ``trimmed``,
-    ``median`` (see docs/robustness.md for which bounds what), or a rule of an installed package, which may use all of
+    ``median`` (compared in docs/explanation/robustness.md), or a rule of an installed package, which may use all of
     the rules' settings below."""
     clip_ratio: float = Field(2.0, ge=0.1, le=1000)
     """The longest that a contribution counts, in multiples of the group's median norm. At 2 nothing is

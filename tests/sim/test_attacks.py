@@ -1,4 +1,4 @@
-"""Two liars in a group of ten: what a training loses under each rule (row by row in docs/robustness.md)."""
+"""Two liars in a group of ten: what a training loses under each rule (row by row in docs/explanation/robustness.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every fault that docs/faults.md promises to survive has a test, and the page names those that have none."""
+"""Every fault that docs/reference/faults.md promises to survive has a test, and the page names those that have none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "faults.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "faults.md").read_text()
 
 
 def _marks() -> Iterator[tuple[str, int]]:
@@ -29,4 +29,4 @@ def test_the_page_names_the_faults_that_no_test_covers() -> None:
     covered = {number for _, number in _marks()}
     assert rows == set(range(1, max(rows) + 1))
     assert covered <= rows, f"no such fault: {sorted(covered - rows)}"
-    assert uncovered == rows - covered, "docs/faults.md lists other faults without a test than the tests leave"
+    assert uncovered == rows - covered, "docs/reference/faults.md lists other faults without a test than the tests leave"
