@@ -29,4 +29,4 @@ def test_the_page_names_the_faults_that_no_test_covers() -> None:
     covered = {number for _, number in _marks()}
     assert rows == set(range(1, max(rows) + 1))
     assert covered <= rows, f"no such fault: {sorted(covered - rows)}"
-    assert uncovered == rows - covered, "docs/reference/faults.md lists other faults without a test than the tests leave"
+    assert uncovered == rows - covered, "the page lists other faults without a test than the tests leave"
