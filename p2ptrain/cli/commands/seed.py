@@ -17,7 +17,7 @@ LOG_LEVEL = "info"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=Path, metavar="DIR", help="what 'p2ptrain init' wrote")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what 'p2ptrain init' wrote")
     parser.add_argument(
         "--listen", action="append", metavar="MULTIADDR", help="where to listen (default /ip4/0.0.0.0/tcp/31337)"
     )
@@ -46,21 +46,21 @@ def run(arguments: argparse.Namespace) -> int:
     from p2ptrain.manifest import SIGNED_FILE
     from p2ptrain.network.identity import Identity
 
-    directory: Path = arguments.directory
+    folder: Path = arguments.folder
     for name in (RUN_FILE, KEY_FILE):
-        if not (directory / name).is_file():
-            raise ConfigError(f"{directory / name} is not there: write it with 'p2ptrain init {directory}'")
-    manifest = load_manifest(directory / RUN_FILE)
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name} is not there: write it with 'p2ptrain init {folder}'")
+    manifest = load_manifest(folder / RUN_FILE)
     for warning in public_paths(manifest):
         print(warning, file=sys.stderr)
-    run_dir = arguments.run_dir or directory / "bootstrap"
+    run_dir = arguments.run_dir or folder / "bootstrap"
     config = PeerConfig.load(
         None,
         {
             "role": "bootstrap",
             "name": "bootstrap",
             "run_dir": run_dir,
-            "manifest": directory / SIGNED_FILE,
+            "manifest": folder / SIGNED_FILE,
             "network.listen": arguments.listen or ["/ip4/0.0.0.0/tcp/31337"],
             "network.announce": arguments.announce,
             "network.relay": arguments.relay,
@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
             "log.level": arguments.log_level,
         },
     )
-    with Identity.create_or_load(directory / KEY_FILE) as organizer:
-        signed = sign_manifest(manifest, organizer, directory / SIGNED_FILE)
+    with Identity.create_or_load(folder / KEY_FILE) as organizer:
+        signed = sign_manifest(manifest, organizer, folder / SIGNED_FILE)
     return run_configured_peer(
         config, signed, f"swarm {manifest.name!r} is up; others take part with:\n\np2ptrain join ", arguments.link_file
     )

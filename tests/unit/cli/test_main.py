@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import resource
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -134,3 +136,11 @@ def test_output_into_a_closed_pipe_is_no_error() -> None:
         f"{sys.executable} -m p2ptrain --help | true", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_no_two_arguments_of_a_command_share_a_value(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    import_module(f"p2ptrain.cli.commands.{name}").add_arguments(parser)
+    values = [action.dest for action in parser._actions]
+    assert len(set(values)) == len(values)
